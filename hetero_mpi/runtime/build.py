@@ -80,6 +80,7 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
     """
     assert share.members is not None
     members, plan = share.members, share.own_plan
+    group = _group(context, members, plan)  # before files are sent: rank 0 then waits for the others only
     start: Start | None = None
     files: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     directory = model_directory(context.loaded)
@@ -91,7 +92,6 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
         start = supply.start
         members.doing = "sending the model's files to ranks without them"
         supply.serve()
-    group = _group(context, members, plan)
     with members.together("loading weights"), files:
         trainer = Trainer(
             context.world.rank,

@@ -146,11 +146,11 @@ def loss_is_no_number_in_step_2(world: World, entry: dict[str, Any]) -> Iterator
     fill = StepDecider.fill
 
     def failing(
-        decider: StepDecider, norms: dict[str, float], losses: dict[int, float], stop: bool
+        decider: StepDecider, norms: dict[str, float], losses: dict[int, float], stop: bool, part: int
     ) -> NDArray[np.float64]:
         nonlocal calls
         calls += 1
-        return fill(decider, norms, dict.fromkeys(losses, float("nan")) if calls == 2 else losses, stop)
+        return fill(decider, norms, dict.fromkeys(losses, float("nan")) if calls == 2 else losses, stop, part)
 
     with mock.patch.object(StepDecider, "fill", failing):
         yield
