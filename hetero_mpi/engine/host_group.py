@@ -8,6 +8,7 @@ block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -72,23 +73,32 @@ class HostGroup:
         assert (tensor is None) == (self.member > 0)
         with self._world.waiting("the first rank of its group"):
             if tensor is None:
-                host = self._backend.host_buffer(shape, dtype)
+                # On a processor it stays with whoever computes; else it is copied, and the memory used again.
+                own = self._backend.device == HOST
+                host = self._backend.host_buffer(shape, dtype) if own else self._room(3, shape, dtype)
                 self._world.broadcast_bytes(host_bytes(host))
-                return host if self._backend.device == HOST else host.to(self._backend.device)
+                return host if own else host.to(self._backend.device)
             self._world.broadcast_bytes(host_bytes(self._backend.to_host(tensor.contiguous())))
             return tensor
 
-    def assembled(self, part: torch.Tensor, division: Division, shape: tuple[int, ...]) -> torch.Tensor:
-        """On the leader: the whole of a tensor, in host memory, of which every other member gives its part (``give``)."""
-        own = self._backend.to_host(part)
-        whole = torch.empty(shape, dtype=own.dtype)
+    def assembled(
+        self, own: torch.Tensor | None, division: Division, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """On the leader: the whole of a tensor, in host memory, of which every other member gives its part (``give``).
+
+        Args:
+            own: the leader's part; None: it has none.
+        """
+        whole = torch.empty(shape, dtype=dtype)
         for member in range(self.size):
             first, end = division.bounds[member : member + 2]
             place = whole.narrow(division.dim, first, end - first)
-            if member != 0:
-                own = torch.empty(place.shape, dtype=whole.dtype)
-                self._world.receive_bytes(host_bytes(own), member)
-            place.copy_(own)
+            if member > 0 and division.exists(member):
+                part = torch.empty(place.shape, dtype=dtype)
+                self._world.receive_bytes(host_bytes(part), member)
+                place.copy_(part)
+            elif own is not None and member == 0:
+                place.copy_(own)
         return whole
 
     def give(self, part: torch.Tensor) -> None:
@@ -109,8 +119,8 @@ class HostGroup:
         flat.copy_(whole.view(-1)[: flat.numel()])
         return flat.view(tensor.shape)
 
-    def _room(self, number: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        size = shape[0] * shape[1] * dtype.itemsize
+    def _room(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        size = math.prod(shape) * dtype.itemsize
         if number not in self._rooms or self._rooms[number].numel() < size:
             self._rooms[number] = self._backend.host_buffer((size,), torch.uint8)
         return self._rooms[number][:size].view(dtype).view(shape)

@@ -167,7 +167,7 @@ class Trainer:
         own = pipeline.stages[place.position]
         given = self.chain, own.first, own.last, self.backend, train.dtype, start, train.seed, self.tuning
         shared = {layer: owned for layer, owned in shared.items() if own.first <= layer < own.last}
-        foreign = {name for name, rank in self.owner.items() if rank != self.rank and not self._has_part(name)}
+        foreign = {name for name, rank in self.owner.items() if rank != self.rank and not self.has_part(name)}
         if own.streamed:
             return StreamedStage(*given, kept, own.slice_sequences, folder, shared, foreign)
         split, embedding = pipeline.split_backward and place.position > 0, None
@@ -210,9 +210,12 @@ class Trainer:
         names = [name for name in names if name not in self.divided or self.divided[name].exchanged]
         return [[name for name in names if self.owner[name] == rank] for rank in ranks]
 
-    def _has_part(self, name: str) -> bool:
-        """Has a group cut the tensor, of which this rank has a part?"""
-        return name in self.divided and self.divided[name].cut and self.rank in self.divided[name].ranks
+    def has_part(self, name: str) -> bool:
+        """Has a group cut the tensor, of which this rank has a part? (Of experts it may have none.)"""
+        one = self.divided.get(name)
+        return (
+            one is not None and one.cut and self.rank in one.ranks and one.division.exists(one.ranks.index(self.rank))
+        )
 
     @property
     def leads(self) -> bool:
@@ -312,58 +315,10 @@ class Trainer:
         if self.executor is not None:
             self.update.dissolve()
 
-    def parameter(self, name: str) -> torch.Tensor:
-        """The fp32 value of what this rank has of a parameter that it owns, or of a constant of its own, in host memory."""
-        assert self.optimizer is not None
-        if name in self.tuning.constants:
-            return self._constant(name)
-        return self.backend.to_host(self.optimizer.targets[name])
-
-    def compute_parameter(self, name: str) -> torch.Tensor:
-        """What this rank has of a parameter in the compute dtype, or a constant in fp32, in host memory."""
-        assert self.held is not None
-        if name in self.tuning.constants:
-            return self._constant(name)
-        return self.backend.to_host(self.held.parameters[name].to(self.dtype))
-
-    def whole(self, name: str, shape: tuple[int, ...], part: torch.Tensor) -> torch.Tensor:
-        """``part``; where this rank leads a group that has cut the tensor (of this shape): all of it, in host memory. The others of
-        the group ``give`` their parts at the same time."""
-        if self.group is None or not self._has_part(name):
-            return part
-        return self.group.assembled(part, self.divided[name].division, shape)
-
-    def give(self, name: str, part: Callable[[], torch.Tensor]) -> None:
-        """Where the first rank of this rank's group takes a ``whole`` tensor: give it this rank's part, if it has one."""
-        if self.group is not None and self._has_part(name):
-            self.group.give(part())
-
-    def set_parameter(self, name: str, value: torch.Tensor) -> None:
-        """Overwrite a parameter (and what it is rounded to) or a constant from an fp32 host tensor."""
-        assert self.optimizer is not None and self.held is not None
-        with torch.no_grad():
-            if name in self.tuning.constants:
-                self.held.storage_of(self.held.model_parameter(name)).copy_(value)
-                return
-            if name in self.held.parameters:
-                value = self.own_part(name, value)
-                if name in self.optimizer.targets:
-                    self.optimizer.targets[name].copy_(value)
-                self.held.overwrite({name: self.optimizer.targets.get(name, value)})
-
-    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of a tensor of a parameter."""
-        divided = self.divided.get(name)
-        return whole if divided is None or self.group is None else divided.division.part(whole, self.group.member)
-
     def share_tied_weight(self) -> None:
         """Bring the embedding's values to the head's copy of a tied matrix, within each pipeline. Called by every active rank."""
         if self.executor is not None:
             self.update.share_tied_weight()
-
-    def _constant(self, name: str) -> torch.Tensor:
-        assert self.held is not None
-        return self.backend.to_host(self.held.model_parameter(name).float())
 
     def _fits(self, batch: Batch) -> None:
         rows, length = len(batch.tokens), self.chain.length(batch.tokens)

@@ -31,6 +31,7 @@ from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.checkpointing import load_adapter
 from hetero_mpi.state.file_supply import FileSupply, open_files
 from hetero_mpi.state.redistribute import Parcel, distribute, parcels
+from hetero_mpi.state.trained_tensors import set_parameter
 
 
 @dataclass
@@ -176,7 +177,7 @@ def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
         trainer.transport,
         listed,
         given,
-        lambda parcel, tensor: trainer.set_parameter(parcel.name, tensor),
+        lambda parcel, tensor: set_parameter(trainer, parcel.name, tensor),
     )
 
 

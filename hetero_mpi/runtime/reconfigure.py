@@ -33,8 +33,9 @@ from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.runtime.build import Share, build
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.background_save import Snapshot, lack_of_memory, size_bytes
-from hetero_mpi.state.checkpointing import KINDS, LiveState, take_over
+from hetero_mpi.state.checkpointing import KINDS, take_over
 from hetero_mpi.state.redistribute import Delivery, Parcel, deliveries, held_under, move, parcels
+from hetero_mpi.state.trained_tensors import LiveState
 from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)

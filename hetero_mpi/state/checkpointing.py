@@ -22,6 +22,7 @@ from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.state.background_save import Saver
 from hetero_mpi.state.redistribute import Delivery, Parcel, collect, deliveries, distribute, held_as, move, parcels
+from hetero_mpi.state.trained_tensors import LiveState, keeper, set_parameter
 
 LATEST = "latest"
 """``--resume latest``: from the newest state in the run directory."""
@@ -37,34 +38,6 @@ def open_saver(trainer: Trainer, directory: Path, job: JobConfig, newest: Path |
     threaded = job.cluster.communication_thread
     live = LiveState(trainer)
     return Saver(trainer.world, trainer.backend, listed, live, directory, job.checkpoint, threaded, newest)
-
-
-class LiveState:
-    """What a trainer has of parcels, where it lies on the device; what a group has cut is put together in host memory.
-
-    ``parameters``: how to find that of a name; None: what is trained, in fp32.
-    """
-
-    def __init__(self, trainer: Trainer, parameters: Callable[[str], torch.Tensor] | None = None) -> None:
-        self._trainer, self._parameters = trainer, parameters
-
-    def __call__(self, parcel: Parcel) -> torch.Tensor:
-        return self._trainer.whole(parcel.name, parcel.shape, self._part(parcel))
-
-    def give(self, parcel: Parcel) -> None:
-        """See ``redistribute.Own``."""
-        self._trainer.give(parcel.name, lambda: self._part(parcel))
-
-    def _part(self, parcel: Parcel) -> torch.Tensor:
-        optimizer, held = self._trainer.optimizer, self._trainer.held
-        assert optimizer is not None and held is not None
-        if self._parameters is not None:
-            return self._parameters(parcel.name)
-        if parcel.name in self._trainer.tuning.constants:
-            return held.model_parameter(parcel.name).detach().float()
-        if parcel.kind == "parameters":
-            return optimizer.targets[parcel.name].detach()
-        return optimizer.state(parcel.name)[parcel.kind]
 
 
 def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
@@ -223,28 +196,9 @@ def take_over(trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parce
     Returns:
         The bytes that this rank received.
     """
-    received = move(trainer.rank, trainer.transport, listed, own, _keeper(trainer, updates))
+    received = move(trainer.rank, trainer.transport, listed, own, keeper(trainer, updates))
     trainer.share_tied_weight()
     return received
-
-
-def _keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], None]:
-    """A function that puts arriving parameters and moments where they belong."""
-    waiting: dict[str, dict[str, torch.Tensor]] = {}
-
-    def keep(parcel: Parcel, tensor: torch.Tensor) -> None:
-        if parcel.kind == "parameters":
-            trainer.set_parameter(parcel.name, tensor)
-            return
-        if trainer.optimizer is None or parcel.name not in trainer.optimizer.targets:
-            return  # of a group, whose first rank has it
-        tensor = trainer.own_part(parcel.name, tensor)
-        moments = waiting.setdefault(parcel.name, {})
-        moments[parcel.kind] = tensor
-        if len(moments) == (4 if parcel.name in trainer.tuning.eight_bit else 2):
-            trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), updates)
-
-    return keep
 
 
 def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: PreTrainedTokenizerFast | None) -> None:
@@ -252,7 +206,7 @@ def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: P
     Collective.
     """
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
-    coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer, trainer.compute_parameter))
+    coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer, rounded=True))
     if trainer.rank != 0:
         for _ in coming:
             pass
@@ -269,7 +223,7 @@ def save_adapter(
 ) -> None:
     """Write the adapter on rank 0 as a PEFT directory with the tokenizer. Collective. ``base``: the model it was trained on."""
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
-    coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer, trainer.parameter))
+    coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer))
     state = {parcel.name: tensor.clone() for parcel, tensor in coming}
     if trainer.rank == 0:
         assert trainer.tuning.adapter is not None
@@ -288,5 +242,5 @@ def load_adapter(trainer: Trainer, directory: Path | None) -> None:
         trainer.transport,
         listed,
         lambda parcel: stored[parcel.name],
-        lambda parcel, tensor: trainer.set_parameter(parcel.name, tensor),
+        lambda parcel, tensor: set_parameter(trainer, parcel.name, tensor),
     )

@@ -40,10 +40,11 @@ from hetero_mpi.device.backend import Backend, host_bytes
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.background_save import MEMORY_SHARE, Snapshot, lack_of_memory, size_bytes, views
-from hetero_mpi.state.checkpointing import KINDS, LiveState
+from hetero_mpi.state.checkpointing import KINDS
 from hetero_mpi.state.copies import Copies, CopyCosts, StateVersion, peers, steps_between
 from hetero_mpi.state.local_checkpoint import DISK_SHARE, VERSIONS, LocalCheckpoint, lack_of_disk
 from hetero_mpi.state.redistribute import Parcel, give_parts, parcels
+from hetero_mpi.state.trained_tensors import LiveState
 
 if TYPE_CHECKING:
     from hetero_mpi.engine.trainer import Trainer

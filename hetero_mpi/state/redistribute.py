@@ -16,7 +16,7 @@ import torch
 
 from hetero_mpi.checkpoint import MOMENT_BLOCK
 from hetero_mpi.comm.transport import Request, Transport, send_in_order
-from hetero_mpi.device.backend import host_bytes
+from hetero_mpi.device.backend import HOST, host_bytes
 from hetero_mpi.engine.placement import holders, parameter_owners
 from hetero_mpi.model.layer.interface import ParameterSpec
 from hetero_mpi.model.tuning import Tuning
@@ -112,14 +112,16 @@ def collect(
     """Send every parcel to rank 0. Collective: every rank must exhaust the iterator.
 
     Args:
-        own: returns a parcel this rank holds, as a contiguous host tensor.
+        own: returns a parcel this rank holds.
 
     Yields:
         on rank 0 each parcel with its host tensor, valid until the next one is taken; nothing on other ranks.
     """
     if rank != 0:
         listed = list(listed)
-        send_in_order(transport, ((0, _TAG, host_bytes(own(parcel))) for parcel in listed if parcel.owner == rank))
+        send_in_order(
+            transport, ((0, _TAG, host_bytes(_on_host(own(parcel)))) for parcel in listed if parcel.owner == rank)
+        )
         give_parts(rank, listed, own)
         return
     coming: deque[tuple[Parcel, torch.Tensor | None, Request | None]] = deque()
@@ -134,11 +136,15 @@ def collect(
                 coming.append((parcel, buffer, transport.post_receive(parcel.owner, _TAG, host_bytes(buffer))))
         parcel, tensor, request = coming.popleft()
         if request is None:
-            tensor = own(parcel)
+            tensor = _on_host(own(parcel))
         else:
             transport.wait(request)
         assert tensor is not None
         yield parcel, tensor
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(HOST).contiguous()
 
 
 @dataclass(frozen=True)

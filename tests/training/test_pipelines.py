@@ -25,6 +25,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
 from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.state.trained_tensors import set_parameter
 from tests.planning import two_backwards
 from tests.support.late_copies import LateBackend
 from tests.support.threaded_training import Threads, plan_of
@@ -156,7 +157,7 @@ def _random_adapters(threads: Threads) -> None:
         for name, parameter in trainer.held.parameters.items():
             generator = torch.Generator().manual_seed(len(name) + int(name.split(".")[2]))
             value = 0.1 * torch.randn(parameter.shape, generator=generator)
-            trainer.set_parameter(name, value)
+            set_parameter(trainer, name, value)
 
 
 CHAINS = {tied: chain_of(tied) for tied in (False, True)}
