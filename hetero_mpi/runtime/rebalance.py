@@ -88,11 +88,11 @@ class Rebalancer:
 
     def word(self) -> NDArray[np.float64]:
         """See ``Steering``. [1 on rank 0 when the plan is to be changed, then for each stage its rank's ratio measured / profiled];
-        of a rank's stages only the first has it."""
+        of a rank's stages only the first has it, and a group is measured by the rank that leads it."""
         assert self._share is not None and self._own is not None
         word = np.zeros(1 + len(self._share.plan.numbered))
         word[0] = self._ready and self._context.world.rank == 0
-        if self._own.stage is not None:
+        if self._own.stage is not None and self._context.world.rank not in self._share.plan.leader_of:
             word[1 + self._own.stage] = self._own.ratio(self._latest)
         return word
 

@@ -139,6 +139,8 @@ class Saver:
         self._may_thread = table.background and threaded and world.thread_level == "multiple"
         self._decided = not self._may_thread
         self._writing: Background[None] | None = None
+        self._taken: set[tuple[str, str]] = set()
+        """(kind, name) of what rank 0 has asked itself for, of the latest checkpoint."""
 
     def save(self, metadata: dict[str, Any]) -> Path:
         """Begin a checkpoint of this moment. If the last one is still being written, wait for it first.
@@ -228,6 +230,7 @@ class Saver:
 
     def _write(self, task: _Task) -> None:
         arriving = self._arriving()
+        self._taken.clear()
         try:
             with contextlib.ExitStack() as alone:
                 with CheckpointWriter(task.path, task.metadata) as writer:
@@ -246,15 +249,23 @@ class Saver:
             _LOG.info("step %d: checkpoint %s, whole after %.1f s", task.metadata["step"], task.path, seconds)
         except (CheckpointError, OSError) as error:
             say(f"Training goes on, but {error}")
-            for _ in arriving:  # the others are still sending
+            for parcel in self._listed:  # the others are still sending, and those of this rank's group giving
+                asked = parcel.owner != 0 or (parcel.kind, parcel.name) in self._taken
+                if parcel.group and not asked and not self._may_thread:
+                    self._own(parcel, task)
+            for _ in arriving:
                 pass
 
     def _coming(self, parcel: Parcel, task: _Task, arriving: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[Any]]:
         if parcel.owner == 0:
-            coming: Iterator[NDArray[Any]] = flat_pieces(parcel, task.values)
+            coming: Iterator[NDArray[Any]] = flat_pieces(parcel, lambda own: self._own(own, task))
         else:
             coming = (next(arriving).view(parcel.dtype_name) for _ in pieces(parcel.shape, parcel.dtype.itemsize))
         return self.world.marked(coming)
+
+    def _own(self, parcel: Parcel, task: _Task) -> torch.Tensor:
+        self._taken.add((parcel.kind, parcel.name))
+        return task.values(parcel)
 
     def _arriving(self) -> Iterator[NDArray[np.uint8]]:
         """Rank 0: the pieces of other ranks, in the order of the list. Each is valid until the next one is taken."""

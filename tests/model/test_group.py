@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.custom.layers import CustomChain
-from hetero_mpi.model.group.division import Held, key_value_heads, refusal
+from hetero_mpi.model.group.division import Held, divisions, key_value_heads, refusal
 from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.layer.preference import Comparison
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
@@ -195,6 +195,16 @@ def test_nf4_blocks_that_would_be_cut_are_refused() -> None:
     assert found is not None and "NF4 packs 64 weights" in found
     found = refusal(wide, replace(lora(wide, nf4=True), double=True), (2, 1))
     assert found is not None and "double_quantization = true" in found
+    odd = group_chain("llama", **{**PACKABLE, "intermediate_size": 416}, head_dim=64)
+    found = refusal(odd, lora(odd, nf4=True), (2, 1))
+    assert found is not None and "416 columns or rows to divide" in found
+
+
+def test_every_word_is_held_though_their_number_is_no_multiple_of_a_block() -> None:
+    chain = group_chain("llama", **PACKABLE, head_dim=64, vocab_size=331)
+    tuning = lora(chain, nf4=True)
+    assert refusal(chain, tuning, (2, 1)) is None
+    assert divisions(chain, tuning, (2, 1), [0])["model.embed_tokens.weight"].bounds[-1] == 331
 
 
 @pytest.mark.parametrize("nf4", [False, True])

@@ -299,8 +299,12 @@ def _of_groups(case: Case, shares: list[tuple[int, ...]]) -> Plan:
     for place, own in enumerate(shares):
         ranks, depth = tuple(range(rank, rank + max(1, len(own)))), len(shares) - 1 - place
         stage = StagePlan(ranks, edges[place], edges[place + 1], depth, case.recompute, shares=own)
-        # More of the heads on the one rank, and more of the experts on the other.
-        stages.append(replace(stage, experts=own[::-1]) if own and case.family == "mixtral" else stage)
+        experts = {
+            (1, 3): (0, 4),
+            (3, 1): (1, 3),
+            (2, 2): (4, 0),
+        }  # more of the heads on one rank, of the experts on the other
+        stages.append(replace(stage, experts=experts[own]) if own and case.family == "mixtral" else stage)
         rank += len(ranks)
     return Plan((PipelinePlan(tuple(stages), case.micro_batch, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, LAYERS)
 

@@ -163,7 +163,7 @@ class _Rules:
         module, _, leaf = spec.name.rpartition(".")
         if not 0 < spec.layer < self._chain.layer_count - 1:
             if module in self._ends:
-                return Division(Held.CUT, 0, self._bounds(spec.shape[0]))
+                return Division(Held.CUT, 0, self._in_proportion(spec.shape[0], _unit(spec.shape[0])))
             return Division(Held.WHOLE)
         module, _, adapter = module.partition(".lora_")
         local = module[len(f"{self._chain.blocks_name}.{spec.layer - 1}.") :]
@@ -198,7 +198,7 @@ class _Rules:
         return (0, *accumulate(self._experts)) if self._experts is not None else self._in_proportion(count, 1)
 
     def _bounds(self, width: int) -> tuple[int, ...]:
-        """Of an MLP's columns, or of words."""
+        """Of an MLP's columns."""
         return self._in_proportion(width, self._unit or _unit(width))
 
     def _in_proportion(self, width: int, unit: int) -> tuple[int, ...]:
@@ -325,6 +325,12 @@ def _refused_cuts(
     chain: TransformersChain, tuning: Trained, shares: Sequence[int], experts: Sequence[int] | None
 ) -> str | None:
     for name, division in divisions(chain, tuning, shares, range(chain.layer_count), experts).items():
+        whole = chain.parameters[name].shape[division.dim] if name in chain.parameters else None
+        if division.held is Held.CUT and whole is not None and division.bounds[-1] != whole:
+            return (
+                f"NF4 packs {BLOCK} weights at a time, and {name} has {whole} columns or rows to divide, no multiple of that: give "
+                f'each rank a stage of its own, or set [model] quantization to "none"'
+            )
         of_experts = name.rpartition(".")[0].endswith(tuple(f".{module}" for module in expert_modules(chain)))
         # Only who asks for a rank without experts gets one.
         if any(first >= end for first, end in pairwise(division.bounds)) and not (of_experts and experts is not None):

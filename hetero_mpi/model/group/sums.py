@@ -37,7 +37,7 @@ class _Left(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, link: GroupLink) -> torch.Tensor:
         summed = link.sum(x.contiguous())
-        return summed.clone() if summed is x else summed  # autograd wants a tensor of its own
+        return summed.clone() if summed.data_ptr() == x.data_ptr() else summed  # autograd wants a tensor of its own
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

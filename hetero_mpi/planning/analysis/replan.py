@@ -96,7 +96,7 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
     """The plan with which the remaining steps and the change to it take the least time. Deterministic."""
     now = question.report.plan
     leads = {rank: question.ratios[leader] for rank, leader in now.leader_of.items() if leader in question.ratios}
-    profile = with_slowness(question.profile, {**leads, **question.ratios})  # a group is measured as one
+    profile = with_slowness(question.profile, {**question.ratios, **leads})  # a group is measured as one
 
     def step_s(plan: Plan) -> float:
         return simulate(plan, profile).step_s

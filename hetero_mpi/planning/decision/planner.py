@@ -142,8 +142,9 @@ def differences(plan: Plan, request: PlanRequest) -> list[str]:
     if len(plan.pipelines) > request.max_pipelines:
         found.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")
     for index, pipeline in enumerate(plan.pipelines):
-        where, choices = f"pipelines[{index}]", ", ".join(map(str, sorted(set(request.micro_batch_choices))))
-        if pipeline.micro_batch not in request.micro_batch_choices:
+        sizes = {*request.micro_batch_choices, *(request.alone_micro_batch_choices if plan.leader_of else ())}
+        where, choices = f"pipelines[{index}]", ", ".join(map(str, sorted(sizes)))
+        if pipeline.micro_batch not in sizes:
             found.append(f"{where}: micro_batch = {pipeline.micro_batch}: the job leaves {choices}")
         if pipeline.split_backward and True not in request.split_choices:
             found.append(f"{where}: split_backward = true: the planner was not to split backward")
@@ -178,7 +179,10 @@ def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: fl
             for d in profile.devices
         )
         return fluid_bound_s(replace(profile, devices=quickest), request), FLUID
-    unknown = any(pipeline.interleaved for pipeline in plan.pipelines) or any(s.grouped for _, _, s in stages(plan))
+    unknown = any(pipeline.interleaved for pipeline in plan.pipelines)
+    if plan.leader_of:  # micro-batches may be those of a rank by itself
+        sizes = tuple({*request.micro_batch_choices, *request.alone_micro_batch_choices})
+        return fluid_bound_s(profile, replace(request, micro_batch_choices=sizes)), FLUID
     if len(profile.devices) > CLOSELY_BOUND or unknown or differences(plan, request):
         return fluid_bound_s(profile, request), FLUID
     return packing_bound_s(profile, request, step_s), PACKING

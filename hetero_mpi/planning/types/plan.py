@@ -41,8 +41,13 @@ class StagePlan:
         return len(self.ranks) > 1
 
     def share(self, member: int) -> float:
-        """Of what a group divides, what one of its ranks has."""
+        """Of what a group divides, what one of its ranks has, but for experts that are shared by numbers of their own."""
         return self.shares[member] / sum(self.shares) if self.grouped else 1.0
+
+    def largest_share(self, member: int) -> float:
+        """The same, or that of experts where it is larger: costs do not tell them apart."""
+        own = self.experts[member] / sum(self.experts) if self.experts else 0.0
+        return max(self.share(member), own)
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,7 @@ def subject_of(setup: RunSetup) -> tuple[Subject, str]:
         setup.cores,
         setup.threads,
         job.cluster.memory_bytes,
-        job.plan.groups and job.plan.schedule == "auto",
+        job.plan.groups and job.plan.schedule == "auto" and _can_sum_in_groups(setup),
     )
     return subject, reason
 
@@ -302,7 +302,13 @@ def planning_request(setup: RunSetup, profile: ClusterProfile, ranks: int = 0) -
     versions = versions_in_memory(setup.job.checkpoint.replicate_every)
     dropout = setup.tuning.uses_dropout(setup.chain)
     request = request_of(setup.loaded, ranks or setup.world.size, dropout, versions)
-    return replace(request, sequence_length=profile.model.sequence_length)
+    groups = request.groups and _can_sum_in_groups(setup)
+    return replace(request, sequence_length=profile.model.sequence_length, groups=groups)
+
+
+def _can_sum_in_groups(setup: RunSetup) -> bool:
+    """May ranks of groups call MPI while a communication thread does?"""
+    return not setup.job.cluster.communication_thread or setup.world.thread_level == "multiple"
 
 
 def plan_run(setup: RunSetup, options: TrainOptions) -> tuple[ClusterProfile, PlanReport]:
