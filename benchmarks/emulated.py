@@ -3,7 +3,8 @@
     python benchmarks/emulated.py [--only NAME] [--rounds 1] [--json FILE] [--check]
 
 RTX 5090 + Strix Halo and M4 Max + 2 TITAN X from ``profiles/``, eight mixed devices in five hosts over 1 and over 10 Gigabit
-Ethernet, and four and six cards in two and in four hosts, all derived from data sheets by the rules of ``profile_parts``. A
+Ethernet, and four and six cards in two and in four hosts, all derived from data sheets by the rules of ``profile_parts``. Then
+Zorse's two clusters of four cards, over links at which one pipeline is fastest with several stages per rank. A
 Llama with hidden size 32 stands in for their models, with as many blocks. ``train`` plans each as it would for a user, so that
 they are run as one, two and three pipelines. For the four cards in two hosts, a plan by hand of one pipeline in each host is
 run too, to have unlike cuts and gradient all-reduces over a slow link. Every forward and backward lasts at least some 10 ms.
@@ -13,7 +14,7 @@ limit that whole layers, whole sequences and filling set to any plan, with links
 the measured step, median of ``--rounds`` runs' medians; measured / predicted. Then, for RTX 5090 + Strix Halo, the question that
 is asked most: the same tokens on the fast card alone and on both.
 
-Some seven minutes on two cores. Where the ranks' own arithmetic does not fit into the emulated times on this machine, the run is
+Some nine minutes on two cores. Where the ranks' own arithmetic does not fit into the emulated times on this machine, the run is
 repeated at the ``time_scale`` that its refusal names. ``--check`` exits 1 where a run fails, or a measured step is not within
 5 % of its prediction.
 """
@@ -33,6 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from depth_rule import linked  # noqa: E402
 from harness import parser_of, run_ranks  # noqa: E402
 from make_profiles import LLAMA_7B, M4_MAX, RTX_3090, RTX_4090, RTX_5090, STRIX_HALO, TITAN_X  # noqa: E402
 from planner_scale import without_links  # noqa: E402
@@ -84,6 +86,10 @@ class Trial:
     """By hand; None: the planner's."""
     first: int | None = None
     """Only so many of the profile's devices."""
+    pipelines: int | None = None
+    """So many at most; None: as many as help."""
+    stages_per_rank: int = 4
+    """So many at most."""
 
     def request(self) -> PlanRequest:
         """What ``train`` asks the planner for."""
@@ -92,7 +98,7 @@ class Trial:
             self.global_batch,
             self.profile.model.sequence_length,
             choices,
-            max_pipelines=self.global_batch,
+            max_pipelines=self.pipelines or self.global_batch,
             recompute_choices=(False, True),
             split_choices=(False, True),
             indifference=INDIFFERENCE,
@@ -111,7 +117,7 @@ class Result:
 
     name: str
     ranks: int
-    used: int
+    stages: int
     time_scale: float
     shortest_action_s: float
     """Shortest forward or backward, on the wall clock."""
@@ -152,6 +158,10 @@ def trials() -> list[Trial]:
     def shipped(name: str) -> ClusterProfile:
         return load_profile(ROOT / "profiles" / f"{name}.toml")
 
+    pair, four = (
+        linked(shipped(name), gigabytes_per_s * 1e9)
+        for name, gigabytes_per_s in (("zorse-2xa6000-2xw6800", 0.125), ("zorse-2xl4-a6000-p40", 1.25))
+    )
     return [
         Trial(ALONE, shipped("homelab-5090-strix-halo"), 8, 1.0, 5),
         Trial("M4 Max + 2 TITAN X", shipped("homelab-m4max-2titanx"), 8, 0.5, 5),
@@ -161,6 +171,10 @@ def trials() -> list[Trial]:
         Trial("6 cards, 2 hosts, LoRA", few_cards(SIX, TEN_GIGABIT), 12, 4.0, 5),
         Trial("4 cards, 2 hosts, LoRA", few_cards(FOUR, GIGABIT), 16, 4.0, 5),
         Trial("... a pipeline in each", few_cards(FOUR, GIGABIT), 16, 4.0, 5, two_pipelines()),
+        Trial("2 A6000 + 2 W6800", pair, 16, 1.0, 5, pipelines=1),
+        Trial("... A6000, W6800: one stage each", pair, 16, 1.0, 5, pipelines=1, stages_per_rank=1),
+        Trial("2 L4 + A6000 + P40", four, 16, 1.0, 5, pipelines=1),
+        Trial("... L4, A6000, P40: one stage each", four, 16, 1.0, 5, pipelines=1, stages_per_rank=1),
     ]
 
 
@@ -189,6 +203,8 @@ global_batch = {global_batch}
 
 [plan]
 rebalance = false
+pipelines = {pipelines}
+stages_per_rank = {each}
 
 [cluster]
 device = "cpu"
@@ -202,8 +218,8 @@ time_scale = {time_scale}
 def main() -> int:
     arguments = _arguments()
     chosen = [trial for trial in trials() if arguments.only is None or arguments.only in trial.name]
-    print(f"{'':<24} ranks pipe- time_  seconds of the emulated cluster{'':>17} measured /    shortest")
-    print(f"{'cluster':<24} (used) lines scale  bound  any plan  predicted  measured  predicted  action here")
+    print(f"{'':<34} ranks     pipe- time_  seconds of the emulated cluster{'':>17} measured /    shortest")
+    print(f"{'cluster':<34} (stages)  lines scale  bound  any plan  predicted  measured  predicted  action here")
     results, problems = [], []
     for trial in chosen:
         try:
@@ -232,7 +248,7 @@ class Failure(Exception):
 
 def _line(one: Result) -> str:
     return (
-        f"{one.name:<24} {one.ranks} ({one.used}) {one.pipelines:>5} {one.time_scale:>5.2g} {one.bound_s:>7.3f} "
+        f"{one.name:<34} {one.ranks} ({one.stages:>2}) {one.pipelines:>8} {one.time_scale:>5.2g} {one.bound_s:>7.3f} "
         f"{one.limit_s:>9.3f} {one.predicted_s:>10.3f} {one.measured_s:>9.3f} {one.ratio:>10.3f} "
         f"{1e3 * one.shortest_action_s:>9.1f} ms"
     )
@@ -275,7 +291,9 @@ def _once(trial: Trial) -> tuple[PlanReport, ClusterProfile, float, float]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         save_profile(trial.profile, directory / "cluster.toml")
-        keys = {"blocks": len(trial.profile.model.layers) - 2, "steps": trial.steps}
+        keys: dict[str, object] = {"blocks": len(trial.profile.model.layers) - 2, "steps": trial.steps}
+        keys["each"] = trial.stages_per_rank
+        keys["pipelines"] = trial.pipelines or '"auto"'
         job = JOB.format(**keys, global_batch=trial.global_batch, time_scale=trial.time_scale)
         (directory / "job.toml").write_text(job)
         program = ["-m", "hetero_mpi", "train", str(directory / "job.toml"), "--run-dir", str(directory / "run")]
