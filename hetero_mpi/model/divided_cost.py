@@ -8,6 +8,7 @@ from torch import nn
 
 from hetero_mpi.model.group.division import Held, containers, divisions, heads_to_share, refusal, styles
 from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.layer.quantize import packed_bytes, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, LayerCost, ModelCost
@@ -50,8 +51,19 @@ def _divided(
         divided_activations=activations / kept if kept else 0.0,
         # A head's is of its logits; a block's backward holds as much as was kept.
         divided_workspace=1.0 if head else activations / kept if kept else 0.0,
+        divided_scale_bytes=_scale_bytes(chain, index, names) if tuning.nf4 and tuning.double else 0,
         group_sums=1 if head or index == 0 else len(containers(chain)),
     )
+
+
+def _scale_bytes(chain: TransformersChain, index: int, names: set[str]) -> int:
+    """By how much more a layer's NF4 weights take that are cut, without double quantisation."""
+    if not 0 < index < chain.layer_count - 1:
+        return 0
+    (block,) = chain.module_names(index)
+    weights = packed_weights(chain.model.get_submodule(block)).items()
+    cut = [weight.numel() for name, weight in weights if f"{block}.{name}" in names]
+    return sum(packed_bytes(count, False) - packed_bytes(count, True) for count in cut)
 
 
 def _kept_numbers(chain: TransformersChain, index: int) -> int:

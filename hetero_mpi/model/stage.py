@@ -8,7 +8,7 @@ Layers keep their global indices, so parameter names are the whole model's every
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -340,24 +340,34 @@ class Stage(HeldLayers):
                 self._placed(layer)
                 continue
             if layer in own or (layer == 0 and needs_tied_copy and embedding is None):
-                self._fill(start, layer)
+                scales = self._fill(start, layer)
             if layer == 0 and needs_tied_copy:
                 self._tie(embedding)
             if layer in own:
-                self._place(layer)
+                self._place(layer, scales)
                 self._placed(layer)
                 return_freed_memory()
             else:
                 for name in chain.module_names(layer):
                     model.set_submodule(name, PassThrough())
 
-    def _fill(self, start: Start | None, layer: int) -> None:
+    def _fill(self, start: Start | None, layer: int) -> Mapping[str, torch.Tensor]:
+        """Fill a layer in host memory. Returns the scales for ``quantize`` that parts of tensors have from the whole."""
         if start is not None:
             start.fill(self.chain, self.model, layer)
         else:
             self.chain.vacate(self.model, layer)
-        if self.divided is not None:
-            self.divided.cut(self.model, layer)
+        if self.divided is None:
+            return {}
+        scales = {}
+        if self.tuning.double and self._is_packed(layer):
+            (name,) = self.chain.module_names(layer)
+            scales = self.divided.double_scales(name, self.model.get_submodule(name), self.dtype)
+        self.divided.cut(self.model, layer)
+        return scales
+
+    def _is_packed(self, layer: int) -> bool:
+        return self.tuning.nf4 and 0 < layer < self.chain.layer_count - 1
 
     def _tie(self, other: nn.Parameter | None) -> None:
         """Give the head its own Parameter over the embedding's values. ``other``: the embedding, where another stage has it.
@@ -373,11 +383,14 @@ class Stage(HeldLayers):
         self.tied_head = nn.Parameter(weight, requires_grad=self.tuning.full)
         setattr(self.model.get_submodule(module), attribute, self.tied_head)
 
-    def _place(self, layer: int) -> None:
-        """Move a layer to the device in the compute dtype; keep fp32 masters where that is narrower and weights are trained."""
-        if self.tuning.nf4 and 0 < layer < self.chain.layer_count - 1:
+    def _place(self, layer: int, scales: Mapping[str, torch.Tensor]) -> None:
+        """Move a layer to the device in the compute dtype; keep fp32 masters where that is narrower and weights are trained.
+
+        ``scales``: as ``_fill`` returns them.
+        """
+        if self._is_packed(layer):
             for name in self.chain.module_names(layer):
-                quantize(self.model.get_submodule(name), self.backend.device, self.dtype, self.tuning.double)
+                quantize(self.model.get_submodule(name), self.backend.device, self.dtype, self.tuning.double, scales)
         for name in self.chain.module_names(layer):
             for full_name, parameter in self.model.get_submodule(name).named_parameters(prefix=name):
                 if parameter is not self.tied_head and parameter.is_floating_point() and not is_empty(parameter):

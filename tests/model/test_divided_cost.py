@@ -11,7 +11,7 @@ from hetero_mpi.model.group.division import divisions
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
-from tests.support.group_cases import HEADS, group_chain
+from tests.support.group_cases import HEADS, PACKABLE, group_chain, lora
 
 
 def chain_cost(family: str, tuned: str):  # type: ignore[no-untyped-def]
@@ -46,6 +46,19 @@ def test_of_adapters_the_parts_beside_cut_sides_are_divided() -> None:
     block = cost.layers[1]
     cut = sum(s.count for s in tuning.specs(1, 2) if ("q_proj.lora_B" in s.name or "o_proj.lora_A" in s.name))
     assert block.divided_trainable == cut and 0 < cut < block.trainable_parameters
+
+
+def test_members_hold_plain_scales_though_they_were_quantised_twice() -> None:
+    chain = group_chain("mixtral", **PACKABLE, head_dim=64)
+    plain, twice = (
+        model_cost(chain, lora(chain, nf4=True, double=double), "bf16", 16, dict.fromkeys(chain.kinds, 1.0))
+        for double in (False, True)
+    )
+    assert twice.layers[1].parameter_bytes < 0.95 * plain.layers[1].parameter_bytes
+    for share in (1 / 3, 2 / 3):
+        held, expected = twice.part(share).layers[1], plain.part(share).layers[1]
+        assert held.parameter_bytes == pytest.approx(expected.parameter_bytes, rel=0.002)
+        assert twice.part(share).layers[0] == plain.part(share).layers[0]
 
 
 def test_every_divided_family_says_what_it_divides() -> None:

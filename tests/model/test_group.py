@@ -16,6 +16,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.custom.layers import CustomChain
 from hetero_mpi.model.group.division import Held, divisions, key_value_heads, refusal
 from hetero_mpi.model.group.link import StageGroup
+from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.preference import Comparison
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -28,6 +29,7 @@ from tests.support.group_cases import (
     EXPERTS,
     HEADS,
     LAYERS,
+    PACKABLE,
     NamedStart,
     batch,
     group_chain,
@@ -137,10 +139,6 @@ def test_a_group_gives_the_gradients_of_adapters(family: str, shares: tuple[int,
     require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
 
 
-PACKABLE = {"hidden_size": 192, "num_key_value_heads": 3, "num_attention_heads": 6, "intermediate_size": 384}
-"""Every cut of (2, 1) falls between blocks of 64 weights, if heads have 64 columns."""
-
-
 def unpacked(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
     from bitsandbytes.functional import dequantize_4bit
 
@@ -165,10 +163,11 @@ def shape_of(stages: Sequence[Stage], packed: str) -> torch.Size:
     )
 
 
+@pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize(("family", "packed"), [("llama", 7), ("mixtral", 6)])
-def test_nf4_weights_are_those_of_one_rank(family: str, packed: int) -> None:
+def test_nf4_weights_are_those_of_one_rank(family: str, packed: int, double: bool) -> None:
     chain = group_chain(family, **PACKABLE, head_dim=64)
-    tuning = lora(chain, nf4=True)
+    tuning = lora(chain, nf4=True, double=double)
     assert refusal(chain, tuning, (2, 1)) is None
     whole, group = (
         whole_stages(chain, tuning, spread=0.02),
@@ -185,16 +184,28 @@ def test_nf4_weights_are_those_of_one_rank(family: str, packed: int) -> None:
     require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), 1e-5)
 
 
+@pytest.mark.parametrize(("family", "experts"), [("llama", None), ("mixtral", (3, 5)), ("mixtral", (8, 0))])
+def test_scales_that_share_scales_are_those_of_whole_tensors(
+    family: str, experts: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, packed in pieces; the last scale of scales is of fewer than 256, and cuts fall within others."""
+    monkeypatch.setattr(quantize, "_PIECE", 4096)
+    chain, cuts = group_chain(family, **PACKABLE, head_dim=64), [(0, LAYERS)]
+    tuning = lora(chain, nf4=True, double=True)
+    whole = whole_stages(chain, tuning, "bf16", cuts, 0.02)
+    group = ThreadGroup(chain, cuts, (2, 1), NamedStart(0.02), "bf16", tuning, experts=experts)
+    expected, found = unpacked(whole), group.whole([unpacked(own) for own in group.members], False)
+    assert any(value.numel() // quantize.BLOCK % 256 for value in expected.values())
+    assert expected.keys() == found.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_nf4_blocks_that_would_be_cut_are_refused() -> None:
     narrow = group_chain("llama", **PACKABLE, head_dim=16)
     found = refusal(narrow, lora(narrow, nf4=True), (2, 1))
     assert found is not None and "o_proj.weight, 192 x 96, at the columns 0, 64, 96" in found
-    wide = group_chain("llama", **PACKABLE, head_dim=64)
     few = group_chain("mixtral", hidden_size=24, num_attention_heads=12)
     found = refusal(few, lora(few, nf4=True), (4, 2))
     assert found is not None and "NF4 packs 64 weights" in found
-    found = refusal(wide, replace(lora(wide, nf4=True), double=True), (2, 1))
-    assert found is not None and "double_quantization = true" in found
     odd = group_chain("llama", **{**PACKABLE, "intermediate_size": 416}, head_dim=64)
     found = refusal(odd, lora(odd, nf4=True), (2, 1))
     assert found is not None and "416 columns or rows to divide" in found
@@ -207,10 +218,10 @@ def test_every_word_is_held_though_their_number_is_no_multiple_of_a_block() -> N
     assert divisions(chain, tuning, (2, 1), [0])["model.embed_tokens.weight"].bounds[-1] == 331
 
 
-@pytest.mark.parametrize("nf4", [False, True])
-def test_frozen_parts_are_taken_over_by_the_next_stage(nf4: bool) -> None:
+@pytest.mark.parametrize(("nf4", "double"), [(False, False), (True, False), (True, True)])
+def test_frozen_parts_are_taken_over_by_the_next_stage(nf4: bool, double: bool) -> None:
     chain = group_chain("llama", **PACKABLE, head_dim=64) if nf4 else group_chain("gpt_neox")
-    tuning, shares = lora(chain, nf4=nf4), (2, 1) if nf4 else (4, 2)
+    tuning, shares = lora(chain, nf4=nf4, double=double), (2, 1) if nf4 else (4, 2)
     group = ThreadGroup(chain, [(0, LAYERS)], shares, NamedStart(), tuning=tuning)
     before = group.together(run)
     kept = [stage.frozen_layers(range(LAYERS)) for (stage,) in group.members]

@@ -25,6 +25,8 @@ EXPERTS = 8
 LAYERS = 6
 CUTS = ((0, 2), (2, 5), (5, LAYERS))
 """Embedding and a block; blocks; the head by itself."""
+PACKABLE = {"hidden_size": 192, "num_key_value_heads": 3, "num_attention_heads": 6, "intermediate_size": 384}
+"""Every cut of (2, 1) falls between blocks of 64 weights, if heads have 64 columns."""
 _LATENT = ("deepseek_v3", "youtu")
 _ONE_HEAD_EACH = ("gpt_neox",)
 _FURTHER: dict[str, dict[str, Any]] = {
@@ -63,13 +65,13 @@ class NamedStart:
                     )
 
 
-def lora(chain: TransformersChain, nf4: bool = False, **changed: Any) -> Tuning:
+def lora(chain: TransformersChain, nf4: bool = False, double: bool = False, **changed: Any) -> Tuning:
     targets: Any = "all-linear"
     if next(fused_experts(chain.model), None) is not None:  # which are not to be adapted
         linears = [name for name, module in chain.model.named_modules() if isinstance(module, nn.Linear)]
         targets = sorted({name.rpartition(".")[2] for name in linears if "attn" in name})
     table = AdapterTable(**{"method": "lora", "rank": 4, "alpha": 8, "targets": targets, **changed})
-    return adapter_tuning(chain, table, nf4, False)
+    return adapter_tuning(chain, table, nf4, double)
 
 
 def whole_stages(

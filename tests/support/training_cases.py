@@ -16,11 +16,13 @@ import bitsandbytes
 import numpy as np
 import torch
 import torch.nn.functional as F
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
 
 from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
+from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
@@ -109,6 +111,8 @@ class Case:
             keys |= {"intermediate_size": 200}  # matrices of 4096 numbers and more, with a last block that is not whole
         if self.pipelines in GROUPED:
             keys |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+            if self.tuning == "nf4":  # cuts fall between blocks of 64 weights
+                keys |= {"hidden_size": 64, "head_dim": 32, "intermediate_size": 256, "initializer_range": 0.1}
         if self.family in ("gpt_oss", "mixtral") or self.routers:
             keys = {**tiny_keys(self.family), **keys}  # experts
         if self.routers:
@@ -238,6 +242,8 @@ NORMAL = (
     Case("qwen3-groups-changing", "qwen3", False, 0.0, False, 1, "even", pipelines="groups", changing=True),
     Case("llama-lora-groups", "llama", True, 0.0, True, 2, "even", tuning="lora", pipelines="groups"),
     Case("mixtral-groups", "mixtral", False, 0.0, True, 2, "even", pipelines="groups"),
+    Case("qwen3-nf4-group", "qwen3", False, 0.0, True, 2, "even", tuning="nf4", pipelines="group"),
+    Case("mixtral-nf4-groups", "mixtral", True, 0.0, False, 1, "even", tuning="nf4", pipelines="groups"),
     Case("llama-bf16-group", "llama", False, 0.0, True, 2, "even", pipelines="group", dtype="bf16"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
@@ -373,7 +379,8 @@ def adapter_directory(directory: Path, case: Case) -> Path:
 
 
 def lora_targets(case: Case) -> str | list[str]:
-    return ["q_proj", "o_proj"] if case.routers else "all-linear"  # which would be fused experts, too
+    # "all-linear" would be fused experts, too.
+    return ["q_proj", "o_proj"] if case.routers or case.family == "mixtral" else "all-linear"
 
 
 def corpus(directory: Path) -> Path:
@@ -475,6 +482,8 @@ def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.
     dtype = DTYPES["fp32" if case.dtype == "fp16" else case.dtype]
     quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype) if "nf4" in case.tuning else None
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization)
+    for _, holder, name, _ in list(fused_experts(model)) if quantization is not None else []:
+        replace_parameter_4bit(holder, name, compress_statistics=True, quant_type="nf4", blocksize=64)
     if adapter is None:
         return model
     adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)

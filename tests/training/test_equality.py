@@ -51,6 +51,7 @@ AGAIN = (
     "llama-tied-group-recompute",
     "qwen3-groups-changing",
     "llama-lora-groups",
+    "qwen3-nf4-group",
 )
 """Cases with several pipelines, or stages of several ranks, that are also run again, resumed under their own plan, and resumed
 under one pipeline."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -86,6 +86,11 @@ class Division:
         if self.held is Held.CUT:
             sizes[self.dim] = self.bounds[member + 1] - self.bounds[member]
         return tuple(sizes)
+
+    @property
+    def of_blocks(self) -> Division:
+        """Of what has a number for each NF4 block of a tensor: (rows, blocks of a row)."""
+        return self if self.dim == 0 else replace(self, bounds=tuple(bound // BLOCK for bound in self.bounds))
 
     def exists(self, member: int) -> bool:
         """Not where another member leads, or has all that is cut."""
@@ -339,21 +344,13 @@ def _refused_cuts(
                 f"{', '.join(map(str, division.bounds))}: use fewer ranks, or shares that differ less"
             )
         if tuning.nf4 and name in chain.parameters and 0 < chain.parameters[name].layer < chain.layer_count - 1:
-            reason = _refused_packing(chain, tuning, name, division, of_experts)
+            reason = _refused_packing(chain, name, division, of_experts)
             if reason is not None:
                 return reason
     return None
 
 
-def _refused_packing(
-    chain: TransformersChain, tuning: Trained, name: str, division: Division, of_experts: bool
-) -> str | None:
-    if tuning.double:
-        return (
-            "[model] double_quantization = true: 256 blocks of NF4 weights share a scale of their scales, and a group of ranks "
-            "cuts within them, which would change the weights: set it to false (4.5 bits for a weight in place of 4.13), or give "
-            "each rank a stage of its own"
-        )
+def _refused_packing(chain: TransformersChain, name: str, division: Division, of_experts: bool) -> str | None:
     module, _, leaf = name.rpartition(".")
     linear = leaf == "weight" and isinstance(chain.model.get_submodule(module), nn.Linear)
     if division.held is not Held.CUT or not (linear or of_experts):

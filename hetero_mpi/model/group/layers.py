@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.model.group.division import Trained, containers, divisions, expert_modules, refusal
+from hetero_mpi.model.group.division import Held, Trained, containers, divisions, expert_modules, refusal
 from hetero_mpi.model.group.experts import ExpertShare
 from hetero_mpi.model.group.link import GroupLink, StageGroup
 from hetero_mpi.model.group.loss import divided_summed_loss, divided_target_losses
 from hetero_mpi.model.group.sums import entered, left
+from hetero_mpi.model.layer.quantize import double_scales, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain
 
 
@@ -44,6 +45,21 @@ class DividedLayers:
     def trains(self, name: str) -> bool:
         """Does a trained tensor have a gradient here?"""
         return self._divisions[name].trains(self._link.member)
+
+    def double_scales(self, block: str, module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Name of each tensor in a block that is packed and cut -> the scales of this member's part, as double quantisation of the
+        whole tensor leaves them: 256 blocks share a scale of their scales, and cuts fall within them.
+
+        Args:
+            block: its name in the model.
+            module: the block, which is whole.
+        """
+        scales = {}
+        for name, weight in packed_weights(module).items():
+            division = self._divisions[f"{block}.{name}"]
+            if division.held is Held.CUT and division.exists(self._link.member):
+                scales[name] = division.of_blocks.part(double_scales(weight, dtype), self._link.member)
+        return scales
 
     def cut(self, model: nn.Module, layer: int) -> None:
         """Leave of a layer in host memory, which is whole, this member's parts."""

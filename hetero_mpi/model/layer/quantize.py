@@ -9,7 +9,7 @@ the module computes. Autograd would keep them so until backward: the module's fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,37 @@ def fused_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.P
                     yield path, holder, name, parameter
 
 
-def quantize(module: nn.Module, device: torch.device, dtype: torch.dtype, double: bool) -> None:
+def packed_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name in ``module`` -> parameter, of all that ``quantize`` packs."""
+    linear = {f"{name}.weight": layer.weight for name, layer in _linear_layers(module)}
+    return linear | {f"{path}.{name}": parameter for path, _, name, parameter in fused_experts(module)}
+
+
+def _linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(name, layer) for name, layer in module.named_modules() if type(layer) is nn.Linear]
+
+
+def double_scales(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scales of a tensor's blocks as double quantisation leaves them, fp32 (rows, blocks of a row).
+
+    Args:
+        weight: (rows, ...), of which each row is a whole number of blocks.
+        dtype: as ``quantize`` takes it.
+    """
+    from bitsandbytes.functional import dequantize_blockwise
+
+    largest = [piece.view(-1, BLOCK).abs().amax(1).float() for piece in _rounded(weight, dtype)]
+    codes, offset, second = _quantized_twice(torch.cat(largest))
+    return (dequantize_blockwise(codes, second) + offset).view(len(weight), -1)
+
+
+def quantize(
+    module: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    double: bool,
+    scales: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Replace every ``nn.Linear`` and all fused experts in ``module`` by their NF4 form on ``device``, one after the other.
 
     Experts compute after ``unpack_experts`` only.
@@ -50,13 +80,16 @@ def quantize(module: nn.Module, device: torch.device, dtype: torch.dtype, double
     Args:
         module: a block with fp32 weights in host memory.
         dtype: compute dtype; the weights are rounded to it first, as if the model had been loaded in it.
+        scales: name of a tensor in ``module`` -> the scales of its blocks, fp32, which it keeps as they are in place of its own.
     """
-    for name, layer in [(n, m) for n, m in module.named_modules() if type(m) is nn.Linear]:
+    scales = scales or {}
+    for name, layer in _linear_layers(module):
         parent, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(parent), attribute, _quantized(layer, device, dtype, double))
-    for _, holder, name, parameter in list(fused_experts(module)):
+        new = _quantized(layer, device, dtype, double, scales.get(f"{name}.weight"))
+        setattr(module.get_submodule(parent), attribute, new)
+    for path, holder, name, parameter in list(fused_experts(module)):
         # Flat, so that blocks may go over the ends of rows: bitsandbytes' kernel for CPUs is wrong there otherwise.
-        packed, state = _packed(parameter.flatten(), device, dtype, double)
+        packed, state = _packed(parameter.flatten(), device, dtype, double, scales.get(f"{path}.{name}"))
         held = nn.Parameter(packed, requires_grad=False)
         held.quant_state = state  # type: ignore[attr-defined]
         holder.register_parameter(name + _PACKED, held)
@@ -132,35 +165,52 @@ def set_training(model: nn.Module, training: bool) -> None:
             module.training = True
 
 
-def _packed(
-    weight: torch.Tensor, device: torch.device, dtype: torch.dtype, double: bool
-) -> tuple[torch.Tensor, QuantState]:
-    """The bits that ``quantize_4bit`` gives for the whole tensor."""
-    from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
+def _rounded(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    return (piece.to(HOST, dtype) for piece in weight.detach().flatten().split(_PIECE))
 
-    rounded = (piece.to(HOST, dtype) for piece in weight.detach().flatten().split(_PIECE))
-    pieces = [quantize_4bit(piece, blocksize=BLOCK, quant_type="nf4") for piece in rounded]
-    absmax, offset, scales = torch.cat([state.absmax for _, state in pieces]), None, None
-    if double:
-        offset = absmax.mean()
-        absmax, scales = quantize_blockwise(absmax - offset, blocksize=_SECOND_BLOCK)
+
+def _quantized_twice(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, QuantState]:
+    """Scales in 8 bits: (codes, their offset, the scales of the scales)."""
+    from bitsandbytes.functional import quantize_blockwise
+
+    offset = absmax.mean()
+    codes, second = quantize_blockwise(absmax - offset, blocksize=_SECOND_BLOCK)
+    return codes, offset, second
+
+
+def _packed(
+    weight: torch.Tensor, device: torch.device, dtype: torch.dtype, double: bool, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, QuantState]:
+    """The bits that ``quantize_4bit`` gives for the whole tensor. ``scales``: of its blocks, as they are to be kept."""
+    from bitsandbytes.functional import QuantState, quantize_4bit
+
+    pieces = [quantize_4bit(piece, blocksize=BLOCK, quant_type="nf4") for piece in _rounded(weight, dtype)]
+    offset, second = None, None
+    if scales is not None:
+        absmax = scales.flatten()
+    else:
+        absmax = torch.cat([state.absmax for _, state in pieces])
+        if double:
+            absmax, offset, second = _quantized_twice(absmax)
     code = pieces[0][1].code
-    state = QuantState(absmax, weight.shape, code, BLOCK, "nf4", dtype, offset, scales)
+    state = QuantState(absmax, weight.shape, code, BLOCK, "nf4", dtype, offset, second)
     state.to(device)
     return torch.cat([packed for packed, _ in pieces]).to(device), state
 
 
-def _quantized(layer: nn.Linear, device: torch.device, dtype: torch.dtype, double: bool) -> Linear4bit:
+def _quantized(
+    layer: nn.Linear, device: torch.device, dtype: torch.dtype, double: bool, scales: torch.Tensor | None
+) -> Linear4bit:
     # Imported here, as it takes two seconds that a job without NF4 need not wait for.
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    packed, state = _packed(layer.weight, device, dtype, double)
+    packed, state = _packed(layer.weight, device, dtype, double, scales)
     new = Linear4bit(
         layer.in_features,
         layer.out_features,
         bias=layer.bias is not None,
         compute_dtype=dtype,
-        compress_statistics=double,
+        compress_statistics=state.nested,
         quant_type="nf4",
         device="meta",
     )
@@ -169,7 +219,7 @@ def _quantized(layer: nn.Linear, device: torch.device, dtype: torch.dtype, doubl
         requires_grad=False,
         quant_state=state,
         blocksize=BLOCK,
-        compress_statistics=double,
+        compress_statistics=state.nested,
         quant_type="nf4",
         module=new,
         bnb_quantized=True,

@@ -60,6 +60,9 @@ class LayerCost:
     """Of what is kept from forward until backward the share that is divided likewise."""
     divided_workspace: float = 0.0
     """Of what is used only while the layer runs."""
+    divided_scale_bytes: int = 0
+    """By how much the members' parts of NF4 weights, all together, are larger than the whole: they keep in fp32 the scales that
+    double quantisation left."""
     group_sums: int = 0
     """How often a group adds up as many numbers as the layer's hidden states have, in forward and in backward each; an embedding's
     in forward only, a head's in backward only."""
@@ -73,7 +76,7 @@ class LayerCost:
             self,
             parameters=math.ceil(held * self.parameters),
             trainable_parameters=math.ceil(trained * self.trainable_parameters),
-            parameter_bytes=math.ceil(held * self.parameter_bytes),
+            parameter_bytes=math.ceil(held * self.parameter_bytes + share * self.divided_scale_bytes),
             activation_bytes_per_token=kept * self.activation_bytes_per_token,
             workspace_bytes_per_token=used * self.workspace_bytes_per_token,
             workspace_bytes=math.ceil(used * self.workspace_bytes),
