@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_versions
+from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
@@ -35,7 +35,7 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
     """
     setup_logging(None, world.rank, world.size)
     transformers_logging.disable_progress_bar()
-    world.check_versions(own_versions(world.library), MUST_MATCH)
+    world.check_versions(own_versions(world.library))
     loaded, run_dir = setup.read_job(world, setup.TrainOptions(job))
     if loaded.job.cluster.emulate is not None:
         raise CollectiveUserError(

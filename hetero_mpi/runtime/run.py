@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.checkpoint.local_shards import remove_shards
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_versions
+from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.job.load import job_to_dict
@@ -69,7 +69,7 @@ def _attempt(world: World, options: TrainOptions, stop: StopRequest, history: Ru
         transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
         _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
         history.tell_loss(world, run_dir)
-        world.check_versions(own_versions(world.library), MUST_MATCH)
+        world.check_versions(own_versions(world.library))
         threaded = loaded.job.cluster.communication_thread
         with MpiTransport(world.comm, threaded=threaded, hosts=world.hosts) as transport:
             setup = history.setup_of(world, transport, lambda: set_up(world, transport, loaded, run_dir))

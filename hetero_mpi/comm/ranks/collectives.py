@@ -50,7 +50,7 @@ class Collectives:
         _finish(self.comm.Ibcast, length, root=root, longest_s=longest_s)
         if self.rank != root:
             payload = np.empty(int(length[0]), np.uint8)
-        self._broadcast_bytes(payload, root)
+        self.broadcast_bytes(payload, root)
         return decode(payload)
 
     def gather_json(self, value: Any) -> list[Any] | None:
@@ -78,7 +78,8 @@ class Collectives:
 
     def broadcast_bytes(self, flat: NDArray[np.uint8], root: int = 0) -> None:
         """``root``'s bytes on every rank, in place."""
-        self._broadcast_bytes(flat, root)
+        for piece in _cut(flat):
+            _finish(self.comm.Ibcast, piece, root=root)
 
     def send_bytes(self, flat: NDArray[np.uint8], destination: int) -> None:
         """To a rank that calls ``receive_bytes`` with as many. Only these two ranks call."""
@@ -109,10 +110,10 @@ class Collectives:
             own = [np.empty(tuple(shape), np.dtype(dtype)) for dtype, shape in header]
         pieces = [array.reshape(-1).view(np.uint8) for array in own]
         if len(pieces) == 1:
-            self._broadcast_bytes(pieces[0], root)
+            self.broadcast_bytes(pieces[0], root)
             return own
         joined = np.concatenate(pieces) if arrays is not None else np.empty(sum(map(len, pieces)), np.uint8)
-        self._broadcast_bytes(joined, root)
+        self.broadcast_bytes(joined, root)
         if arrays is None:
             for piece, content in zip(
                 pieces, np.split(joined, np.cumsum([len(piece) for piece in pieces])[:-1]), strict=True
@@ -131,12 +132,8 @@ class Collectives:
         step = max(1, PIECE_BYTES // max(1, flat.itemsize))
         for first in range(0, flat.size, step):
             _finish(self.comm.Ireduce, flat[first : first + step], total[first : first + step], root=0)
-        self._broadcast_bytes(total.view(np.uint8), 0)
+        self.broadcast_bytes(total.view(np.uint8))
         return total.reshape(array.shape)
-
-    def _broadcast_bytes(self, flat: NDArray[np.uint8], root: int) -> None:
-        for piece in _cut(flat):
-            _finish(self.comm.Ibcast, piece, root=root)
 
     def meet_asleep(self) -> None:
         """A barrier before the ranks compute on shared cores: a waiting rank sleeps between all its looks."""

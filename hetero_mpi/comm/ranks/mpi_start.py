@@ -28,7 +28,7 @@ from hetero_mpi.comm.ranks.library import (
     parse_library_version,
     world_size_problem,
 )
-from hetero_mpi.comm.ranks.versions import MUST_MATCH, PACKAGE, own_source, version_problem
+from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, version_problem
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.text import printable
@@ -162,7 +162,7 @@ def _sources_problem(comm: Any, host: str) -> str | None:
     Collectives(comm, comm.Get_rank(), comm.Get_size()).all_gather_bytes(np.frombuffer(own, np.uint8), records)
     texts = [record.tobytes().rstrip(b"\0").decode(errors="replace").partition("\n") for record in records]
     sources, hosts = [{PACKAGE: source} for source, _, _ in texts], [place for _, _, place in texts]
-    return version_problem(sources, hosts, {PACKAGE: MUST_MATCH[PACKAGE]})
+    return version_problem(sources, hosts)
 
 
 def host_labels(places: Sequence[tuple[str, int]]) -> tuple[str, ...]:

@@ -65,15 +65,13 @@ def _significant(version: str, rule: Rule) -> str:
     return found.group(0) if found else version
 
 
-def version_problem(
-    versions: Sequence[Mapping[str, str]], hosts: Sequence[str], must_match: Mapping[str, Rule]
-) -> str | None:
+def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str | None:
     """A table of the differences that matter, with the remedy; ``None`` where there are none. ``versions[rank]``: name ->
     version.
     """
     rows: list[str] = []
     remedies: list[str] = []
-    for name, rule in must_match.items():
+    for name, rule in MUST_MATCH.items():
         values = [own.get(name, "absent") for own in versions]
         counts = Counter(_significant(value, rule) for value in values)
         if len(counts) == 1:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.collectives import DROWSY_S, Collectives, decode, encode
-from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, Rule, version_problem
+from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, version_problem
 from hetero_mpi.errors import UserError
 
 T = TypeVar("T")
@@ -240,13 +240,13 @@ class World(Collectives):
         _raise(outcome)
         return word
 
-    def check_versions(self, own: Mapping[str, str], must_match: Mapping[str, Rule]) -> None:
+    def check_versions(self, own: Mapping[str, str]) -> None:
         """Refuse differing software. ``own``: this rank's name -> version; the MPI library's is added.
 
-        :raises CollectiveUserError: a name in ``must_match`` differs between ranks; with the values and the remedy.
+        :raises CollectiveUserError: a name in ``MUST_MATCH`` differs between ranks; with the values and the remedy.
         """
         versions = self.all_gather_json({MPI_LIBRARY: self.library, **own})
-        problem = version_problem(versions, self.hosts, must_match)
+        problem = version_problem(versions, self.hosts)
         if problem is not None:
             raise CollectiveUserError(problem)
 

@@ -95,11 +95,9 @@ def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:
         if not found:
             continue
         titles, versions = [title for title, _ in found], [{name: version} for _, version in found]
-        rules = {name: MUST_MATCH[name]} if name in MUST_MATCH else {}
-        problem = version_problem(versions, titles, rules)
-        text = _by_version(found) + (
-            "" if rules or len({version for _, version in found}) == 1 else ", which may differ"
-        )
+        problem = version_problem(versions, titles)
+        may_differ = name not in MUST_MATCH and len({version for _, version in found}) > 1
+        text = _by_version(found) + (", which may differ" if may_differ else "")
         if problem is not None:
             yield Finding(name, FAILS, f"differs: {text}", problem.splitlines()[-1])
         else:

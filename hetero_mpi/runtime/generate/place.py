@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_versions
+from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import Backend
@@ -64,7 +64,7 @@ def look_around(world: World) -> None:
     """What every command that writes text does first. Collective."""
     setup_logging(None, world.rank, world.size)
     transformers_logging.disable_progress_bar()
-    world.check_versions(own_versions(world.library), MUST_MATCH)
+    world.check_versions(own_versions(world.library))
 
 
 def set_up(world: World, opened: Opened | None) -> GenerateSetup:
