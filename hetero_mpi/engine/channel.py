@@ -222,7 +222,7 @@ class Outbox:
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.transport, self.destination, self.tag = transport, destination, tag
-        self.backend, self.piece_bytes = backend, piece_bytes
+        self.piece_bytes = piece_bytes
         self.copies = backend.device != HOST
         self.copied_s = 0.0
         self.buffers = HostBuffers(backend, dtype)

@@ -72,7 +72,7 @@ class ShardedUpdate:
         transport: Transport,
         pace: ActionPacer | None = None,
     ) -> None:
-        self.last_layer, self.tied, self.optimizer = last_layer, tied, optimizer
+        self.last_layer, self.tied = last_layer, tied
         self.transport, self.pace = transport, pace
         groups, backend = _groups(rank, shared, transport), optimizer.stage.backend
         out, back = backend.copying(), backend.copying()  # two: what is summed waits for no later layer's backward

@@ -52,12 +52,3 @@ def paced_each(compute_s: Sequence[float], hops_s: Sequence[float], period: floa
     for behind_s, hop_s in zip(reversed(compute_s[1:]), reversed(hops_s), strict=True):
         wanted.append(wanted[-1] + max(1, math.ceil((behind_s + hop_s) / period + allowance - ROUNDING)))
     return wanted[::-1]
-
-
-def paced_together(compute_s: Sequence[float], hops_s: Sequence[float], period: float, allowance: float) -> list[int]:
-    """The same, with ``allowance`` once for all stages behind, and periods begun counted once: shallower."""
-    wanted, late = [0], 0.0
-    for behind_s, hop_s in zip(reversed(compute_s[1:]), reversed(hops_s), strict=True):
-        late += (behind_s + hop_s) / period
-        wanted.append(max(wanted[-1] + 1, math.ceil(late + allowance - ROUNDING)))
-    return wanted[::-1]

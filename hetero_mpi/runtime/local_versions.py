@@ -54,7 +54,7 @@ class LocalVersion:
 
     def __init__(self, chosen: Sequence[ShardSource], own: list[Shard]) -> None:
         shard = chosen[0].shard
-        self.step, self.version_id, self.begun = shard.step, shard.version_id, shard.begun
+        self.step, self.begun = shard.step, shard.begun
         self.having = _having(chosen)
         """Name -> the ranks that can read its tensors."""
         self.givers = sorted({source.rank for source in chosen})

@@ -39,8 +39,6 @@ from hetero_mpi.state.trained_tensors import LiveState
 from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
-MEMORY_SHARE = 0.5
-"""Largest share of a host's free memory, while it trains, that what its ranks bring along may take."""
 Own = Callable[[Parcel], torch.Tensor]
 """Returns a parcel that this rank has, as a contiguous host tensor."""
 

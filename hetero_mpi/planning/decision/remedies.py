@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.types.cluster_changes import with_copy_of
@@ -26,19 +26,10 @@ ADAPTER_SHARE = 0.01
 """Parameters of rank-16 adapters on all matrices of a block, in parts of the block's own (0.3 to 1 % in models of 1B and more)."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """A cluster and a request after a change, and the change in words."""
-
-    profile: ClusterProfile
-    request: PlanRequest
-    text: str
-
-
 def remedies(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
     """Single changes that make it fit; when there are none, the shortest row of changes that does together."""
     found = False
-    for change in (
+    for text in (
         _streaming(profile, request),
         _recompute(profile, request),
         _smaller_micro_batch(profile, request),
@@ -50,9 +41,9 @@ def remedies(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
         _adapters(profile, request, packed=True),
         _more_ranks(profile, request),
     ):
-        if change is not None:
+        if text is not None:
             found = True
-            yield change.text
+            yield text
     if not found:
         yield from _together(profile, request)
 
@@ -65,11 +56,11 @@ def nothing_helps() -> str:
     )
 
 
-def _verified(profile: ClusterProfile, request: PlanRequest, text: str) -> Change | None:
-    return Change(profile, request, text) if fits(profile, request) else None
+def _verified(profile: ClusterProfile, request: PlanRequest, text: str) -> str | None:
+    return text if fits(profile, request) else None
 
 
-def _streaming(profile: ClusterProfile, request: PlanRequest) -> Change | None:
+def _streaming(profile: ClusterProfile, request: PlanRequest) -> str | None:
     if request.streaming != "never":
         return None
     changed = replace(request, streaming="auto")
@@ -80,17 +71,17 @@ def _streaming(profile: ClusterProfile, request: PlanRequest) -> Change | None:
         if profile.model.trained_whole
         else "frozen weights streamed"
     )
-    return Change(profile, changed, f'{what} from host memory: plan.stream = "auto"')
+    return f'{what} from host memory: plan.stream = "auto"'
 
 
-def _recompute(profile: ClusterProfile, request: PlanRequest) -> Change | None:
+def _recompute(profile: ClusterProfile, request: PlanRequest) -> str | None:
     if True in request.recompute_choices:
         return None
     changed = replace(request, recompute_choices=(False, True))
     return _verified(profile, changed, 'repeating forwards instead of keeping activations: train.recompute = "auto"')
 
 
-def _smaller_micro_batch(profile: ClusterProfile, request: PlanRequest) -> Change | None:
+def _smaller_micro_batch(profile: ClusterProfile, request: PlanRequest) -> str | None:
     smaller = [b for b in range(1, min(request.micro_batch_choices)) if request.global_batch % b == 0]
     tries = (
         _verified(
@@ -98,28 +89,28 @@ def _smaller_micro_batch(profile: ClusterProfile, request: PlanRequest) -> Chang
         )
         for b in reversed(smaller)
     )
-    return next((change for change in tries if change is not None), None)
+    return next(filter(None, tries), None)
 
 
-def _shorter(profile: ClusterProfile, request: PlanRequest) -> Change | None:
+def _shorter(profile: ClusterProfile, request: PlanRequest) -> str | None:
     length = request.sequence_length // 2
     while length >= min(SHORTEST_SEQUENCE, max(1, request.sequence_length // 2)):
-        change = _verified(
+        text = _verified(
             profile, replace(request, sequence_length=length), f"shorter sequences: data.sequence_length = {length}"
         )
-        if change is not None or length == 1:
-            return change
+        if text is not None or length == 1:
+            return text
         length //= 2
     return None
 
 
-def _no_reserve(profile: ClusterProfile, request: PlanRequest) -> Change | None:
+def _no_reserve(profile: ClusterProfile, request: PlanRequest) -> str | None:
     if request.memory_reserve <= 0:
         return None
     return _verified(profile, replace(request, memory_reserve=0.0), "keeping no memory free: plan.memory_reserve = 0.0")
 
 
-def _in_bf16(profile: ClusterProfile, request: PlanRequest) -> Change | None:
+def _in_bf16(profile: ClusterProfile, request: PlanRequest) -> str | None:
     if profile.model.dtype != "fp32":
         return None
     changed = replace(profile, model=in_bf16(profile.model))
@@ -128,7 +119,7 @@ def _in_bf16(profile: ClusterProfile, request: PlanRequest) -> Change | None:
     )
 
 
-def _moments(profile: ClusterProfile, request: PlanRequest) -> Change | None:
+def _moments(profile: ClusterProfile, request: PlanRequest) -> str | None:
     no_kernel = any(device.backend == "mps" for device in profile.devices)
     if profile.model.eight_bit or not profile.model.trained_whole or no_kernel:
         return None
@@ -137,7 +128,7 @@ def _moments(profile: ClusterProfile, request: PlanRequest) -> Change | None:
     return _verified(changed, request, text)
 
 
-def _adapters(profile: ClusterProfile, request: PlanRequest, packed: bool) -> Change | None:
+def _adapters(profile: ClusterProfile, request: PlanRequest, packed: bool) -> str | None:
     model = profile.model
     if not model.trained_whole and (not packed or is_packed(model)):
         return None
@@ -154,13 +145,11 @@ def _adapters(profile: ClusterProfile, request: PlanRequest, packed: bool) -> Ch
     return _verified(replace(profile, model=with_adapters(model, packed)), request, text)
 
 
-def _more_ranks(profile: ClusterProfile, request: PlanRequest) -> Change | None:
+def _more_ranks(profile: ClusterProfile, request: PlanRequest) -> str | None:
     largest = max(profile.devices, key=lambda device: (device.memory_bytes, -device.rank))
     for count in range(1, MORE_RANKS + 1):
-        text = f"{count} more rank{'s' if count > 1 else ''} like rank {largest.rank} ({largest.name})"
-        change = _verified(with_more_ranks(profile, count), request, text)
-        if change is not None:
-            return change
+        if fits(with_more_ranks(profile, count), request):
+            return f"{count} more rank{'s' if count > 1 else ''} like rank {largest.rank} ({largest.name})"
     return None
 
 
@@ -185,9 +174,9 @@ def _together(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
         if fits(profile, request):
             yield f"{TOGETHER}: {', '.join(texts)}{estimated}"
             return
-    change = _shorter(profile, request)
-    if change is not None:
-        yield f"{TOGETHER}: {', '.join([*texts, change.text.partition(': ')[2]])}{estimated}"
+    shorter = _shorter(profile, request)
+    if shorter is not None:
+        yield f"{TOGETHER}: {', '.join([*texts, shorter.partition(': ')[2]])}{estimated}"
 
 
 def is_packed(model: ModelCost) -> bool:
