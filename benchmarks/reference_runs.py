@@ -38,7 +38,7 @@ from safetensors import safe_open  # noqa: E402
 
 from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
 from tests.stand_in_gpu import build  # noqa: E402
-from tests.support import training_cases  # noqa: E402
+from tests.support import case_plans, training_cases  # noqa: E402
 from tests.support.training_cases import Case  # noqa: E402
 
 TIMEOUT_S = 600
@@ -146,7 +146,7 @@ class Bench:
         adapter = None if case.tuning == "full" else training_cases.adapter_directory(self.directory, case)
         file, plan = run.with_suffix(".toml"), run.with_suffix(".plan.toml")
         file.write_text(training_cases.job_text(case, model, self.tokenizer, self.text, adapter))
-        training_cases.write_plan(plan, case, job.ranks, "uneven" if job.resumes is not None else None)
+        case_plans.write_plan(plan, case, job.ranks, "uneven" if job.resumes is not None else None)
         entry = {"job": str(file), "plan": str(plan), "run_dir": str(run), "set": job.settings}
         if job.resumes is not None:
             entry["resume"] = str(self.directory / job.resumes / "checkpoints" / "step-00000001.h5")

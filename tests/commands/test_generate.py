@@ -20,6 +20,7 @@ from hetero_mpi.text import printable
 from tests.support.family_configs import tiny_keys
 from tests.support.made_up_profile import write_profile
 from tests.support.mpi import run_mpi
+from tests.support.plain_training import load_reference
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import (
     DTYPES,
@@ -27,7 +28,6 @@ from tests.support.training_cases import (
     Case,
     adapter_directory,
     corpus,
-    load_reference,
     model_directory,
     tokenizer_directory,
 )

@@ -28,7 +28,8 @@ from hetero_mpi.errors import ExitCode
 from tests.commands.test_generate import TEMPLATE, continue_with, model_with_tokenizer, written
 from tests.support.long_run import Running, started
 from tests.support.mpi import SHARING
-from tests.support.training_cases import adapter_directory, corpus, load_reference, tokenizer_directory
+from tests.support.plain_training import load_reference
+from tests.support.training_cases import adapter_directory, corpus, tokenizer_directory
 
 openai = pytest.importorskip("openai")
 CASE = written("served", "llama", tuning="lora", changes=(("initializer_range", 0.4),))

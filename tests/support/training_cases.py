@@ -1,33 +1,20 @@
-"""The cases of the equality tests, and the plain transformers loop they are held against.
+"""The cases of the equality tests, and the files that their jobs are made of.
 
-The reference knows nothing of stages, transports or our optimizer: one process, ``AutoModelForCausalLM``, torch's AdamW,
-transformers' scheduler. It takes from us only the batches and, for dropout, the seeds.
+Their plans are in ``case_plans.py``, the plain loop that they are held against in ``plain_training.py``.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import bitsandbytes
-import numpy as np
 import torch
-import torch.nn.functional as F
-from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences
-from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
-from hetero_mpi.model.layer.quantize import fused_experts
-from hetero_mpi.model.stage import MicroBatch, dropout_seed
-from hetero_mpi.planning.orders import ORDERS
-from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import save_plan
-from tests.support.changing_batches import changed
+from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from tests.support.family_configs import tiny_keys
 
 STEPS, GLOBAL_BATCH, SEQUENCE, BLOCKS, SEED = 3, 8, 24, 4, 7
@@ -250,113 +237,6 @@ NORMAL = (
 """Pairwise: every value of every field meets most values of the others."""
 
 
-def cuts(split: str, ranks: int) -> list[int]:
-    """Boundaries of the stages along the chain of ``LAYERS`` layers."""
-    if ranks == 1:
-        return [0, LAYERS]
-    if split in ("looped", "V"):
-        stages = len(_several(split, ranks))
-        return [round(i * LAYERS / stages) for i in range(stages + 1)]
-    if split in ("even", "reversed"):
-        return [round(i * LAYERS / ranks) for i in range(ranks + 1)]
-    if split == "uneven":
-        return {2: [0, 5, 6], 3: [0, 1, 4, 6], 4: [0, 1, 2, 5, 6]}[ranks]
-    return {2: [0, 1, 6], 3: [0, 1, 5, 6], 4: [0, 1, 3, 5, 6]}[ranks]
-
-
-def write_plan(
-    path: Path, case: Case, ranks: int, split: str | None = None, pipelines: str | None = None
-) -> Path | None:
-    """The case's hand-written plan for so many ranks; None where the planner decides."""
-    split, pipelines = split or case.split, pipelines or case.pipelines
-    if split == "planner":
-        return None
-    if pipelines in GROUPED and ranks > 1:
-        save_plan(_of_groups(case, _member_shares(pipelines, ranks)), path)
-        return path
-    groups = grouped("one" if pipelines in GROUPED else pipelines, split, ranks)
-    shares = SHARES[case.shares][len(groups)]
-    made = []
-    for number, (order, edges) in enumerate(groups):
-        micro_batch = min(shares[number], (1 + number if case.shares == "unequal" else case.micro_batch))
-        if len(groups) == 1:
-            micro_batch = case.micro_batch
-        made.append(_pipeline(case, order, edges, micro_batch, shares[number]))
-    save_plan(Plan(tuple(made), GLOBAL_BATCH, SEQUENCE, LAYERS), path)
-    return path
-
-
-SHARES = {
-    "whole": {1: [8], 2: [4, 4], 3: [4, 2, 2], 4: [2, 2, 2, 2]},
-    "unequal": {1: [8], 2: [5, 3], 3: [4, 3, 1], 4: [1, 4, 1, 2]},
-}
-"""Sequences of each pipeline, by their number; with micro-batches of 1, 2, ... where unequal, so that some are short."""
-
-
-def _member_shares(pipelines: str, ranks: int) -> list[tuple[int, ...]]:
-    """Of each stage's ranks."""
-    if pipelines == "group":
-        return [{2: (3, 1), 3: (2, 1, 1), 4: (1, 1, 1, 1)}[ranks]]
-    return {2: [(1, 3)], 3: [(3, 1), ()], 4: [(3, 1), (2, 2)]}[ranks]
-
-
-def _of_groups(case: Case, shares: list[tuple[int, ...]]) -> Plan:
-    edges, stages, rank = cuts("uneven", len(shares)), [], 0
-    for place, own in enumerate(shares):
-        ranks, depth = tuple(range(rank, rank + max(1, len(own)))), len(shares) - 1 - place
-        stage = StagePlan(ranks, edges[place], edges[place + 1], depth, case.recompute, shares=own)
-        experts = {
-            (1, 3): (0, 4),
-            (3, 1): (1, 3),
-            (2, 2): (4, 0),
-        }  # more of the heads on one rank, of the experts on the other
-        stages.append(replace(stage, experts=experts[own]) if own and case.family == "mixtral" else stage)
-        rank += len(ranks)
-    return Plan((PipelinePlan(tuple(stages), case.micro_batch, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, LAYERS)
-
-
-def grouped(pipelines: str, split: str, ranks: int) -> list[tuple[list[int], list[int]]]:
-    """(ranks in chain order, boundaries) of every pipeline."""
-    if split in ("looped", "V") and ranks > 1:
-        return [(_several(split, ranks), cuts(split, ranks))]
-    if pipelines == "one" or ranks == 1:
-        return [(list(range(ranks))[:: -1 if split == "reversed" else 1], cuts(split, ranks))]
-    if pipelines == "each" or ranks == 2:
-        return [([rank], [0, LAYERS]) for rank in range(ranks)]
-    if pipelines == "two" and ranks == 4:
-        return [([3, 0], [0, 4, LAYERS]), ([1, 2], [0, 1, LAYERS])]
-    *most, alone = range(ranks)
-    first = (most, cuts("uneven", ranks - 1))
-    return [first, ([alone], [0, LAYERS])] if pipelines == "tail" else [([alone], [0, LAYERS]), first]
-
-
-def _several(split: str, ranks: int) -> list[int]:
-    """The ranks of the stages in chain order: each rank twice, as far as the layers go."""
-    order = list(range(ranks))
-    return (order + (order if split == "looped" else order[::-1]))[:LAYERS]
-
-
-def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, sequences: int) -> PipelinePlan:
-    count = -(-sequences // micro_batch)
-    depths = [count if case.schedule == "gpipe" else min(len(order) - 1 - i, count) for i in range(len(order))]
-    stages = tuple(
-        StagePlan(
-            (rank,),
-            edges[i],
-            edges[i + 1],
-            depths[i],
-            case.recompute,
-            case.streamed and i % 2 == 0,
-            case.slice_sequences,
-        )
-        for i, rank in enumerate(order)
-    )
-    split = case.schedule == "split" or (case.schedule in ORDERS and ORDERS[case.schedule].SPLITS)
-    split = split and case.slice_sequences is None  # which goes back in one part
-    several = len(set(order)) < len(order)
-    return PipelinePlan(stages, micro_batch, sequences, split, case.schedule if several else WARM_UP)
-
-
 def adapter_directory(directory: Path, case: Case) -> Path:
     """A start adapter whose B is random: with B at its usual zero, A has no gradient and a comparison proves nothing."""
     target = directory / f"{case.name}-adapter"
@@ -457,143 +337,3 @@ largest_message_bytes = 65536
 [report]
 write = false  # pictures of some hundred runs would take minutes
 """
-
-
-@dataclass
-class Reference:
-    """What the plain loop computed."""
-
-    losses: list[float]
-    first_moments: dict[str, torch.Tensor]
-    """AdamW's first moment after step 1: the clipped gradient times (1 - beta1); where it is in 8 bits, its codes."""
-    evaluation_loss: float
-    parameters: dict[str, torch.Tensor]
-
-
-def dataset_of(case: Case, tokenizer: Path, text: Path) -> Dataset:
-    """The sequences that our program trains on."""
-    documents = [line for line in text.read_text().split("\n") if line.strip()]
-    return build_sequences(documents, load_tokenizer(tokenizer), SEQUENCE, case.packing, 0.1, SEED)
-
-
-def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.nn.Module:
-    """The case's start in a plain process: transformers, peft and bitsandbytes by themselves."""
-    # A plain fp16 loop without loss scaling would be no reference: fp16 is held against fp32.
-    dtype = DTYPES["fp32" if case.dtype == "fp16" else case.dtype]
-    quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype) if "nf4" in case.tuning else None
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization)
-    for _, holder, name, _ in list(fused_experts(model)) if quantization is not None else []:
-        replace_parameter_4bit(holder, name, compress_statistics=True, quant_type="nf4", blocksize=64)
-    if adapter is None:
-        return model
-    adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)  # peft itself leaves adapters in fp32
-    return adapted
-
-
-def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer: Path, text: Path) -> Reference:
-    """Train the case in this process."""
-    torch.set_num_threads(1)
-    dataset = dataset_of(case, tokenizer, text)
-    model = load_reference(case, model_path, adapter)
-    model.train()
-    position: dict[str, MicroBatch] = {}
-    if case.dropout:
-        _seed_before_layers(model, position)
-    trained = {short(n): p for n, p in model.named_parameters() if p.requires_grad}
-    decayed = {short(name) for name in Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
-    decay = [p for name, p in trained.items() if name in decayed]
-    rest = [p for name, p in trained.items() if name not in decayed]
-    groups = [{"params": decay, "weight_decay": TRAIN["weight_decay"]}]
-    groups += [{"params": rest, "weight_decay": 0.0}] if rest else []
-    optimizer = optimizer_of(case, model, groups)
-    scheduler = get_scheduler("cosine", optimizer, TRAIN["warmup_steps"], STEPS)
-    rows = case.reference_micro_batch or case.micro_batch
-    losses, first_moments = [], {}
-    for step in range(STEPS):
-        batch = dataset.batch(step, GLOBAL_BATCH)
-        batch = changed(batch, step) if case.changing else batch
-        optimizer.zero_grad()
-        total = 0.0
-        for first in range(0, len(batch.tokens), rows):
-            position["now"] = MicroBatch(0, step, first, batch.target_tokens)
-            tokens, targets = batch.tokens[first : first + rows], batch.targets[first : first + rows]
-            loss = _summed_loss(model, tokens, targets, batch) / batch.target_tokens
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP_NORM)
-        optimizer.step()
-        scheduler.step()
-        losses.append(total)
-        if step == 0:
-            first = "exp_avg" if case.optimizer == "adamw" else "state1"
-            first_moments = {n: optimizer.state[p][first].clone() for n, p in trained.items()}
-    held_out_mode(model)
-    held_out = next(dataset.held_out_batches(10_000, 64))
-    with torch.no_grad():
-        evaluation = _summed_loss(model, held_out.tokens, held_out.targets, held_out).item() / held_out.target_tokens
-    parameters = {n: p.detach().clone() for n, p in trained.items()}
-    return Reference(losses, first_moments, evaluation, parameters)
-
-
-def optimizer_of(case: Case, model: torch.nn.Module, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    """As transformers' Trainer makes it: embeddings keep 32 bits."""
-    settings = {"lr": TRAIN["learning_rate"], "betas": (TRAIN["beta1"], TRAIN["beta2"]), "eps": TRAIN["epsilon"]}
-    if case.optimizer == "adamw":
-        return torch.optim.AdamW(groups, **settings)
-    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
-    manager.initialize()  # there is one for the whole process
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
-    return bitsandbytes.optim.AdamW(groups, optim_bits=8, **settings)
-
-
-def held_out_mode(model: torch.nn.Module) -> None:
-    """No dropout. Packed layers stay as they are: in eval mode bitsandbytes repacks their bytes on some CPUs."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.eval()
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        if hasattr(config, "attention_dropout"):
-            config.attention_dropout = 0.0
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
-
-
-def short(name: str) -> str:
-    """A parameter's name in adapter files, of peft's own."""
-    plain = name.replace("base_model.model.", "").replace(".default.", ".")
-    return plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
-
-
-def _summed_loss(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray, whole: Batch) -> torch.Tensor:
-    """Of some rows of a batch. The loss of routers is transformers' own of each row, whose mean the batch's loss has once."""
-    outputs = model(input_ids=torch.from_numpy(tokens).long(), use_cache=False)
-    logits, words = outputs.logits.float(), torch.from_numpy(targets).long()
-    loss = F.cross_entropy(logits.flatten(0, 1), words.flatten(), reduction="sum")
-    if not getattr(model.config, "output_router_logits", False):
-        return loss
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    function = sys.modules[type(plain).__module__].load_balancing_loss_func
-    own = []
-    for row, learnt in enumerate((words != IGNORED).int().flip(1).argmax(1)):
-        chosen = (layer.view(*words.shape, -1)[row, : words.shape[1] - learnt] for layer in outputs.router_logits)
-        own.append(function(tuple(chosen), plain.num_experts, plain.num_experts_per_tok))
-    if len(words) == 1 and words[0, -1] != IGNORED:
-        assert torch.equal(own[0], outputs.aux_loss)
-    return loss + plain.router_aux_loss_coef * sum(own) * whole.target_tokens / len(whole.tokens)
-
-
-def _seed_before_layers(model: torch.nn.Module, position: dict[str, MicroBatch]) -> None:
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    embedding, base = plain.get_input_embeddings(), plain.base_model
-    for layer, module in enumerate([embedding, *base.layers]):
-
-        def seed(module: torch.nn.Module, arguments: object, layer: int = layer) -> None:
-            torch.manual_seed(dropout_seed(SEED, position["now"], layer))
-
-        module.register_forward_pre_hook(seed)

@@ -1,6 +1,6 @@
 """N ranks equal one process: the first promise of the program.
 
-One real mpirun per rank count goes through all cases; each is held against a plain transformers loop (training_cases.py).
+One real mpirun per rank count goes through all cases; each is held against a plain transformers loop (plain_training.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi.checkpoint import KINDS, CheckpointReader, checkpoint_path
 from hetero_mpi.planning.types.toml_files import load_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.support import training_cases
+from tests.support import case_plans, plain_training, training_cases
 from tests.support.case_product import FULL
 from tests.support.made_up_profile import write_profile
 from tests.support.mpi import on_ranks
+from tests.support.plain_training import Reference
 from tests.support.rank_pool import run_pooled
-from tests.support.training_cases import GROUPED, NORMAL, STEPS, Case, Reference
+from tests.support.training_cases import GROUPED, NORMAL, STEPS, Case
 
 RANKS = (1, 2, 3, 4)
 TOLERANCE = 1e-6
@@ -86,7 +87,7 @@ class Bench:
     def reference(self, case: Case) -> Reference:
         if case.name not in self.references:
             model, adapter = self.start(case)
-            self.references[case.name] = training_cases.run_reference(case, model, adapter, self.tokenizer, self.text)
+            self.references[case.name] = plain_training.run_reference(case, model, adapter, self.tokenizer, self.text)
         return self.references[case.name]
 
     def start(self, case: Case) -> tuple[Path, Path | None]:
@@ -102,7 +103,7 @@ class Bench:
             model, adapter = self.start(case)
             job = root / f"{case.name}.toml"
             job.write_text(training_cases.job_text(case, model, self.tokenizer, self.text, adapter))
-            plan = training_cases.write_plan(root / f"{case.name}.plan.toml", case, ranks)
+            plan = case_plans.write_plan(root / f"{case.name}.plan.toml", case, ranks)
             run = str(root / case.name)
             entry = {"job": str(job), "plan": str(plan) if plan else None, "run_dir": run, "changing": case.changing}
             if not self._measures(ranks, case):
@@ -112,12 +113,12 @@ class Bench:
             other = root / f"{case.name}.other.toml"
             if case.name in RESUMED:
                 resident = replace(case, streamed=False)
-                training_cases.write_plan(other, resident, ranks, "uneven" if case.split != "uneven" else "even")
+                case_plans.write_plan(other, resident, ranks, "uneven" if case.split != "uneven" else "even")
                 profile = entry.get("profile", f"{run}/profile.toml")
                 more = {"plan": str(other), "profile": profile, "resume": resume, "run_dir": f"{run}-resumed"}
                 entries.append({**entry, **more})
             if case.name in AGAIN and ranks > 1:
-                training_cases.write_plan(other, case, ranks, pipelines="one")
+                case_plans.write_plan(other, case, ranks, pipelines="one")
                 entries.append({**entry, "run_dir": f"{run}-again"})
                 entries.append({**entry, "resume": resume, "run_dir": f"{run}-resumed"})
                 entries.append({**entry, "plan": str(other), "resume": resume, "run_dir": f"{run}-elsewhere"})
@@ -265,7 +266,7 @@ def test_the_result_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
     else:
         result = run / "adapter"
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bench.start(case)[0]), result)
-    loaded = {training_cases.short(name): p for name, p in model.named_parameters()}
+    loaded = {plain_training.short(name): p for name, p in model.named_parameters()}
     for name, array in saved.items():
         assert torch.equal(loaded[name].detach(), array.to(loaded[name].dtype)), name
     assert (result / "tokenizer.json").exists()

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.support import training_cases
+from tests.support import case_plans, training_cases
 from tests.support.made_up_profile import write_profile
 from tests.support.mpi import run_mpi
 from tests.support.training_cases import NORMAL, Case
@@ -66,7 +66,7 @@ class Scene:
         pipelines = more.pop("pipelines", "one")
         split = more.pop("split", "even")
         path, case = self.directory / f"{pipelines}-{split}.plan.toml", replace(CASE, schedule="zbv")
-        plan = training_cases.write_plan(path, case, RANKS, split, pipelines)
+        plan = case_plans.write_plan(path, case, RANKS, split, pipelines)
         changes = more.pop("set", ())
         made_up = self.directory / ("nf4.profile.toml" if changes else "profile.toml")
         profile = made_up if made_up.exists() else write_profile(made_up, job, RANKS, changes)

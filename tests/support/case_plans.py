@@ -1,0 +1,118 @@
+"""The hand-written plans of the equality tests' cases: who holds which layers, and takes which part of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hetero_mpi.planning.orders import ORDERS
+from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import save_plan
+from tests.support.training_cases import GLOBAL_BATCH, GROUPED, LAYERS, SEQUENCE, Case
+
+
+def cuts(split: str, ranks: int) -> list[int]:
+    """Boundaries of the stages along the chain of ``LAYERS`` layers."""
+    if ranks == 1:
+        return [0, LAYERS]
+    if split in ("looped", "V"):
+        stages = len(_several(split, ranks))
+        return [round(i * LAYERS / stages) for i in range(stages + 1)]
+    if split in ("even", "reversed"):
+        return [round(i * LAYERS / ranks) for i in range(ranks + 1)]
+    if split == "uneven":
+        return {2: [0, 5, 6], 3: [0, 1, 4, 6], 4: [0, 1, 2, 5, 6]}[ranks]
+    return {2: [0, 1, 6], 3: [0, 1, 5, 6], 4: [0, 1, 3, 5, 6]}[ranks]
+
+
+def write_plan(
+    path: Path, case: Case, ranks: int, split: str | None = None, pipelines: str | None = None
+) -> Path | None:
+    """The case's hand-written plan for so many ranks; None where the planner decides."""
+    split, pipelines = split or case.split, pipelines or case.pipelines
+    if split == "planner":
+        return None
+    if pipelines in GROUPED and ranks > 1:
+        save_plan(_of_groups(case, _member_shares(pipelines, ranks)), path)
+        return path
+    groups = grouped("one" if pipelines in GROUPED else pipelines, split, ranks)
+    shares = SHARES[case.shares][len(groups)]
+    made = []
+    for number, (order, edges) in enumerate(groups):
+        micro_batch = min(shares[number], (1 + number if case.shares == "unequal" else case.micro_batch))
+        if len(groups) == 1:
+            micro_batch = case.micro_batch
+        made.append(_pipeline(case, order, edges, micro_batch, shares[number]))
+    save_plan(Plan(tuple(made), GLOBAL_BATCH, SEQUENCE, LAYERS), path)
+    return path
+
+
+SHARES = {
+    "whole": {1: [8], 2: [4, 4], 3: [4, 2, 2], 4: [2, 2, 2, 2]},
+    "unequal": {1: [8], 2: [5, 3], 3: [4, 3, 1], 4: [1, 4, 1, 2]},
+}
+"""Sequences of each pipeline, by their number; with micro-batches of 1, 2, ... where unequal, so that some are short."""
+
+
+def _member_shares(pipelines: str, ranks: int) -> list[tuple[int, ...]]:
+    """Of each stage's ranks."""
+    if pipelines == "group":
+        return [{2: (3, 1), 3: (2, 1, 1), 4: (1, 1, 1, 1)}[ranks]]
+    return {2: [(1, 3)], 3: [(3, 1), ()], 4: [(3, 1), (2, 2)]}[ranks]
+
+
+def _of_groups(case: Case, shares: list[tuple[int, ...]]) -> Plan:
+    edges, stages, rank = cuts("uneven", len(shares)), [], 0
+    for place, own in enumerate(shares):
+        ranks, depth = tuple(range(rank, rank + max(1, len(own)))), len(shares) - 1 - place
+        stage = StagePlan(ranks, edges[place], edges[place + 1], depth, case.recompute, shares=own)
+        experts = {
+            (1, 3): (0, 4),
+            (3, 1): (1, 3),
+            (2, 2): (4, 0),
+        }  # more of the heads on one rank, of the experts on the other
+        stages.append(replace(stage, experts=experts[own]) if own and case.family == "mixtral" else stage)
+        rank += len(ranks)
+    return Plan((PipelinePlan(tuple(stages), case.micro_batch, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, LAYERS)
+
+
+def grouped(pipelines: str, split: str, ranks: int) -> list[tuple[list[int], list[int]]]:
+    """(ranks in chain order, boundaries) of every pipeline."""
+    if split in ("looped", "V") and ranks > 1:
+        return [(_several(split, ranks), cuts(split, ranks))]
+    if pipelines == "one" or ranks == 1:
+        return [(list(range(ranks))[:: -1 if split == "reversed" else 1], cuts(split, ranks))]
+    if pipelines == "each" or ranks == 2:
+        return [([rank], [0, LAYERS]) for rank in range(ranks)]
+    if pipelines == "two" and ranks == 4:
+        return [([3, 0], [0, 4, LAYERS]), ([1, 2], [0, 1, LAYERS])]
+    *most, alone = range(ranks)
+    first = (most, cuts("uneven", ranks - 1))
+    return [first, ([alone], [0, LAYERS])] if pipelines == "tail" else [([alone], [0, LAYERS]), first]
+
+
+def _several(split: str, ranks: int) -> list[int]:
+    """The ranks of the stages in chain order: each rank twice, as far as the layers go."""
+    order = list(range(ranks))
+    return (order + (order if split == "looped" else order[::-1]))[:LAYERS]
+
+
+def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, sequences: int) -> PipelinePlan:
+    count = -(-sequences // micro_batch)
+    depths = [count if case.schedule == "gpipe" else min(len(order) - 1 - i, count) for i in range(len(order))]
+    stages = tuple(
+        StagePlan(
+            (rank,),
+            edges[i],
+            edges[i + 1],
+            depths[i],
+            case.recompute,
+            case.streamed and i % 2 == 0,
+            case.slice_sequences,
+        )
+        for i, rank in enumerate(order)
+    )
+    split = case.schedule == "split" or (case.schedule in ORDERS and ORDERS[case.schedule].SPLITS)
+    split = split and case.slice_sequences is None  # which goes back in one part
+    several = len(set(order)) < len(order)
+    return PipelinePlan(stages, micro_batch, sequences, split, case.schedule if several else WARM_UP)

@@ -1,0 +1,166 @@
+"""The plain transformers loop that the equality tests' cases are held against.
+
+It knows nothing of stages, transports or our optimizer: one process, ``AutoModelForCausalLM``, torch's AdamW, transformers'
+scheduler. It takes from us only the batches and, for dropout, the seeds.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import bitsandbytes
+import numpy as np
+import torch
+import torch.nn.functional as F
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
+
+from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences
+from hetero_mpi.data.tokenizer import load_tokenizer
+from hetero_mpi.model.layer.quantize import fused_experts
+from hetero_mpi.model.stage import MicroBatch, dropout_seed
+from tests.support.changing_batches import changed
+from tests.support.training_cases import CLIP_NORM, DTYPES, GLOBAL_BATCH, NF4, SEED, SEQUENCE, STEPS, TRAIN, Case
+
+
+@dataclass
+class Reference:
+    """What the plain loop computed."""
+
+    losses: list[float]
+    first_moments: dict[str, torch.Tensor]
+    """AdamW's first moment after step 1: the clipped gradient times (1 - beta1); where it is in 8 bits, its codes."""
+    evaluation_loss: float
+    parameters: dict[str, torch.Tensor]
+
+
+def dataset_of(case: Case, tokenizer: Path, text: Path) -> Dataset:
+    """The sequences that our program trains on."""
+    documents = [line for line in text.read_text().split("\n") if line.strip()]
+    return build_sequences(documents, load_tokenizer(tokenizer), SEQUENCE, case.packing, 0.1, SEED)
+
+
+def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.nn.Module:
+    """The case's start in a plain process: transformers, peft and bitsandbytes by themselves."""
+    # A plain fp16 loop without loss scaling would be no reference: fp16 is held against fp32.
+    dtype = DTYPES["fp32" if case.dtype == "fp16" else case.dtype]
+    quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype) if "nf4" in case.tuning else None
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization)
+    for _, holder, name, _ in list(fused_experts(model)) if quantization is not None else []:
+        replace_parameter_4bit(holder, name, compress_statistics=True, quant_type="nf4", blocksize=64)
+    if adapter is None:
+        return model
+    adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)  # peft itself leaves adapters in fp32
+    return adapted
+
+
+def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer: Path, text: Path) -> Reference:
+    """Train the case in this process."""
+    torch.set_num_threads(1)
+    dataset = dataset_of(case, tokenizer, text)
+    model = load_reference(case, model_path, adapter)
+    model.train()
+    position: dict[str, MicroBatch] = {}
+    if case.dropout:
+        _seed_before_layers(model, position)
+    trained = {short(n): p for n, p in model.named_parameters() if p.requires_grad}
+    decayed = {short(name) for name in Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
+    decay = [p for name, p in trained.items() if name in decayed]
+    rest = [p for name, p in trained.items() if name not in decayed]
+    groups = [{"params": decay, "weight_decay": TRAIN["weight_decay"]}]
+    groups += [{"params": rest, "weight_decay": 0.0}] if rest else []
+    optimizer = optimizer_of(case, model, groups)
+    scheduler = get_scheduler("cosine", optimizer, TRAIN["warmup_steps"], STEPS)
+    rows = case.reference_micro_batch or case.micro_batch
+    losses, first_moments = [], {}
+    for step in range(STEPS):
+        batch = dataset.batch(step, GLOBAL_BATCH)
+        batch = changed(batch, step) if case.changing else batch
+        optimizer.zero_grad()
+        total = 0.0
+        for first in range(0, len(batch.tokens), rows):
+            position["now"] = MicroBatch(0, step, first, batch.target_tokens)
+            tokens, targets = batch.tokens[first : first + rows], batch.targets[first : first + rows]
+            loss = _summed_loss(model, tokens, targets, batch) / batch.target_tokens
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP_NORM)
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+        if step == 0:
+            first = "exp_avg" if case.optimizer == "adamw" else "state1"
+            first_moments = {n: optimizer.state[p][first].clone() for n, p in trained.items()}
+    held_out_mode(model)
+    held_out = next(dataset.held_out_batches(10_000, 64))
+    with torch.no_grad():
+        evaluation = _summed_loss(model, held_out.tokens, held_out.targets, held_out).item() / held_out.target_tokens
+    parameters = {n: p.detach().clone() for n, p in trained.items()}
+    return Reference(losses, first_moments, evaluation, parameters)
+
+
+def optimizer_of(case: Case, model: torch.nn.Module, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    """As transformers' Trainer makes it: embeddings keep 32 bits."""
+    settings = {"lr": TRAIN["learning_rate"], "betas": (TRAIN["beta1"], TRAIN["beta2"]), "eps": TRAIN["epsilon"]}
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **settings)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()  # there is one for the whole process
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    return bitsandbytes.optim.AdamW(groups, optim_bits=8, **settings)
+
+
+def held_out_mode(model: torch.nn.Module) -> None:
+    """No dropout. Packed layers stay as they are: in eval mode bitsandbytes repacks their bytes on some CPUs."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.eval()
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        if hasattr(config, "attention_dropout"):
+            config.attention_dropout = 0.0
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
+def short(name: str) -> str:
+    """A parameter's name in adapter files, of peft's own."""
+    plain = name.replace("base_model.model.", "").replace(".default.", ".")
+    return plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
+def _summed_loss(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray, whole: Batch) -> torch.Tensor:
+    """Of some rows of a batch. The loss of routers is transformers' own of each row, whose mean the batch's loss has once."""
+    outputs = model(input_ids=torch.from_numpy(tokens).long(), use_cache=False)
+    logits, words = outputs.logits.float(), torch.from_numpy(targets).long()
+    loss = F.cross_entropy(logits.flatten(0, 1), words.flatten(), reduction="sum")
+    if not getattr(model.config, "output_router_logits", False):
+        return loss
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    function = sys.modules[type(plain).__module__].load_balancing_loss_func
+    own = []
+    for row, learnt in enumerate((words != IGNORED).int().flip(1).argmax(1)):
+        chosen = (layer.view(*words.shape, -1)[row, : words.shape[1] - learnt] for layer in outputs.router_logits)
+        own.append(function(tuple(chosen), plain.num_experts, plain.num_experts_per_tok))
+    if len(words) == 1 and words[0, -1] != IGNORED:
+        assert torch.equal(own[0], outputs.aux_loss)
+    return loss + plain.router_aux_loss_coef * sum(own) * whole.target_tokens / len(whole.tokens)
+
+
+def _seed_before_layers(model: torch.nn.Module, position: dict[str, MicroBatch]) -> None:
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    embedding, base = plain.get_input_embeddings(), plain.base_model
+    for layer, module in enumerate([embedding, *base.layers]):
+
+        def seed(module: torch.nn.Module, arguments: object, layer: int = layer) -> None:
+            torch.manual_seed(dropout_seed(SEED, position["now"], layer))
+
+        module.register_forward_pre_hook(seed)
