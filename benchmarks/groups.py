@@ -12,58 +12,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from harness import parser_of, run_ranks  # noqa: E402
+from harness import llama_job, parser_of, predicted_and_measured_s  # noqa: E402
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
-from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
-from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
-from hetero_mpi.report.summary import measured_step_s  # noqa: E402
 
 GAIN, ERROR = 1.3, 0.15
 RANKS, BLOCKS, HEADS, STEPS = 2, 4, 8, 12
-JOB = """
-[model.config]
-model_type = "llama"
-hidden_size = {hidden}
-intermediate_size = {intermediate}
-num_hidden_layers = {blocks}
-num_attention_heads = 16
-num_key_value_heads = {heads}
-
-[tokenizer]
-train_vocab_size = 2048
-
-[data]
-text = ["{{stdlib}}/asyncio/*.py", "{{stdlib}}/json/*.py"]
-sequence_length = {length}
-held_out = 0.0
-
-[train]
-steps = {steps}
-global_batch = 1
-
-[checkpoint]
-every = 0
-
-[cluster]
-device = "cpu"
-threads = 1
-
-[plan]
-rebalance = false
-
-[report]
-write = false
-"""
 STAGES = {
     "one rank": StagePlan((0,), 0, BLOCKS + 2, 0),
     "two ranks, a half each": StagePlan((0, 1), 0, BLOCKS + 2, 0, shares=(HEADS // 2, HEADS // 2)),
@@ -104,18 +65,16 @@ def main() -> int:
 
 def run(stage: StagePlan, hidden: int, length: int) -> tuple[float, float]:
     """(predicted, measured) seconds per step of one run that measures its machine first."""
-    with tempfile.TemporaryDirectory() as folder:
-        job, plan, out = (Path(folder) / name for name in ("job.toml", "plan.toml", "run"))
-        sizes = {"hidden": hidden, "intermediate": 64 * round(hidden * 2.75 / 64), "length": length}
-        job.write_text(JOB.format(**sizes, blocks=BLOCKS, heads=HEADS, steps=STEPS))
-        save_plan(Plan((PipelinePlan((stage,), 1, 1),), 1, length, BLOCKS + 2), plan)
-        options = ["--plan", str(plan), "--run-dir", str(out), "--set", "profile.cache=false"]
-        done: subprocess.CompletedProcess[str] = run_ranks(RANKS, ["-m", "hetero_mpi", "train", str(job), *options])
-        if done.returncode != 0:
-            sys.exit(f"{done.stdout}\n{done.stderr}")
-        measured_s = measured_step_s(read_metrics(out / "metrics.jsonl").steps)
-        assert measured_s is not None, "a run has more steps than are left out"
-        return load_report(out / "plan.toml").predicted_step_s, measured_s
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": 64 * round(hidden * 2.75 / 64),
+        "num_hidden_layers": BLOCKS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": HEADS,
+    }
+    others = {"checkpoint": {"every": 0}, "plan": {"rebalance": False}, "report": {"write": False}}
+    job = llama_job(config, 2048, ("asyncio", "json"), length, {"steps": STEPS, "global_batch": 1}, **others)
+    return predicted_and_measured_s(RANKS, job, Plan((PipelinePlan((stage,), 1, 1),), 1, length, BLOCKS + 2))
 
 
 if __name__ == "__main__":

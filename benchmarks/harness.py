@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -21,6 +23,10 @@ if str(ROOT) not in sys.path:
 from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
 from hetero_mpi.comm.transport import Request  # noqa: E402
 from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.planning.types.plan import Plan  # noqa: E402
+from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
+from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
+from hetero_mpi.report.summary import measured_step_s  # noqa: E402
 
 
 def parser_of(docstring: str | None) -> argparse.ArgumentParser:
@@ -48,6 +54,47 @@ def found_by_ranks(ranks: int, program: Sequence[str]) -> Any:
         if done.returncode != 0:
             sys.exit(f"{ranks} ranks failed (exit code {done.returncode}):\n{done.stdout}\n{done.stderr}")
         return json.loads(out.read_text())
+
+
+def llama_job(
+    config: Mapping[str, Any],
+    vocabulary: int,
+    sources: Sequence[str],
+    length: int,
+    train: Mapping[str, Any],
+    **tables: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The tables of a job for CPU ranks of one thread each: a llama that learns packages (``sources``) of the standard library in
+    sequences of ``length`` tokens; ``tables``: further ones."""
+    return {
+        "model": {"config": {"model_type": "llama", **config}},
+        "tokenizer": {"train_vocab_size": vocabulary},
+        "data": {
+            "text": [f"{{stdlib}}/{name}/*.py" for name in sources],
+            "sequence_length": length,
+            "held_out": 0.0,
+        },
+        "train": train,
+        "cluster": {"device": "cpu", "threads": 1},
+        **tables,
+    }
+
+
+def predicted_and_measured_s(ranks: int, job: Mapping[str, Any], plan: Plan | None = None) -> tuple[float, float]:
+    """Seconds per step of one run of a job that measures its machine first. Ends the benchmark where the run fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, given, out = (Path(folder) / name for name in ("job.toml", "given.toml", "run"))
+        file.write_text(tomli_w.dumps(job))
+        words = ["-m", "hetero_mpi", "train", str(file), "--run-dir", str(out), "--set", "profile.cache=false"]
+        if plan is not None:
+            save_plan(plan, given)
+            words += ["--plan", str(given)]
+        done = run_ranks(ranks, words)
+        if done.returncode != 0:
+            sys.exit(f"{done.stdout}\n{done.stderr}")
+        measured_s = measured_step_s(read_metrics(out / "metrics.jsonl").steps)
+        assert measured_s is not None, "a run has more steps than are left out"
+        return load_report(out / "plan.toml").predicted_step_s, measured_s
 
 
 class Metered(MpiTransport):

@@ -15,54 +15,17 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
-from hetero_mpi.planning.types.toml_files import load_report  # noqa: E402
-from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
-from hetero_mpi.report.summary import measured_step_s  # noqa: E402
+from harness import llama_job, parser_of, predicted_and_measured_s  # noqa: E402
 
 BAR = 0.15
 RANKS = 2
-
-JOB = """
-[model.config]
-model_type = "llama"
-hidden_size = {hidden}
-intermediate_size = {intermediate}
-num_hidden_layers = {blocks}
-num_attention_heads = 4
-num_key_value_heads = 4
-max_position_embeddings = 512
-tie_word_embeddings = {tied}
-
-[adapter]
-method = "{adapter}"
-
-[tokenizer]
-train_vocab_size = {vocabulary}
-
-[data]
-text = ["{{stdlib}}/asyncio/*.py", "{{stdlib}}/json/*.py", "{{stdlib}}/unittest/*.py"]
-sequence_length = 128
-held_out = 0.0
-
-[train]
-steps = {steps}
-global_batch = {batch}
-micro_batch = {micro_batch}
-
-[cluster]
-device = "cpu"
-threads = 1
-"""
 
 
 @dataclass(frozen=True)
@@ -75,15 +38,15 @@ class Trial:
     blocks: int
     vocabulary: int
     batch: int
-    micro_batch: str = '"auto"'
-    tied: str = "true"
+    micro_batch: int | str = "auto"
+    tied: bool = True
     adapter: str = "none"
     steps: int = 12
 
 
 TRIALS = (
     Trial("quickstart's model", 192, 512, 6, 2048, 32),
-    Trial("a wider model, micro-batch 1", 256, 688, 8, 2048, 8, "1", "false"),
+    Trial("a wider model, micro-batch 1", 256, 688, 8, 2048, 8, 1, False),
     Trial("LoRA", 384, 1024, 6, 2048, 16, adapter="lora"),
 )
 
@@ -130,30 +93,24 @@ def main() -> int:
 
 def run(trial: Trial) -> tuple[float, float]:
     """(predicted, measured) seconds per step of one run that measures its machine first."""
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        job = directory / "job.toml"
-        job.write_text(JOB.format(**asdict(trial)))
-        program = [sys.executable, "-m", "hetero_mpi", "train", str(job), "--run-dir", str(directory / "run")]
-        command = build_command(find_launcher(), RANKS, None, program)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": folder}
-        done = subprocess.run(
-            command.arguments, env={**environment, **command.environment}, cwd=ROOT, capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            sys.exit(f"{trial.name}:\n{done.stdout}\n{done.stderr}")
-        report = load_report(directory / "run" / "plan.toml")
-        measured_s = measured_step_s(read_metrics(directory / "run" / "metrics.jsonl").steps)
-    assert measured_s is not None, "a trial has more steps than are left out"
-    return report.predicted_step_s, measured_s
+    config = {
+        "hidden_size": trial.hidden,
+        "intermediate_size": trial.intermediate,
+        "num_hidden_layers": trial.blocks,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": trial.tied,
+    }
+    train = {"steps": trial.steps, "global_batch": trial.batch, "micro_batch": trial.micro_batch}
+    sources, adapter = ("asyncio", "json", "unittest"), {"method": trial.adapter}
+    return predicted_and_measured_s(RANKS, llama_job(config, trial.vocabulary, sources, 128, train, adapter=adapter))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", metavar="NAME", help="only jobs whose name contains this")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of every job")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
     return parser.parse_args()
 
 
