@@ -6,7 +6,16 @@ from dataclasses import replace
 
 from torch import nn
 
-from hetero_mpi.model.group.division import Held, containers, divisions, heads_to_share, refusal, styles
+from hetero_mpi.model.group.division import (
+    Held,
+    containers,
+    divisions,
+    experts_to_share,
+    heads_to_share,
+    is_of_experts,
+    refusal,
+    styles,
+)
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import packed_bytes, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain, language
@@ -17,7 +26,15 @@ from hetero_mpi.planning.types.cost import DTYPE_BYTES, LayerCost, ModelCost
 def shareable_heads(chain: LayerChain, tuning: Tuning) -> int | None:
     """Key/value heads that a group may share, whichever way; None: there are groups that could not train the model."""
     heads = heads_to_share(chain, tuning)
-    return heads if heads is not None and refusal(chain, tuning, (1,) * heads) is None else None
+    if heads is None:
+        return None
+    return heads if refusal(chain, tuning, (1,) * heads, _finest_experts(language(chain), heads)) is None else None
+
+
+def _finest_experts(chain: TransformersChain, heads: int) -> tuple[int, ...] | None:
+    """Experts of each of so many members."""
+    experts = experts_to_share(chain)
+    return tuple((experts + place) // heads for place in range(heads)) if experts is not None else None
 
 
 def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelCost:
@@ -26,10 +43,10 @@ def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelC
     if heads is None:
         return cost
     model = language(chain)
-    cut = divisions(model, tuning, (1,) * heads, range(model.layer_count))
+    cut = divisions(model, tuning, (1,) * heads, range(model.layer_count), _finest_experts(model, heads))
     names = {name for name, division in cut.items() if division.held is Held.CUT}
     layers = (_divided(layer, index, cost.dtype, model, tuning, names) for index, layer in enumerate(cost.layers))
-    return replace(cost, layers=tuple(layers), heads=heads)
+    return replace(cost, layers=tuple(layers), heads=heads, experts=experts_to_share(model))
 
 
 def _divided(
@@ -38,7 +55,9 @@ def _divided(
     """``names``: of the tensors that are cut."""
     held = {spec.name: spec.count for spec in (*chain.specs(index, index + 1), *chain.constant_specs(index, index + 1))}
     trained = {spec.name: spec.count for spec in tuning.specs(index, index + 1)}
-    parameters = sum(count for name, count in {**held, **trained}.items() if name in names)
+    counts = {name: count for name, count in {**held, **trained}.items() if name in names}
+    experts = {name for name in counts if is_of_experts(chain, name)}
+    parameters = sum(counts.values())
     head = index == chain.layer_count - 1
     if head and chain.tied is not None:
         parameters += chain.parameters[chain.tied[1]].count
@@ -48,6 +67,8 @@ def _divided(
         cost,
         divided_parameters=parameters,
         divided_trainable=sum(count for name, count in trained.items() if name in names),
+        expert_parameters=sum(counts[name] for name in experts),
+        expert_trainable=sum(count for name, count in trained.items() if name in experts),
         divided_activations=activations / kept if kept else 0.0,
         # A head's is of its logits; a block's backward holds as much as was kept.
         divided_workspace=1.0 if head else activations / kept if kept else 0.0,

@@ -1,7 +1,8 @@
 """What it takes a group of ranks of one host to hold a stage together: as one device, and what its members exchange.
 
 A member computes its share of what a layer divides, and all of the rest. In every block the members wait for each other twice
-forward and twice backward, so that each layer takes as long as its slowest member, and then the sums.
+forward and twice backward. So each layer takes as long as its slowest member, then the sums; where it has experts, as the slowest
+one before them and the slowest one at them, which may be two.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.types.cluster_changes import restricted
@@ -19,92 +21,119 @@ from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfi
 DIVIDED_TIME = 0.9
 """Of the time of blocks and head so much is divided, where it was not measured: all but norms, residuals and calls."""
 
-Group = tuple[tuple[int, ...], tuple[int, ...]]
-"""(ranks, shares)"""
-
 
 def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
     """What computes a stage: its rank's device, or that of a group."""
-    return group_device(profile, stage.ranks, stage.shares) if stage.grouped else profile.devices[stage.ranks[0]]
+    return group_device(profile, stage) if stage.grouped else profile.devices[stage.ranks[0]]
 
 
-def group_device(profile: ClusterProfile, ranks: tuple[int, ...], shares: tuple[int, ...]) -> DeviceProfile:
-    """A group as one device, as fast as its members are together, with their memory left out: a layer takes as long as its slowest
-    member and the group's sums. Backward comes in one part. Its number is the first rank's."""
-    known = profile.group_devices
-    if (ranks, shares) not in known:
-        known[ranks, shares] = _together(profile, ranks, [share / sum(shares) for share in shares])
-    return known[ranks, shares]
+def group_device(profile: ClusterProfile, group: StagePlan) -> DeviceProfile:
+    """The ranks that hold a stage as one device, as fast as they are together, with their memory left out. Backward comes in one
+    part. Its number is the first rank's."""
+    known, key = profile.group_devices, (group.ranks, group.shares, group.experts)
+    if key not in known:
+        known[key] = _together(profile, group)
+    return known[key]
 
 
-def _together(profile: ClusterProfile, ranks: Sequence[int], shares: Sequence[float]) -> DeviceProfile:
-    members = [profile.devices[rank] for rank in ranks]
-    kinds = {layer.kind: layer for layer in profile.model.layers}
+def _together(profile: ClusterProfile, group: StagePlan) -> DeviceProfile:
+    members = [profile.devices[rank] for rank in group.ranks]
     layers = {}
-    for kind, layer in kinds.items():
-        parts = [member_times(profile, one, kind, share) for one, share in zip(members, shares, strict=True)]
-        layers[kind] = _slowest(profile, ranks, layer, parts)
+    for kind, layer in {layer.kind: layer for layer in profile.model.layers}.items():
+        parts = [
+            member_times(profile, one, kind, group.share(place), group.expert_share(place))
+            for place, one in enumerate(members)
+        ]
+        layers[kind] = _slowest(profile, group.ranks, layer, parts)
+    whole = replace(group, first=0, last=len(profile.model.layers))
+    trained = max(1, sum(layer.trainable_parameters for layer in profile.model.layers))
     return replace(
         members[0],
         layers=layers,
         optimizer_fixed_s=max(one.optimizer_fixed_s for one in members),
         optimizer_s_per_parameter=max(
-            one.optimizer_s_per_parameter * share for one, share in zip(members, shares, strict=True)
+            one.optimizer_s_per_parameter * member_trained(profile.model, whole, place) / trained
+            for place, one in enumerate(members)
         ),
         forward_overhead_s=max(one.forward_overhead_s for one in members),
         backward_overhead_s=max(one.backward_overhead_s for one in members),
         activation_ratio=max(one.activation_ratio for one in members),
         alone={},
         halved={},
+        without_experts={},
     )
 
 
-def member_times(profile: ClusterProfile, device: DeviceProfile, kind: str, share: float) -> LayerTimes:
-    """What a member computes of a kind of layer, without sums: on the line between half the heads and all, where that was measured.
-    More heads take no less time, and a share no less than its part of the whole."""
-    whole, half = device.layers[kind], device.halved.get(kind)
-    heads = profile.model.heads or 2
-    half_share = heads // 2 / heads
+class MemberTimes(NamedTuple):
+    """What a member computes of a kind of layer, without sums."""
+
+    experts: LayerTimes
+    rest: LayerTimes
+    """Before the sum that all wait for before the experts begin."""
+
+
+def member_times(
+    profile: ClusterProfile, device: DeviceProfile, kind: str, share: float, experts: float
+) -> MemberTimes:
+    """A member with this share of heads and this one of experts: on the lines between half of them and all, where that was
+    measured. More of them take no less time, and a share no less than its part of the whole."""
+    whole, half, without = device.layers[kind], device.halved.get(kind), device.without_experts.get(kind)
+    half_share = _half(profile.model.heads)
+    half_experts = _half(profile.model.experts)
     default = 0.0 if kind == EMBEDDING else DIVIDED_TIME
 
-    def part(own: Curve, measured: Curve | None) -> Curve:
-        tokens = measured.tokens if measured is not None else own.tokens
-        seconds = []
+    def part(own: Curve, measured: Curve | None, less: Curve | None) -> tuple[Curve, Curve]:
+        """Curves of the experts and of the rest."""
+        tokens, found = (measured or own).tokens, []
         for count in tokens:
-            all_s = own.at(count)
+            all_s, experts_s = own.at(count), 0.0
             divided_s = default * all_s
-            if measured is not None and share < 1:
-                all_s = max(all_s, measured.at(count))  # what is cut may take longer than what is not
-                divided_s = min(all_s, (all_s - measured.at(count)) / (1 - half_share))
-            seconds.append(all_s - (1 - share) * divided_s)
-        return Curve(tokens, tuple(seconds))
+            if measured is not None and (share < 1 or experts < 1):
+                half_s = measured.at(count)
+                all_s = max(all_s, half_s)  # what is cut may take longer than what is not
+                if less is not None:
+                    experts_s = min(all_s, max(0.0, half_s - less.at(count)) / half_experts)
+                divided_s = (all_s - half_s - (1 - half_experts) * experts_s) / (1 - half_share)
+                divided_s = min(all_s - experts_s, max(0.0, divided_s))
+            found.append((experts * experts_s, all_s - experts_s - (1 - share) * divided_s))
+        of_experts, of_rest = zip(*found, strict=True)
+        return Curve(tokens, of_experts), Curve(tokens, of_rest)
 
+    forward = part(whole.forward_s, half.forward_s if half else None, without.forward_s if without else None)
+    backward = part(whole.backward_s, half.backward_s if half else None, without.backward_s if without else None)
     # Half of it is not timed with the forward repeated: that takes as long as the forward.
-    repeated = part(whole.recompute_s, None) if whole.recompute_s is not None and half is None else None
-    return LayerTimes(
-        part(whole.forward_s, half.forward_s if half is not None else None),
-        part(whole.backward_s, half.backward_s if half is not None else None),
-        repeated,
-    )
+    timed = whole.recompute_s if half is None else None
+    repeated = part(timed, None, None) if timed is not None else (None, None)
+    return MemberTimes(*map(LayerTimes, forward, backward, repeated))
+
+
+def _half(parts: int | None) -> float:
+    """What is half of so many heads or experts, as the profiler halves them."""
+    return (parts // 2) / parts if parts is not None and parts > 1 else 0.5
 
 
 def _slowest(
-    profile: ClusterProfile, ranks: Sequence[int], layer: LayerCost, parts: Sequence[LayerTimes]
+    profile: ClusterProfile, ranks: Sequence[int], layer: LayerCost, parts: Sequence[MemberTimes]
 ) -> LayerTimes:
     """The times of a layer that all members compute, with their sums."""
     forward, backward = layer.group_sums * (layer.kind != HEAD), layer.group_sums * (layer.kind != EMBEDDING)
 
-    def of(curves: Sequence[Curve], sums: int) -> Curve:
-        tokens = sorted({count for curve in curves for count in curve.tokens})
+    def of(pairs: Sequence[tuple[Curve, Curve]], sums: int) -> Curve:
+        """``pairs``: of each member the seconds of its experts and of the rest."""
+        tokens = sorted({count for pair in pairs for curve in pair for count in curve.tokens})
         seconds = (
-            max(curve.at(count) for curve in curves) + sums * hidden_sum_s(profile, ranks, count) for count in tokens
+            sum(max(curve.at(count) for curve in curves) for curves in zip(*pairs, strict=True))
+            + sums * hidden_sum_s(profile, ranks, count)
+            for count in tokens
         )
         return Curve(tuple(tokens), tuple(seconds))
 
-    repeats = [one.recompute_s for one in parts if one.recompute_s is not None]
+    repeats = [
+        (e.recompute_s, r.recompute_s) for e, r in parts if e.recompute_s is not None and r.recompute_s is not None
+    ]
     return LayerTimes(
-        of([one.forward_s for one in parts], forward),
-        of([one.backward_s for one in parts], backward),
+        of([(experts.forward_s, rest.forward_s) for experts, rest in parts], forward),
+        of([(experts.backward_s, rest.backward_s) for experts, rest in parts], backward),
         of(repeats, forward + backward) if len(repeats) == len(parts) else None,
     )
 
@@ -151,7 +180,8 @@ def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, back: bo
 
 def member_trained(model: ModelCost, stage: StagePlan, member: int) -> int:
     """Trained parameters of a stage that a member of a group holds."""
-    return sum(layer.trainable_parameters for layer in model.part(stage.share(member)).layers[stage.first : stage.last])
+    held = model.part(stage.share(member), stage.expert_share(member))
+    return sum(layer.trainable_parameters for layer in held.layers[stage.first : stage.last])
 
 
 def whole_sums_s(profile: ClusterProfile, stage: StagePlan) -> float:
@@ -163,35 +193,52 @@ def whole_sums_s(profile: ClusterProfile, stage: StagePlan) -> float:
     return sum(sum_s(profile, stage.ranks, size_bytes) for size_bytes in own)
 
 
-def member_chain_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) -> tuple[float, float]:
-    """Seconds of the whole chain there and back on a member: (what it computes whatever its share, what is divided)."""
+class ChainSeconds(NamedTuple):
+    """Of the whole chain there and back on a member."""
 
-    def chain_s(share: float) -> float:
-        times = {kind: member_times(profile, device, kind, share) for kind in device.layers}
-        return sum(
-            times[layer.kind].forward_s.at(tokens) + times[layer.kind].backward_s.at(tokens)
+    everybodys: float
+    """Whatever its share."""
+    divided: float
+    """By heads."""
+    experts: float
+    """All of them; 0 where that was not measured."""
+
+    def with_heads(self, share: float) -> float:
+        """Seconds of all but experts with this share of the heads."""
+        return self.everybodys + share * self.divided
+
+
+def member_chain_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) -> ChainSeconds:
+    def chain_s(share: float, experts: float) -> tuple[float, float]:
+        times = {kind: member_times(profile, device, kind, share, experts) for kind in device.layers}
+        seconds = [
+            [one.forward_s.at(tokens) + one.backward_s.at(tokens) for one in times[layer.kind]]
             for layer in profile.model.layers
-        )
+        ]
+        of_experts, of_rest = map(sum, zip(*seconds, strict=True))
+        return of_experts, of_rest
 
-    everybodys_s = chain_s(0.0)
-    return everybodys_s, chain_s(1.0) - everybodys_s
+    _, everybodys_s = chain_s(0.0, 0.0)
+    # Half the experts, as only parts of a layer are told apart.
+    half_s, all_s = chain_s(1.0, 0.5)
+    return ChainSeconds(everybodys_s, all_s - everybodys_s, 2 * half_s)
 
 
-def contracted(profile: ClusterProfile, groups: Sequence[Group], tokens: int, room: float = 1.0) -> ClusterProfile:
+def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int, room: float = 1.0) -> ClusterProfile:
     """The cluster in which each group is one rank, numbered anew in the order of first ranks: as fast as the group, with memory for
     what its members hold together (the part ``room`` of it), and reached by messages that its leader has handed on."""
-    followers = {rank for ranks, _ in groups for rank in ranks[1:]}
+    followers = {rank for group in groups for rank in group.ranks[1:]}
     kept = [rank for rank in range(len(profile.devices)) if rank not in followers]
     number = {rank: place for place, rank in enumerate(kept)}
     small = restricted(profile, kept)
     devices, links = list(small.devices), {(link.source, link.destination): link for link in small.links}
-    for ranks, shares in groups:
-        own = number[ranks[0]]
-        memory = math.floor(room * _memory_bytes(profile, ranks, shares, tokens))
-        devices[own] = replace(group_device(profile, ranks, shares), rank=own, memory_bytes=memory)
-        stage = StagePlan(ranks, 1, len(profile.model.layers) - 1, 0, shares=shares)
+    for group in groups:
+        own = number[group.ranks[0]]
+        memory = math.floor(room * _memory_bytes(profile, group, tokens))
+        devices[own] = replace(group_device(profile, group), rank=own, memory_bytes=memory)
+        inner = replace(group, first=1, last=len(profile.model.layers) - 1)
         row_bytes = max(1, profile.model.layers[0].boundary_bytes_per_token)
-        arrives = [broadcast_s(profile, stage, count, back=False) for count in (0, tokens)]
+        arrives = [broadcast_s(profile, inner, count, back=False) for count in (0, tokens)]
         each_s = (arrives[1] - arrives[0]) / (tokens * row_bytes)
         for other in range(len(kept)):
             if other != own:
@@ -201,11 +248,12 @@ def contracted(profile: ClusterProfile, groups: Sequence[Group], tokens: int, ro
     return replace(small, devices=tuple(devices), links=tuple(links.values()))
 
 
-def _memory_bytes(profile: ClusterProfile, ranks: Sequence[int], shares: Sequence[int], tokens: int) -> float:
+def _memory_bytes(profile: ClusterProfile, group: StagePlan, tokens: int) -> float:
     """How large a stage may be, as one rank would hold it, that a group can hold."""
-    whole = stage_memory(profile.model, 0, len(profile.model.layers), tokens, 1)
+    layers = len(profile.model.layers)
+    whole = stage_memory(profile.model, 0, layers, tokens, 1).total
     found = []
-    for rank, share in zip(ranks, shares, strict=True):
-        part = stage_memory(profile.model.part(share / sum(shares)), 0, len(profile.model.layers), tokens, 1)
-        found.append(profile.devices[rank].memory_bytes * whole.total / part.total)
+    for place, rank in enumerate(group.ranks):
+        model = profile.model.part(group.share(place), group.expert_share(place))
+        found.append(profile.devices[rank].memory_bytes * whole / stage_memory(model, 0, layers, tokens, 1).total)
     return min(found)

@@ -136,7 +136,8 @@ def memory_of(
 ) -> StageMemory:
     """Bytes of a stage of a plan that holds so many micro-batches: (in flight, deferred). Of a group: of one of its members."""
     rank = stage.ranks[member]
-    model, shares = profile.model_on(rank).part(stage.largest_share(member)), profile.devices[rank].shares_host_memory
+    model, shares = profile.model_on(rank), profile.devices[rank].shares_host_memory
+    model = model.part(stage.share(member), stage.expert_share(member))
     tokens, (in_flight, deferred) = pipeline.size(0) * sequence_length, holding
     at_once = min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
     if stage.streamed:

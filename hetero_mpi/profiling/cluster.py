@@ -172,7 +172,7 @@ def _measure(world: World, benchmark: DeviceBenchmark, say: Say) -> DeviceTimes:
     with world.together("timing layers"):
         times = benchmark.run(_now())
         if world.local_size > 1:
-            times = replace(times, halved=benchmark.run_halved())
+            times = benchmark.with_member_times(times)
     alone = {}
     turns = max(world.hosts.count(host) for host in world.hosts)
     if turns > 1:
@@ -239,6 +239,7 @@ def _device_profile(
         backward_overhead_s=times.backward_overhead_s,
         alone=times.alone,
         halved=times.halved,
+        without_experts=times.without_experts,
         host_optimizer_s_per_parameter=times.host_optimizer_s_per_parameter,
         shares_host_memory=memory.shares_host_memory,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,9 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.memory_errors import is_out_of_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.divided_cost import shareable_heads
+from hetero_mpi.model.group.division import experts_to_share
 from hetero_mpi.model.group.link import StageGroup
+from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds, host_optimizer_s
 from hetero_mpi.profiling.layer_clock import Seconds
@@ -63,7 +65,9 @@ class DeviceTimes:
     slow_s: float = 0.0
     """The longest first pass, where it was too long to time more; else 0."""
     halved: dict[str, LayerTimes] = field(default_factory=dict)
-    """Of a member of a group with half of the heads, without sums; empty: not timed."""
+    """Of a member of a group with half of the heads and of the experts, without sums; empty: not timed."""
+    without_experts: dict[str, LayerTimes] = field(default_factory=dict)
+    """The same with none of the experts."""
 
 
 class DeviceBenchmark:
@@ -128,13 +132,19 @@ class DeviceBenchmark:
                 self.backend.free_unused()
         return self._layer_times(samples, 1.0)
 
-    def run_halved(self) -> dict[str, LayerTimes]:
-        """Forward and backward as a member of a group with half of the heads computes them; nothing where no group could be.
-        Raises: as ``run``."""
+    def with_member_times(self, times: DeviceTimes) -> DeviceTimes:
+        """``times`` with what a member of a group takes, as far as there could be a group. Raises: as ``run``."""
         heads = shareable_heads(self.chain, self.subject.tuning) if self.subject.groups else None
         if heads is None or heads < 2 or self._slow_s:
-            return {}
-        group = StageGroup((heads // 2, heads - heads // 2), _NobodyElse())
+            return times
+        halves, experts = (heads // 2, heads - heads // 2), experts_to_share(language(self.chain))
+        if experts is None or experts < 2:
+            return replace(times, halved=self._run_member(StageGroup(halves, _NobodyElse())))
+        some, none = (StageGroup(halves, _NobodyElse(), (own, experts - own)) for own in (experts // 2, 0))
+        return replace(times, halved=self._run_member(some), without_experts=self._run_member(none))
+
+    def _run_member(self, group: StageGroup) -> dict[str, LayerTimes]:
+        """Forward and backward as the group's first member computes them."""
         samples, crowd = TimingSamples(), _Crowd(self.crowded)
         with self._shortage_explained():
             for layers in self.groups:

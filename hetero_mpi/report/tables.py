@@ -188,8 +188,9 @@ def holders_text(stage: StagePlan) -> str:
 
 
 def heads_text(stage: StagePlan) -> str:
-    """Key/value heads of each rank of a group: ``5 + 3 heads``."""
-    return f"{' + '.join(map(str, stage.shares))} heads"
+    """Key/value heads of each rank of a group, and experts where they were shared out: ``5 + 3 heads, 2 + 6 experts``."""
+    heads = f"{' + '.join(map(str, stage.shares))} heads"
+    return heads if stage.experts is None else f"{heads}, {' + '.join(map(str, stage.experts))} experts"
 
 
 def _stage_table(

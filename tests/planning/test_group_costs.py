@@ -12,7 +12,7 @@ from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.types.cluster_changes import restricted, with_free_links, with_slowness
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, ModelCost
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.profile import ClusterProfile, Curve, HostProfile, LayerTimes
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
 
 HEADS, BLOCKS, LAYERS = 8, 4, 6
@@ -38,12 +38,7 @@ def cluster(slowness: tuple[float, ...] = (1.0, 1.0, 1.0), measured: bool = True
     profile = make_profile(slowness, divisible(make_model(BLOCKS)), latency_s=LATENCY_S, bytes_per_s=SPEED)
 
     def half(kind: str, times: LayerTimes) -> LayerTimes:
-        factor = 0.6 if kind == "block" else 0.5
-
-        def of(curve: Curve) -> Curve:
-            return replace(curve, seconds=tuple(factor * seconds for seconds in curve.seconds))
-
-        return LayerTimes(of(times.forward_s), of(times.backward_s))
+        return scaled(times, 0.6 if kind == "block" else 0.5)
 
     devices = tuple(
         replace(
@@ -54,6 +49,13 @@ def cluster(slowness: tuple[float, ...] = (1.0, 1.0, 1.0), measured: bool = True
         for device in profile.devices
     )
     return replace(profile, devices=devices)
+
+
+def scaled(times: LayerTimes, factor: float) -> LayerTimes:
+    def of(curve: Curve) -> Curve:
+        return replace(curve, seconds=tuple(factor * seconds for seconds in curve.seconds))
+
+    return LayerTimes(of(times.forward_s), of(times.backward_s))
 
 
 def plan_of(shares: tuple[int, int], cut: int = 3, recompute: bool = False) -> Plan:
@@ -134,3 +136,43 @@ def test_times_of_groups_are_remembered_for_one_profile_only() -> None:
     assert seconds(profile, plan, Op.F) < seconds(with_slowness(profile, {0: 2.0}), plan, Op.F)
     fewer = restricted(profile, [0, 2])
     assert fewer.group_devices == {}
+
+
+def with_experts(profile: ClusterProfile) -> ClusterProfile:
+    """8 experts have 200 of a block's 300 divided parameters; half the heads and none of the experts take 0.3 of a block's time,
+    of which 0.3 of rank 1's are 0.35."""
+    blocks = (
+        replace(layer, expert_parameters=200, expert_trainable=200) if layer.kind == "block" else layer
+        for layer in profile.model.layers
+    )
+    model = replace(profile.model, layers=tuple(blocks), experts=8)
+
+    def none(device: DeviceProfile, kind: str, times: LayerTimes) -> LayerTimes:
+        return scaled(times, (0.3 if device.rank == 0 else 0.35) if kind == "block" else 0.5)
+
+    devices = (
+        replace(d, without_experts={kind: none(d, kind, times) for kind, times in d.layers.items()})
+        for d in profile.devices
+    )
+    return replace(profile, model=model, devices=tuple(devices))
+
+
+def test_members_wait_for_the_slowest_before_experts_and_for_the_slowest_at_them() -> None:
+    """Of a block's second rank 0's experts take 0.6 and rank 1's 0.5, both halves of all; heads divide 0.2 and 0.3 of the rest."""
+    profile, plan = with_experts(cluster()), plan_of((5, 3))
+    one, other = plan.pipelines[0].stages
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(one, replace(other, experts=(2, 6)))),))
+    rest_s = max(0.2 + 0.2 * 5 / 8, 0.2 + 0.3 * 3 / 8)
+    experts_s = max(0.6 * 2 / 8, 0.5 * 6 / 8)
+    assert seconds(profile, plan, Op.F) == pytest.approx(2 * (rest_s + experts_s + 2 * SUM_S) + 0.5 * 5 / 8 + ARRIVES_S)
+
+
+def test_a_member_holds_its_own_share_of_the_experts() -> None:
+    plan = plan_of((6, 2))
+    one, other = plan.pipelines[0].stages
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(one, replace(other, experts=(0, 8)))),))
+    profile = with_experts(cluster())
+    held = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile)}
+    as_heads = {memory.rank: memory.peak_bytes for memory in predict_memory(plan_of((6, 2)), profile)}
+    for rank, moved in ((0, -6 / 8), (1, 6 / 8)):
+        assert held[rank] - as_heads[rank] == pytest.approx((4 + 12) * 2 * 200 * moved)

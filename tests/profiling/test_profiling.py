@@ -22,6 +22,7 @@ from hetero_mpi.job.load import AdapterTable, TrainTable
 from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import full_training
+from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling import bench, device, time_cache
 from hetero_mpi.profiling.bench import Bench
 from hetero_mpi.profiling.cluster import _model_cost
@@ -210,16 +211,43 @@ def test_half_of_the_heads_is_timed_where_a_group_can_hold_the_model(
     subject: Subject, dtype: Literal["fp32", "bf16"]
 ) -> None:
     subject = replace(subject, train=TrainTable(dtype=dtype, steps=3))
-    halved = DeviceBenchmark(replace(subject, groups=True), Backend(), 1).run_halved()
-    assert halved.keys() == set(subject.chain.kinds)
+    plain = DeviceBenchmark(subject, Backend(), 1).run("today")
+
+    def of_members(subject: Subject) -> tuple[dict[str, LayerTimes], dict[str, LayerTimes]]:
+        times = DeviceBenchmark(subject, Backend(), 1).with_member_times(plain)
+        return times.halved, times.without_experts
+
+    halved, without = of_members(replace(subject, groups=True))
+    assert halved.keys() == set(subject.chain.kinds) and without == {}
     for times in halved.values():
         assert times.forward_s.tokens == tuple(rows * SEQUENCE for rows in (1, 2, 3, 4))
         assert min(times.forward_s.seconds) > 0 and min(times.backward_s.seconds) > 0
-    assert DeviceBenchmark(subject, Backend(), 1).run_halved() == {}, "nobody has asked for groups"
+    assert of_members(subject) == ({}, {}), "nobody has asked for groups"
     config = AutoConfig.for_model("llama", **{**SIZES, "attention_dropout": 0.5})
     dropping = TransformersChain(config)
     unable = replace(subject, groups=True, chain=dropping, tuning=full_training(dropping))
-    assert DeviceBenchmark(unable, Backend(), 1).run_halved() == {}
+    assert of_members(unable) == ({}, {})
+
+
+def test_a_member_without_experts_is_timed_where_layers_have_some(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {**SIZES, "num_hidden_layers": 1, "num_local_experts": 5, "num_experts_per_tok": 2}
+    chain = TransformersChain(AutoConfig.for_model("mixtral", **sizes))
+    subject = replace(subject, groups=True, chain=chain, tuning=full_training(chain))
+    held = []
+
+    class NotedBench(Bench):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            if keywords.get("group") is not None:
+                held.extend(len(p) for name, p in self.stage.parameters.items() if name.endswith("experts.down_proj"))
+
+    monkeypatch.setattr(device, "Bench", NotedBench)
+    benchmark = DeviceBenchmark(subject, Backend(), 1)
+    times = benchmark.with_member_times(benchmark.run("today"))
+    assert times.without_experts.keys() == times.halved.keys() == set(chain.kinds)
+    assert held == [2], "half of five experts, then none at all"
 
 
 def test_what_one_device_keeps_more_is_its_own(subject: Subject) -> None:

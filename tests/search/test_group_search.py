@@ -19,9 +19,9 @@ from hetero_mpi.planning.memory import hosts_suffice, predict_memory
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.pacing import scheduled_depths
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.planning.test_group_costs import HEADS, divisible
+from tests.planning.test_group_costs import HEADS, divisible, scaled
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 from tests.support.seeds import seeds
 
@@ -98,6 +98,49 @@ def test_one_long_sequence_is_computed_by_all_ranks_of_the_fastest_host_in_propo
         r.startswith(f"the best plan without ranks that hold a stage together: {ratio:.2f}x") for r in report.reasons
     )
     complete_plan(report.plan, profile, asked(1))  # and it can be run again from its file
+
+
+@pytest.mark.parametrize("slow_experts", [1.0, 2.0, 4.0])
+def test_experts_are_shared_by_how_fast_ranks_are_at_them_and_heads_by_how_fast_they_are_at_the_rest(
+    slow_experts: float,
+) -> None:
+    """Of a block experts take 0.8. Rank 1 takes four times as long for the rest, and ``slow_experts`` times for experts."""
+    profile, request = boxes("aa", (1.0, 1.0)), asked(1)
+    blocks = [replace(layer, expert_parameters=200, expert_trainable=200) for layer in profile.model.layers[1:-1]]
+    ends = profile.model.layers[0], profile.model.layers[-1]
+    model = replace(profile.model, layers=(ends[0], *blocks, ends[1]), experts=10)
+    fast, slow = profile.devices
+
+    def member(device: DeviceProfile, rest: float, experts: float) -> DeviceProfile:
+        """Half of the experts is half of their time, half of the heads 0.6 of the rest's."""
+
+        def of(kind: str, heads: float, share: float) -> LayerTimes:
+            factor = 0.2 * rest * heads + 0.8 * experts * share if kind == "block" else rest * heads
+            return scaled(device.layers[kind], factor)
+
+        halves = {kind: of(kind, 0.6, 0.5) for kind in device.layers}
+        without = {kind: of(kind, 0.6, 0.0) for kind in device.layers}
+        return replace(
+            device, layers={k: of(k, 1.0, 1.0) for k in device.layers}, halved=halves, without_experts=without
+        )
+
+    profile = replace(profile, model=model, devices=(member(fast, 1.0, 1.0), member(slow, 4.0, slow_experts)))
+    report = make_plan(profile, request)
+    (stage,) = report.plan.pipelines[0].stages
+    whole = PipelinePlan((stage,), 1, 1)
+    every = [
+        replace(stage, shares=shares, experts=(own, 10 - own)) for shares in _shares(2, HEADS) for own in range(11)
+    ]
+    best_s = min(
+        outlined(replace(report.plan, pipelines=(replace(whole, stages=(one,)),)), profile).step_s for one in every
+    )
+    assert report.predicted_step_s == pytest.approx(best_s)
+    assert stage.experts == {1.0: (5, 5), 2.0: (7, 3), 4.0: (8, 2)}[slow_experts]
+    assert stage.shares == (7, 1)
+    experts = " and ".join(map(str, stage.experts))
+    assert (
+        f"ranks 0 and 1 hold stage 0 together, 7 and 1 of 8 key/value heads, {experts} of 10 experts" in report.reasons
+    )
 
 
 def test_groups_of_two_hosts_are_stages_of_a_pipeline() -> None:

@@ -235,10 +235,14 @@ def expert_modules(chain: TransformersChain) -> list[str]:
     return [name for name, style in styles(chain).items() if style == _EXPERTS]
 
 
-def _experts_of(chain: TransformersChain) -> int | None:
+def is_of_experts(chain: TransformersChain, name: str) -> bool:
+    """Has a parameter all experts of its layer?"""
+    return name.rpartition(".")[0].endswith(tuple(f".{module}" for module in expert_modules(chain)))
+
+
+def experts_to_share(chain: TransformersChain) -> int | None:
     """Experts of each layer that has some; None: there are none."""
-    inside = tuple(f".{name}" for name in expert_modules(chain))
-    counts = {s.shape[0] for n, s in chain.parameters.items() if inside and n.rpartition(".")[0].endswith(inside)}
+    counts = (spec.shape[0] for name, spec in chain.parameters.items() if is_of_experts(chain, name))
     return max(counts, default=None)
 
 
@@ -315,7 +319,7 @@ def _refused_shares(chain: TransformersChain, shares: Sequence[int], experts: Se
             )
     if experts is None:
         return None
-    count = _experts_of(chain)
+    count = experts_to_share(chain)
     if count is None:
         return f"experts = {', '.join(map(str, experts))}: {chain.name} models have no fused experts to share: leave it out"
     if sum(experts) != count or len(experts) != len(shares) or min(experts) < 0:
@@ -336,7 +340,7 @@ def _refused_cuts(
                 f"NF4 packs {BLOCK} weights at a time, and {name} has {whole} columns or rows to divide, no multiple of that: give "
                 f'each rank a stage of its own, or set [model] quantization to "none"'
             )
-        of_experts = name.rpartition(".")[0].endswith(tuple(f".{module}" for module in expert_modules(chain)))
+        of_experts = is_of_experts(chain, name)
         # Only who asks for a rank without experts gets one.
         if any(first >= end for first, end in pairwise(division.bounds)) and not (of_experts and experts is not None):
             return (

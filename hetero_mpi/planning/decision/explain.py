@@ -62,10 +62,10 @@ def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float
     """Which ranks hold a stage together, and what that is good for. ``without_s``: of the best plan without; None: not known."""
     for number, _, stage in plan.numbered:
         if stage.grouped:
-            yield (
-                f"ranks {_listed(stage.ranks)} hold stage {number} together, {_listed(stage.shares)} of "
-                f"{profile.model.heads} key/value heads"
-            )
+            text = f"ranks {_listed(stage.ranks)} hold stage {number} together, {_listed(stage.shares)} of "
+            text += f"{profile.model.heads} key/value heads"
+            experts = f", {_listed(stage.experts)} of {profile.model.experts} experts" if stage.experts else ""
+            yield text + experts
     if plan.leader_of and without_s is not None:
         yield (
             f"the best plan without ranks that hold a stage together: {ratio(without_s, step_s):.2f}x slower "

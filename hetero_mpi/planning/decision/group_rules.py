@@ -56,3 +56,17 @@ def _share_problems(where: str, stage: StagePlan, profile: ClusterProfile) -> It
             f"{where} has shares = {shares}, in all {sum(shares)}: they are key/value heads, of which the model has {heads}; "
             f"make them add up to {heads}"
         )
+    yield from _expert_problems(where, stage, profile.model.experts)
+
+
+def _expert_problems(where: str, stage: StagePlan, experts: int | None) -> Iterator[str]:
+    if stage.experts is None:
+        return
+    found = list(stage.experts)
+    if experts is None:
+        yield f"{where} has experts = {found}: the model has no experts that ranks can share; leave them out"
+    elif len(found) != len(stage.ranks) or min(found) < 0 or sum(found) != experts:
+        yield (
+            f"{where} has experts = {found} for ranks {list(stage.ranks)}: each rank has a number of them, perhaps 0, and they add "
+            f"up to the model's {experts}"
+        )

@@ -11,9 +11,10 @@ by side have nothing to wait for, it does not, and no search is made.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.group_rules import group_problems
@@ -39,6 +40,8 @@ THOROUGH = 2
 ROOMS = (1.0, 0.85, 0.7)
 """Parts of a group's memory that the searches are told, until what they find fits as it is."""
 ROUNDING = 1e-9
+COARSE = 16
+"""Experts are moved from member to member one by one and by this part of all."""
 SIZES = (2, 3, 4, 8)
 """Of groups, beside all ranks of a host and all but one."""
 
@@ -47,18 +50,12 @@ Timed = tuple[Plan, float]
 Starts = Callable[[ClusterProfile, PlanRequest], Iterable[Timed]]
 """Plans to begin with, quickly found."""
 Search = Callable[[ClusterProfile, PlanRequest], Plan | None]
+Cost = Callable[[int, int], float]
+"""(place in a group, how many it has) -> what is to be small for all."""
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Ranks of one host, increasing, and their heads."""
-
-    ranks: tuple[int, ...]
-    shares: tuple[int, ...]
-
-
-Groups = tuple[_Group, ...]
-"""Disjoint."""
+Groups = tuple[StagePlan, ...]
+"""Disjoint ranks, each as if it held the whole chain."""
 
 
 def with_groups(
@@ -76,7 +73,7 @@ def with_groups(
 
 
 def improved(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
-    """A plan with groups, with heads and layers moved between ranks as long as that makes it shorter."""
+    """A plan with groups, with heads, experts and layers moved between ranks as long as that makes it shorter."""
     return _improved(plan, outlined(plan, profile).step_s, profile, request)[0]
 
 
@@ -126,16 +123,14 @@ class _Search:
         self.profile, self.request, self.starts, self.search = profile, request, starts, search
         self.heads = profile.model.heads or 0
         self.tokens = min(request.micro_batch_choices) * request.sequence_length
-        chain = {device.rank: member_chain_s(profile, device, self.tokens) for device in usable_devices(profile)}
-        self.whole_s = {rank: seconds[0] + seconds[1] for rank, seconds in chain.items()}
-        self.parts_s = chain
+        self.chains = {device.rank: member_chain_s(profile, device, self.tokens) for device in usable_devices(profile)}
         self.thorough = THOROUGH
 
     def shorter_than(self, limit_s: float) -> Timed | None:
         """The best plan with groups that is found below ``limit_s``."""
         promising: list[tuple[float, Groups]] = []
         for ranks in dict.fromkeys(self._groupings()):
-            groups = tuple(_Group(own, self._quickest(own)) for own in ranks)
+            groups = tuple(map(self._quickest, ranks))
             bound_s = self._bound_s(groups)
             if bound_s < limit_s or limit_s == math.inf:
                 promising.append((bound_s, groups))
@@ -154,7 +149,7 @@ class _Search:
 
     def _bound_s(self, groups: Groups) -> float:
         """No plan of one pipeline with these groups takes less, their heads being shared so."""
-        small, asked = contracted(self.profile, _named(groups), self.tokens), self._asked(groups)
+        small, asked = contracted(self.profile, groups, self.tokens), self._asked(groups)
         by_itself = replace(asked, micro_batch_choices=tuple(sorted(self._sizes(groups))))
         return max(fluid_bound_s(small, by_itself), filling_bound_s(small, by_itself))
 
@@ -169,7 +164,7 @@ class _Search:
     def _options(self, ranks: Sequence[int]) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Name -> groups of one host's ranks: all of them, the fastest ones, or as many groups of one size as there can be."""
         count = len(ranks)
-        ordered = sorted(ranks, key=lambda rank: (self.whole_s[rank], rank))
+        ordered = sorted(ranks, key=lambda rank: (sum(self.chains[rank]), rank))
         found: dict[str, tuple[tuple[int, ...], ...]] = {}
         if count <= self.heads:
             found["all"] = (tuple(sorted(ranks)),)
@@ -182,25 +177,28 @@ class _Search:
                 found[f"each {size}"] = tuple(tuple(sorted(ordered[begin : begin + size])) for begin in begins)
         return found
 
-    def _quickest(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Heads for each rank such that the slowest one takes as short as possible: one each, then each further one to the rank
-        that would have it done first."""
-        shares = dict.fromkeys(ranks, 1)
+    def _quickest(self, ranks: tuple[int, ...]) -> StagePlan:
+        """Heads and experts for each rank such that the slowest one takes as short as possible: one head each, then each further
+        one to the rank that would have it done first. Where experts were not timed, in proportion to heads."""
+        chains = [self.chains[rank] for rank in ranks]
+        shares = _dealt(self.heads, [1] * len(ranks), lambda place, n: chains[place].with_heads(n / self.heads))
+        timed = all(chain.experts > 0 for chain in chains)
+        each_s = [chain.experts if timed else 1 / share for chain, share in zip(chains, shares, strict=True)]
+        return self._group(ranks, shares, lambda place, n: each_s[place] * n)
 
-        def with_one_more_s(rank: int) -> float:
-            all_s, divided_s = self.parts_s[rank]
-            return all_s + divided_s * (shares[rank] + 1) / self.heads
+    def _roomiest(self, ranks: tuple[int, ...]) -> StagePlan:
+        """Heads and experts for each rank in proportion to its memory."""
+        memory = [self.profile.devices[rank].memory_bytes for rank in ranks]
 
-        for _ in range(self.heads - len(ranks)):
-            shares[min(ranks, key=lambda rank: (with_one_more_s(rank), rank))] += 1
-        return tuple(shares.values())
+        def fullness(place: int, count: int) -> float:
+            return count / memory[place]
 
-    def _roomiest(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Heads for each rank in proportion to its memory."""
-        shares, memory = dict.fromkeys(ranks, 1), {rank: self.profile.devices[rank].memory_bytes for rank in ranks}
-        for _ in range(self.heads - len(ranks)):
-            shares[max(ranks, key=lambda rank: (memory[rank] / (shares[rank] + 1), -rank))] += 1
-        return tuple(shares.values())
+        return self._group(ranks, _dealt(self.heads, [1] * len(ranks), fullness), fullness)
+
+    def _group(self, ranks: tuple[int, ...], shares: tuple[int, ...], expert_cost: Cost) -> StagePlan:
+        count = self.profile.model.experts
+        experts = _dealt(count, [0] * len(ranks), expert_cost) if count is not None else None
+        return StagePlan(ranks, 0, len(self.profile.model.layers), 0, shares=shares, experts=experts)
 
     def _asked(self, groups: Groups) -> PlanRequest:
         """What is asked for a cluster with these groups. There are fewer pipelines to share the batch, so micro-batches may be
@@ -228,7 +226,7 @@ class _Search:
         alone = len(groups) == 1 and len(groups[0].ranks) == len(self.profile.devices)
         if self.request.allow_idle or alone:
             yield from (plan for group in groups if (plan := self._by_itself(group)) is not None)
-        roomy = tuple(_Group(group.ranks, self._roomiest(group.ranks)) for group in groups)
+        roomy = tuple(self._roomiest(group.ranks) for group in groups)
         for shared in dict.fromkeys((groups, roomy)):
             some = False
             for room in ROOMS:
@@ -240,14 +238,13 @@ class _Search:
             if some:
                 return
 
-    def _by_itself(self, group: _Group) -> Plan | None:
+    def _by_itself(self, group: StagePlan) -> Plan | None:
         """The whole model on one group."""
         layers = len(self.profile.model.layers)
         found = []
         for size in sorted(self._sizes((group,))):
             for recompute in sorted(set(self.request.recompute_choices)):
-                stage = StagePlan(group.ranks, 0, layers, 0, recompute, shares=group.shares)
-                pipeline = PipelinePlan((stage,), size, self.request.global_batch)
+                pipeline = PipelinePlan((replace(group, recompute=recompute),), size, self.request.global_batch)
                 plan = Plan((pipeline,), self.request.global_batch, self.request.sequence_length, layers)
                 if self._fits(plan):
                     found.append(plan)
@@ -256,7 +253,7 @@ class _Search:
 
     def _searched(self, groups: Groups, room: float, sought_s: float, bound_s: float) -> tuple[list[Plan], bool]:
         """Plans found for the cluster in which groups are ranks, written out, as far as they fit; and whether some did not."""
-        small = contracted(self.profile, _named(groups), self.tokens, room)
+        small = contracted(self.profile, groups, self.tokens, room)
         asked = self._asked(groups)
         starts = sorted(self.starts(small, asked), key=lambda one: one[1])
         plans = [plan for plan, _ in starts]
@@ -271,14 +268,14 @@ class _Search:
 
     def _written(self, plan: Plan, groups: Groups) -> Plan:
         """A plan of the smaller cluster in the numbers of the whole one, with its groups."""
-        own = _named(groups)
         leads = {group.ranks[0]: group for group in groups}
-        numbers = [rank for rank in range(len(self.profile.devices)) if rank not in _followers(own)]
+        follow = {rank for group in groups for rank in group.ranks[1:]}
+        numbers = [rank for rank in range(len(self.profile.devices)) if rank not in follow]
 
         def written(stage: StagePlan) -> StagePlan:
             rank = numbers[stage.ranks[0]]
-            group = leads.get(rank)
-            return replace(stage, ranks=group.ranks if group else (rank,), shares=group.shares if group else ())
+            group = leads.get(rank, StagePlan((rank,), 0, 0, 0))
+            return replace(stage, ranks=group.ranks, shares=group.shares, experts=group.experts)
 
         return _with_stages(plan, [written(stage) for _, _, stage in plan.numbered])
 
@@ -303,7 +300,7 @@ def _fits(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
 
 
 def _improved(plan: Plan, step_s: float, profile: ClusterProfile, request: PlanRequest) -> Timed:
-    """``plan`` with heads moved from member to member, and layers from stage to stage, as long as that makes it shorter."""
+    """``plan`` with heads and experts moved from member to member, and layers from stage to stage, while that makes it shorter."""
     better = True
     while better:
         better = False
@@ -315,32 +312,39 @@ def _improved(plan: Plan, step_s: float, profile: ClusterProfile, request: PlanR
     return plan, step_s
 
 
-def _named(groups: Groups) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(group.ranks, group.shares) for group in groups]
-
-
-def _followers(groups: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> set[int]:
-    return {rank for ranks, _ in groups for rank in ranks[1:]}
-
-
 def _with_stages(plan: Plan, stages: Sequence[StagePlan]) -> Plan:
     """A plan of one pipeline with other stages."""
     (pipeline,) = plan.pipelines
     return replace(plan, pipelines=(replace(pipeline, stages=tuple(stages)),))
 
 
+def _dealt(count: int, least: Sequence[int], cost: Cost) -> tuple[int, ...]:
+    """``count`` things dealt out to as many members as ``least`` has, of which each gets that many at least: each further one to
+    the member for which it costs least."""
+    dealt = list(least)
+    for _ in range(count - sum(least)):
+        dealt[min(range(len(dealt)), key=lambda place: cost(place, dealt[place] + 1))] += 1
+    return tuple(dealt)
+
+
 def _shared_otherwise(plan: Plan) -> Iterator[Plan]:
+    """A head moved, or some experts."""
     stages = plan.pipelines[0].stages
     for place, stage in enumerate(stages):
-        for giver in range(len(stage.shares)):
-            for taker in range(len(stage.shares)):
-                if giver == taker or stage.shares[giver] == 1:
-                    continue
-                shares = list(stage.shares)
-                shares[giver] -= 1
-                shares[taker] += 1
-                changed = replace(stage, shares=tuple(shares))
-                yield _with_stages(plan, (*stages[:place], changed, *stages[place + 1 :]))
+        found = [replace(stage, shares=shares) for shares in _moved(stage.shares, 1, 1)]
+        for step in dict.fromkeys((sum(stage.experts or ()) // COARSE, 1)):
+            found += [replace(stage, experts=experts) for experts in _moved(stage.experts or (), step, 0) if step]
+        yield from (_with_stages(plan, (*stages[:place], changed, *stages[place + 1 :])) for changed in found)
+
+
+def _moved(numbers: Sequence[int], step: int, least: int) -> Iterator[tuple[int, ...]]:
+    """``step`` of one number given to another one, so that ``least`` is left."""
+    for giver, taker in itertools.permutations(range(len(numbers)), 2):
+        if numbers[giver] - step >= least:
+            changed = list(numbers)
+            changed[giver] -= step
+            changed[taker] += step
+            yield tuple(changed)
 
 
 def _cut_otherwise(plan: Plan) -> Iterator[Plan]:

@@ -127,11 +127,16 @@ def with_slowness(profile: ClusterProfile, ratios: Mapping[int, float]) -> Clust
 
     def slower(device: DeviceProfile) -> DeviceProfile:
         ratio = ratios.get(device.rank, 1.0)
+
+        def all_of(table: Mapping[str, LayerTimes]) -> dict[str, LayerTimes]:
+            return {kind: _slower(times, ratio) for kind, times in table.items()}
+
         return replace(
             device,
-            layers={kind: _slower(times, ratio) for kind, times in device.layers.items()},
-            alone={kind: _slower(times, ratio) for kind, times in device.alone.items()},
-            halved={kind: _slower(times, ratio) for kind, times in device.halved.items()},
+            layers=all_of(device.layers),
+            alone=all_of(device.alone),
+            halved=all_of(device.halved),
+            without_experts=all_of(device.without_experts),
             optimizer_fixed_s=device.optimizer_fixed_s * ratio,
             optimizer_s_per_parameter=device.optimizer_s_per_parameter * ratio,
             forward_overhead_s=device.forward_overhead_s * ratio,

@@ -56,6 +56,10 @@ class LayerCost:
     """Of ``parameters`` those that the members of a group divide; the others each of them holds."""
     divided_trainable: int = 0
     """The same of ``trainable_parameters``."""
+    expert_parameters: int = 0
+    """Of ``divided_parameters`` those of experts, which the members may divide otherwise than heads."""
+    expert_trainable: int = 0
+    """The same of ``divided_trainable``."""
     divided_activations: float = 0.0
     """Of what is kept from forward until backward the share that is divided likewise."""
     divided_workspace: float = 0.0
@@ -67,10 +71,10 @@ class LayerCost:
     """How often a group adds up as many numbers as the layer's hidden states have, in forward and in backward each; an embedding's
     in forward only, a head's in backward only."""
 
-    def part(self, share: float) -> LayerCost:
-        """What a member of a group holds that has this share of what is divided."""
-        held = self._held(self.divided_parameters, self.parameters, share)
-        trained = self._held(self.divided_trainable, self.trainable_parameters, share)
+    def part(self, share: float, experts: float) -> LayerCost:
+        """What a member of a group holds that has this share of what is divided, and this one of the experts."""
+        held = _held(self.parameters, self.divided_parameters, self.expert_parameters, share, experts)
+        trained = _held(self.trainable_parameters, self.divided_trainable, self.expert_trainable, share, experts)
         kept, used = (1 - (1 - share) * divided for divided in (self.divided_activations, self.divided_workspace))
         return replace(
             self,
@@ -82,10 +86,6 @@ class LayerCost:
             workspace_bytes=math.ceil(used * self.workspace_bytes),
             eight_bit_saving_bytes=trained * self.eight_bit_saving_bytes,
         )
-
-    @staticmethod
-    def _held(divided: int, whole: int, share: float) -> float:
-        return 1 - (1 - share) * divided / max(1, whole)
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,8 @@ class ModelCost:
     """Bytes of the fp32 gradient exchanged between both ends when tied, else 0."""
     heads: int | None = None
     """Key/value heads of every block, by whose whole numbers a group of ranks shares its layers; None: it cannot."""
+    experts: int | None = None
+    """Of each layer that has some, where a group of ranks can share them; None: there are none."""
     wire: str | None = None
     """``int8``: so activations and gradients travel from stage to stage; None: as they are computed."""
 
@@ -165,9 +167,9 @@ class ModelCost:
         """The costs on a device whose blocks keep so many times as much from forward to backward."""
         return self if ratio == 1.0 else _keeping(self, ratio)
 
-    def part(self, share: float) -> ModelCost:
-        """The costs on a member of a group that has this share of what is divided."""
-        return self if share == 1.0 else _part(self, share)
+    def part(self, share: float, experts: float) -> ModelCost:
+        """The costs on a member of a group that has this share of what is divided, and this one of the experts."""
+        return self if share == experts == 1.0 else _part(self, share, experts)
 
 
 def sent_bytes(row_bytes: int, dtype: str, wire: str | None) -> int:
@@ -175,9 +177,14 @@ def sent_bytes(row_bytes: int, dtype: str, wire: str | None) -> int:
     return row_bytes // DTYPE_BYTES[dtype] + SCALE_BYTES if wire == INT8 and row_bytes else row_bytes
 
 
+def _held(whole: int, divided: int, of_experts: int, share: float, experts: float) -> float:
+    """Of ``whole`` parameters the part that a member of a group holds."""
+    return 1 - ((1 - share) * (divided - of_experts) + (1 - experts) * of_experts) / max(1, whole)
+
+
 @lru_cache(maxsize=256)
-def _part(model: ModelCost, share: float) -> ModelCost:
-    layers = tuple(layer.part(share) for layer in model.layers)
+def _part(model: ModelCost, share: float, experts: float) -> ModelCost:
+    layers = tuple(layer.part(share, experts) for layer in model.layers)
     return replace(model, layers=layers, tied_bytes=math.ceil(share * model.tied_bytes))
 
 

@@ -41,13 +41,12 @@ class StagePlan:
         return len(self.ranks) > 1
 
     def share(self, member: int) -> float:
-        """Of what a group divides, what one of its ranks has, but for experts that are shared by numbers of their own."""
+        """Of what a group divides, but for experts, what one of its ranks has."""
         return self.shares[member] / sum(self.shares) if self.grouped else 1.0
 
-    def largest_share(self, member: int) -> float:
-        """The same, or that of experts where it is larger: costs do not tell them apart."""
-        own = self.experts[member] / sum(self.experts) if self.experts else 0.0
-        return max(self.share(member), own)
+    def expert_share(self, member: int) -> float:
+        """The same of the experts."""
+        return self.experts[member] / sum(self.experts) if self.experts else self.share(member)
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,10 @@ class DeviceProfile:
     activation_ratio: float = 1.0
     """A block keeps so many times the model's activation bytes here: more than 1 where attention has no fused kernel."""
     halved: dict[str, LayerTimes] = field(default_factory=dict)
-    """The times of a member of a group that has half of the heads (of an odd number the smaller half), where that was measured;
-    without the group's sums."""
+    """The times of a member of a group that has half of the heads (of an odd number the smaller half) and of the experts, where
+    that was measured; without the group's sums."""
+    without_experts: dict[str, LayerTimes] = field(default_factory=dict)
+    """The same of a member that has none of the experts, where layers have some."""
 
 
 @dataclass(frozen=True)
@@ -272,8 +274,8 @@ class ClusterProfile:
         return np.asarray(seconds)
 
     @cached_property
-    def group_devices(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceProfile]:
-        """(ranks, shares) -> the group as one device (``group_costs``), remembered."""
+    def group_devices(self) -> dict[tuple[tuple[int, ...] | None, ...], DeviceProfile]:
+        """(ranks, shares, experts) -> the group as one device (``group_costs``), remembered."""
         return {}
 
     @cached_property

@@ -130,7 +130,8 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
             f"{path}.activation_ratio = {device.activation_ratio}: must be at least 1, as the model's activation bytes are "
             f"those of the device that keeps the fewest"
         )
-    for name, table in (("layers", device.layers), ("alone", device.alone), ("halved", device.halved)):
+    for name in ("layers", "alone", "halved", "without_experts"):
+        table: dict[str, LayerTimes] = getattr(device, name)
         missing = [kind for kind in trained if kind not in table]
         if missing and (table or name == "layers"):
             yield f"{path}.{name}: no times for {', '.join(missing)}"
