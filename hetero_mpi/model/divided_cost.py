@@ -88,10 +88,12 @@ def _scale_bytes(chain: TransformersChain, index: int, names: set[str]) -> int:
 
 
 def _kept_numbers(chain: TransformersChain, index: int) -> int:
-    """Numbers per token that a block certainly keeps of what is divided: outputs of the matrices cut by rows (queries, keys,
-    values, the MLP's inner columns), inputs of those cut by columns. Of the ends nothing is counted."""
-    if not 0 < index < chain.layer_count - 1:
+    """Numbers per token that a layer certainly keeps of what is divided: of a block outputs of the matrices cut by rows (queries,
+    keys, values, the MLP's inner columns) and inputs of those cut by columns, of the head the logits."""
+    if index == 0:
         return 0
+    if index == chain.layer_count - 1:
+        return int(chain.model.get_output_embeddings().out_features)
     cuts, found = styles(chain), 0
     for root in chain.module_names(index):
         for name, module in chain.model.get_submodule(root).named_modules():

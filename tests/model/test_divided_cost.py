@@ -22,15 +22,18 @@ def chain_cost(family: str, tuned: str):  # type: ignore[no-untyped-def]
     return chain, tuning, model_cost(chain, tuning, "fp32", 16, dict.fromkeys(chain.kinds, 4000.0))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "youtu"])
-def test_a_member_holds_as_many_parameters_as_planning_believes(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [("llama", None), ("qwen3", None), ("smollm3", None), ("youtu", None), ("mixtral", (1, 7)), ("qwen3_moe", (8, 0))],
+)
+def test_a_member_holds_as_many_parameters_as_planning_believes(family: str, experts: tuple[int, int] | None) -> None:
     chain, tuning, cost = chain_cost(family, "full")
-    assert cost.heads == HEADS
+    assert cost.heads == HEADS and cost.experts == (sum(experts) if experts is not None else None)
     shares = (4, 2)
-    parts = divisions(chain, tuning, shares, range(chain.layer_count))
+    parts = divisions(chain, tuning, shares, range(chain.layer_count), experts)
     specs = {**chain.parameters, **chain.constants}
     for member, share in enumerate(shares):
-        believed = cost.part(share / HEADS).layers
+        believed = cost.part(share / HEADS, experts[member] / sum(experts) if experts else share / HEADS).layers
         for index in range(chain.layer_count):
             own = [name for name, spec in specs.items() if spec.layer == index]
             held = sum(math.prod(parts[name].shape(specs[name].shape, member)) for name in own)
