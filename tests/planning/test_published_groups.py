@@ -14,6 +14,7 @@ import pytest
 
 from hetero_mpi.planning.group_costs import DIVIDED_TIME, group_device
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.types.plan import StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from tests.support.planning_samples import make_device, make_profile
 
@@ -59,7 +60,8 @@ def box(known: Measured, near_bytes_per_s: float, far_bytes_per_s: float) -> Clu
 
 def predicted_s(profile: ClusterProfile, gpus: int, sequences: int) -> float:
     """Forward and backward of a block."""
-    times = group_device(profile, tuple(range(gpus)), (HEADS // gpus,) * gpus).layers["block"]
+    group = StagePlan(tuple(range(gpus)), 0, len(profile.model.layers), 0, shares=(HEADS // gpus,) * gpus)
+    times = group_device(profile, group).layers["block"]
     return times.forward_s.at(sequences * TOKENS) + times.backward_s.at(sequences * TOKENS)
 
 
