@@ -26,7 +26,7 @@ from hetero_mpi.planning.types.profile_rules import number_problems
 from hetero_mpi.profiling.device import DeviceTimes
 from hetero_mpi.profiling.subject import Subject, sampled_rows
 
-_LAYOUT = 4
+_LAYOUT = 5
 """Changes with what ``DeviceTimes`` holds or how it is measured."""
 
 

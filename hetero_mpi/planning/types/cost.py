@@ -80,7 +80,7 @@ class LayerCost:
             self,
             parameters=math.ceil(held * self.parameters),
             trainable_parameters=math.ceil(trained * self.trainable_parameters),
-            parameter_bytes=math.ceil(held * self.parameter_bytes + share * self.divided_scale_bytes),
+            parameter_bytes=math.ceil(held * self.parameter_bytes + max(share, experts) * self.divided_scale_bytes),
             activation_bytes_per_token=kept * self.activation_bytes_per_token,
             workspace_bytes_per_token=used * self.workspace_bytes_per_token,
             workspace_bytes=math.ceil(used * self.workspace_bytes),
