@@ -59,9 +59,9 @@ def test_members_hold_plain_scales_though_they_were_quantised_twice() -> None:
     )
     assert twice.layers[1].parameter_bytes < 0.95 * plain.layers[1].parameter_bytes
     for share in (1 / 3, 2 / 3):
-        held, expected = twice.part(share).layers[1], plain.part(share).layers[1]
+        held, expected = twice.part(share, share).layers[1], plain.part(share, share).layers[1]
         assert held.parameter_bytes == pytest.approx(expected.parameter_bytes, rel=0.002)
-        assert twice.part(share).layers[0] == plain.part(share).layers[0]
+        assert twice.part(share, share).layers[0] == plain.part(share, share).layers[0]
 
 
 def test_every_divided_family_says_what_it_divides() -> None:
