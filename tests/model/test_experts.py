@@ -212,6 +212,19 @@ def test_pieces_are_packed_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None
     assert (dequantize_4bit(found, state).view(weight.shape) - weight).norm() < 0.12 * weight.norm()
 
 
+def test_scales_of_scales_do_not_depend_on_threads() -> None:
+    """Of a tensor of 59 million weights; torch adds up so many numbers in as many parts as it has threads."""
+    absmax, offsets = torch.rand(917_504, generator=torch.Generator().manual_seed(0)), set()
+    try:
+        for threads in (1, 2, 3, 5, 8):
+            torch.set_num_threads(threads)
+            offsets.add(quantize._quantized_twice(absmax)[1].item())
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(1)
+    assert len(offsets) == 1
+
+
 def test_a_family_that_cannot_be_packed_is_refused() -> None:
     with pytest.raises(UserError, match="longcat_flash has routers that read the matrix"):
         adapter_tuning(chain_of("longcat_flash"), ATTENTION, True, True)

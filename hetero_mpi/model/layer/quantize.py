@@ -173,7 +173,14 @@ def _quantized_twice(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     """Scales in 8 bits: (codes, their offset, the scales of the scales)."""
     from bitsandbytes.functional import quantize_blockwise
 
-    offset = absmax.mean()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # a mean's last bit depends on them, and ranks that hold one tensor may have unlike numbers
+    try:
+        offset = absmax.mean()
+    finally:
+        torch.set_num_threads(threads)
     codes, second = quantize_blockwise(absmax - offset, blocksize=_SECOND_BLOCK)
     return codes, offset, second
 
