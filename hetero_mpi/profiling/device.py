@@ -120,17 +120,7 @@ class DeviceBenchmark:
     def run_alone(self) -> dict[str, LayerTimes]:
         """Forward and backward once more, for when the other ranks of this host are still; nothing of a slow device. Raises: as
         ``run``."""
-        samples = TimingSamples()
-        if self._slow_s:
-            return {}
-        with self._shortage_explained():
-            for group in self.groups:
-                benches = [Bench(self.subject, self.backend, *layers) for layers in group]
-                self._warm_up(benches)
-                self._count_by_count(self.few, samples, benches, self._pass)
-                del benches
-                self.backend.free_unused()
-        return self._layer_times(samples, 1.0)
+        return {} if self._slow_s else self._there_and_back(None)
 
     def with_member_times(self, times: DeviceTimes) -> DeviceTimes:
         """``times`` with what a member of a group takes, as far as there could be a group. Raises: as ``run``."""
@@ -139,16 +129,17 @@ class DeviceBenchmark:
             return times
         halves, experts = (heads // 2, heads - heads // 2), experts_to_share(language(self.chain))
         if experts is None or experts < 2:
-            return replace(times, halved=self._run_member(StageGroup(halves, _NobodyElse())))
+            return replace(times, halved=self._there_and_back(StageGroup(halves, _NobodyElse())))
         some, none = (StageGroup(halves, _NobodyElse(), (own, experts - own)) for own in (experts // 2, 0))
-        return replace(times, halved=self._run_member(some), without_experts=self._run_member(none))
+        return replace(times, halved=self._there_and_back(some), without_experts=self._there_and_back(none))
 
-    def _run_member(self, group: StageGroup) -> dict[str, LayerTimes]:
-        """Forward and backward as the group's first member computes them."""
-        samples, crowd = TimingSamples(), _Crowd(self.crowded)
+    def _there_and_back(self, member_of: StageGroup | None) -> dict[str, LayerTimes]:
+        """Seconds of forward and backward, of the whole layers while the other ranks of this host are still, or of a group's first
+        member while they compute too."""
+        samples, crowd = TimingSamples(), _Crowd(self.crowded and member_of is not None)
         with self._shortage_explained():
-            for layers in self.groups:
-                benches = [Bench(self.subject, self.backend, *own, group=group) for own in layers]
+            for group in self.groups:
+                benches = [Bench(self.subject, self.backend, *layers, group=member_of) for layers in group]
                 self._warm_up(benches)
                 self._count_by_count(self.few, samples, benches, self._pass)
                 del benches
