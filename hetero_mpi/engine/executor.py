@@ -253,8 +253,8 @@ class Executor:
         return events
 
     def _event(self, step: int, action: Action, start_s: float, end_s: float, moved: int) -> Event:
-        if action.op in (Op.RECV_F, Op.RECV_B):
-            inbox = self.stages[action.stage].inboxes[action.op]
+        inbox = self.stages[action.stage].inboxes.get(action.op)
+        if inbox is not None:
             arrived_s = inbox.arrived_s - self.began_s if inbox.arrived_s is not None else None
             return MeasuredEvent(self.rank, step, action, start_s, end_s, moved, inbox.copied_s, arrived_s)
         if action.op in (Op.SEND_F, Op.SEND_B):
@@ -337,6 +337,9 @@ class Executor:
         elif op is Op.W:
             own.stage.backward_weights(_index(action), self._listener(action))
         elif op in (Op.RECV_F, Op.RECV_B):
+            if op not in own.inboxes:
+                self._inputs[action] = self._shared(None, own, action, data)
+                return 0  # the message was its leader's
             tensor = own.inboxes[op].take()
             self._inputs[action] = own.unpacked(tensor, data, op, _index(action))
             return int(tensor.nbytes)
@@ -370,13 +373,15 @@ class Executor:
             self._hand_on(Action(Op.SEND_B, number, index), Action(Op.RECV_B, number - 1, index), dx)
 
     def _received(self, action: Action, data: StepData) -> torch.Tensor:
-        """What RECV_F or RECV_B has brought this rank, or the first one of its group."""
-        received = self._inputs.pop(action, None)
-        if self._group is None:
-            assert received is not None
-            return received
-        own = self.stages[action.stage]
-        return self._group.shared(received, own.shape(data, action.op, _index(action)), own.stage.dtype)
+        """What RECV_F or RECV_B has brought. The leader of a group hands it on, for which the RECV of other members waits."""
+        received, own = self._inputs.pop(action), self.stages[action.stage]
+        leads = self._group is not None and action.op in own.inboxes
+        return self._shared(received, own, action, data) if leads else received
+
+    def _shared(self, tensor: torch.Tensor | None, own: _StageLinks, action: Action, data: StepData) -> torch.Tensor:
+        """What RECV_F or RECV_B has brought to the leader of the group; the other members give None."""
+        assert self._group is not None
+        return self._group.shared(tensor, own.shape(data, action.op, _index(action)), own.stage.dtype)
 
     def _hand_on(self, send: Action, receive: Action, tensor: torch.Tensor) -> None:
         """To ``send``; or, where the next stage is this rank's too, as if ``receive`` had brought it."""

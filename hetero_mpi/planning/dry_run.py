@@ -163,7 +163,7 @@ def _rank_problems(
             rule = f"{action} is no action of stage {action.stage} ({pipeline.micro_batches} micro-batches)"
             problems.append((rank, position, rule))
             continue
-        missing = [str(of[0]) for of in _before(action, pipeline, place, rank) if not seen & set(of)]
+        missing = [str(of[0]) for of in _before(action, pipeline, place) if not seen & set(of)]
         if missing:
             problems.append((rank, position, f"{action} comes before {' and '.join(missing)}"))
         if action in seen or (action.op in BACKWARDS and seen & set(_any(BACKWARDS, action.stage, m))):
@@ -208,17 +208,18 @@ def _ends_problems(rank: int, actions: Sequence[Action]) -> list[tuple[int, int,
 
 
 def _possible(pipeline: PipelinePlan, place: int, rank: int) -> tuple[Op, ...]:
-    """What a rank of a stage may do for a micro-batch. Of a group the first one exchanges messages."""
+    """What a rank of a stage may do for a micro-batch. Of a group the first one sends; it hands on what it receives."""
     first, last, leads = place == 0, place == len(pipeline.stages) - 1, rank == pipeline.stages[place].ranks[0]
-    before = leads and not first and not pipeline.together(place - 1)
-    behind = leads and not last and not pipeline.together(place)
+    before = not first and not pipeline.together(place - 1)
+    behind = not last and not pipeline.together(place)
     return (
         *((Op.RECV_F,) * before),
         Op.F,
-        *((Op.SEND_F, Op.RECV_B) if behind else ()),
+        *((Op.SEND_F,) * (behind and leads)),
+        *((Op.RECV_B,) * behind),
         Op.B,
         *((Op.I, Op.W) if pipeline.split_backward and not first else ()),
-        *((Op.SEND_B,) * before),
+        *((Op.SEND_B,) * (before and leads)),
     )
 
 
@@ -226,17 +227,16 @@ def _any(ops: Sequence[Op], stage: int, micro_batch: int | None) -> tuple[Action
     return tuple(Action(op, stage, micro_batch) for op in ops)
 
 
-def _before(action: Action, pipeline: PipelinePlan, place: int, rank: int) -> list[tuple[Action, ...]]:
+def _before(action: Action, pipeline: PipelinePlan, place: int) -> list[tuple[Action, ...]]:
     """What must come before an action of a micro-batch on its rank: of each entry, one."""
     op, stage, m = action.op, action.stage, action.micro_batch
-    follows = rank != pipeline.stages[place].ranks[0]
     if op is Op.F:
-        if place == 0 or follows:
+        if place == 0:
             return []
         return [_any([Op.F], stage - 1, m) if pipeline.together(place - 1) else _any([Op.RECV_F], stage, m)]
     if op in BACKWARDS:
         own = [_any([Op.F], stage, m)]
-        if place == len(pipeline.stages) - 1 or follows:
+        if place == len(pipeline.stages) - 1:
             return own
         return [*own, _any(BACKWARDS, stage + 1, m) if pipeline.together(place) else _any([Op.RECV_B], stage, m)]
     ops = {Op.W: [Op.I], Op.SEND_F: [Op.F], Op.SEND_B: BACKWARDS}

@@ -138,7 +138,7 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     """Each rank's actions: what the pipeline's order computes (``orders``), with the messages that it needs and causes.
 
     ``dry_run.validate`` says whether any schedule runs its plan and is free of deadlock. Of a group its first rank exchanges the
-    messages, and the others compute as it does.
+    messages; the others compute as it does, and what they RECV it hands on to them.
 
     After its last backward a rank REDUCEs the layers held more than once, the last layer first, as backward finishes them:
     the same order everywhere, so that no two ranks wait for each other.
@@ -150,7 +150,7 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
         for rank, places in pipeline.held.items():
             leads = rank == pipeline.stages[places[0]].ranks[0]
             actions = [action for one in computed[rank] for action in _with_messages(*one, pipeline, first)]
-            actions = actions if leads else [action for action in actions if action.op in COMPUTE]
+            actions = actions if leads else [action for action in actions if action.op not in (Op.SEND_F, Op.SEND_B)]
             own = [layer for layer in sorted(summed, reverse=True) if rank in summed[layer]]
             reduces = [Action(Op.REDUCE, first + _place(layer, pipeline, places), layer=layer) for layer in own]
             schedule[rank] = (*actions, *reduces, Action(Op.STEP, first + places[0]))

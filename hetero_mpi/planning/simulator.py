@@ -204,11 +204,11 @@ def _steps(state: _State) -> None:
 
 
 def _follow(plan: Plan, state: _State) -> None:
-    """The other ranks of a group compute while their leader does."""
+    """The other ranks of a group wait and compute while their leader does; no message is theirs."""
     for rank, leader in plan.leader_of.items():
         own = [event for event in state.events if event.rank == leader]
-        computed = [event for event in own if event.action.op in COMPUTE or event.action.op is Op.STEP]
-        state.events += [replace(event, rank=rank) for event in computed]
+        alike = [event for event in own if event.action.op not in (Op.SEND_F, Op.SEND_B)]
+        state.events += [replace(event, rank=rank, bytes=0) for event in alike]
         state.clock[rank] = state.clock[leader]
 
 

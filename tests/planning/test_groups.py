@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.dry_run import interpret, validate
 from hetero_mpi.planning.outline import outlined
@@ -44,13 +45,15 @@ def test_the_first_rank_of_a_group_exchanges_messages_and_the_others_compute_as_
     schedule = schedule_of(plan, model)
     validate(schedule, plan, model)
     assert [a for a in schedule[0] if a.op in COMPUTE] == [a for a in schedule[1] if a.op in COMPUTE]
-    assert {a.op for a in schedule[1]} == {Op.F, Op.B, Op.STEP} and Op.SEND_F in {a.op for a in schedule[0]}
+    assert {a.op for a in schedule[1]} == {Op.F, Op.RECV_B, Op.B, Op.STEP}
+    assert Op.SEND_F in {a.op for a in schedule[0]}
 
 
 def test_members_that_compute_in_different_orders_deadlock() -> None:
     plan, model = grouped_plan(), make_model(LAYERS - 2)
     schedule = schedule_of(plan, model)
-    computed = [Action(Op.F, 0, m) for m in range(4)] + [Action(Op.B, 0, m) for m in range(4)]
+    backwards = [Action(op, 0, m) for m in range(4) for op in (Op.RECV_B, Op.B)]
+    computed = [Action(Op.F, 0, m) for m in range(4)] + backwards
     with pytest.raises(UserError, match=r"deadlocks: .*rank 1 waits at 0F2"):
         validate({**schedule, 1: (*computed, Action(Op.STEP, 0))}, plan, model)
     assert interpret(schedule).stuck == ()
@@ -69,6 +72,9 @@ def test_members_are_busy_as_long_as_their_leader_and_the_step_is_as_long_in_bot
     assert quick.step_s == simulated.step_s and quick.busy_s == pytest.approx(simulated.busy_s)
     assert set(quick.busy_s) == {0, 1, 2} and quick.busy_s[0] == quick.busy_s[1] > 0
     assert {event.rank for event in simulated.events if event.action.op is Op.F and event.action.stage == 0} == {0, 1}
+    leader, member = ([e for e in simulated.events if e.rank == rank and e.action.op is Op.RECV_B] for rank in (0, 1))
+    assert [replace(event, rank=1, bytes=0) for event in leader] == member, "and wait when it does"
+    assert len(member) == 4 and idling(simulated.events, plan)[0] == idling(simulated.events, plan)[1]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,11 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import tuning_of
+from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
+from hetero_mpi.report.run_files.measured import STEPS_NAME, read_rank_steps
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support import training_cases
 from tests.support.made_up_profile import write_profile
@@ -237,6 +239,19 @@ def test_groups_of_ranks_take_over_and_hand_on(runs: Runs) -> None:
     assert ours.keys() == theirs.keys()
     for key, array in ours.items():
         assert np.linalg.norm(array - theirs[key]) <= 1e-3 * np.linalg.norm(theirs[key]), key
+
+
+def test_a_member_of_a_group_waits_for_what_its_leader_receives(runs: Runs) -> None:
+    """That is told as waiting, as the leader's is, not as computing; and no message is counted twice."""
+    told = {(one.step, one.rank): one for one in read_rank_steps(runs.directory / "groups-changed" / STEPS_NAME)}
+    for name, step, leader, member in (("group-and-rank", 2, 0, 1), ("rank-and-group", 3, 1, 2)):
+        lists = schedule_of(PLANS[name], make_model(BLOCKS))
+        received = [action for action in lists[leader] if action.op in (Op.RECV_F, Op.RECV_B)]
+        assert [one.action for one in told[step, member].events if one.action in received] == received != []
+        assert tuple(one.action for one in told[step, member].events) == lists[member]
+        usage = told[step, member].usage
+        assert (usage.activations_s > 0, usage.gradients_s > 0) == (leader == 1, leader == 0)
+        assert usage.received_bytes == usage.sent_bytes == 0 < told[step, leader].usage.received_bytes
 
 
 def check_same_bits(runs: Runs, kind: str) -> None:
