@@ -9,6 +9,7 @@ import pytest
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.packing import counted
 from hetero_mpi.planning.packing.bound import TOLERANCE, packing_bound_s
 from hetero_mpi.planning.packing.counted import Counted, packed
 from hetero_mpi.planning.packing.relaxed import Facts
@@ -157,6 +158,19 @@ def test_a_pipeline_over_two_hosts_passes_every_sequence_over_their_link() -> No
     same = tuple(replace(d, host="host0") for d in profile.devices)
     inside = tuple(LinkProfile(k.source, k.destination, 0.0, 1e9, True) for k in profile.links)
     assert packing_bound_s(replace(profile, devices=same, links=inside), request, 1000.0) < 80
+
+
+def test_a_bound_that_takes_too_long_ends_with_what_it_has_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = make_profile((1.0, 1.3, 1.7, 2.1), make_model(8))
+    request = PlanRequest(4, SEQUENCE, (1,), max_pipelines=2)
+    fluid_s, close_s = fluid_bound_s(profile, request), packing_bound_s(profile, request, 50.0)
+    assert fluid_s < close_s * (1 - TOLERANCE)
+    within = []
+    for work in (0, 3000, 10**9):
+        monkeypatch.setattr(counted, "MOST_WORK", work)
+        within.append(packing_bound_s(profile, request, 50.0))
+    assert within == sorted(within)
+    assert fluid_s < within[0] < within[-1] == close_s
 
 
 def test_packing_finds_the_best_of_all_partitions() -> None:

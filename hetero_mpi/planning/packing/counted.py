@@ -20,6 +20,9 @@ from hetero_mpi.planning.several.cluster import Floats
 
 Whole = NDArray[np.int64]
 
+MOST_WORK = 2_000_000
+"""So many (vector, class, block) are asked of ``chains``, about two seconds; then every step time left counts as possible."""
+
 
 class Counted:
     """The vectors of an instance, and ``BoundChains`` up to any of them."""
@@ -32,6 +35,7 @@ class Counted:
         self.number = self.vectors.shape[1]
         self._chains: dict[tuple[int, int], BoundChains] = {}
         self.blocks = len(facts.blocks) + facts.ends
+        self.work = 0
         self.sequences_per_s: Floats = facts.speeds @ self.vectors / self.blocks
         places = np.arange(self.number)
         inside = (self.vectors[:, None, :] <= self.vectors[:, :, None]).all(axis=0)
@@ -74,7 +78,7 @@ class Shares:
             if sequences < self.batch:
                 return False
             open_ = sorted({vector for vector in parts if self.least[vector] < self.most[vector]})
-            if not open_:
+            if not open_ or self.counted.work > MOST_WORK:
                 return True
             wanted = {s for vector in open_ for s in self._wanted(vector)} - looked
             if wanted:
@@ -106,6 +110,7 @@ class Shares:
         speed = self.step_s * self.counted.sequences_per_s
         spare = (float(speed[-1]) - self.batch) * self.counted.blocks * (1 + 1e-9) + 1e-6
         ceiling = min(self.batch, math.floor(speed[vector] * (1 + 1e-9)))
+        self.counted.work += len(shares) * len(places) * self.counted.blocks * len(self.counted.shape)
         found = self.counted.chains(vector, self.pipelines).carried(shares, self.step_s, ceiling, spare)
         for share, carried in zip(shares, found, strict=True):
             if carried[-1]:
