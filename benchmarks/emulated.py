@@ -291,10 +291,14 @@ def _once(trial: Trial) -> tuple[PlanReport, ClusterProfile, float, float]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         save_profile(trial.profile, directory / "cluster.toml")
-        keys: dict[str, object] = {"blocks": len(trial.profile.model.layers) - 2, "steps": trial.steps}
-        keys["each"] = trial.stages_per_rank
-        keys["pipelines"] = trial.pipelines or '"auto"'
-        job = JOB.format(**keys, global_batch=trial.global_batch, time_scale=trial.time_scale)
+        job = JOB.format(
+            blocks=len(trial.profile.model.layers) - 2,
+            steps=trial.steps,
+            global_batch=trial.global_batch,
+            pipelines=trial.pipelines or '"auto"',
+            each=trial.stages_per_rank,
+            time_scale=trial.time_scale,
+        )
         (directory / "job.toml").write_text(job)
         program = ["-m", "hetero_mpi", "train", str(directory / "job.toml"), "--run-dir", str(directory / "run")]
         if trial.plan is not None:

@@ -173,10 +173,9 @@ def _quantized_twice(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     """Scales in 8 bits: (codes, their offset, the scales of the scales)."""
     from bitsandbytes.functional import quantize_blockwise
 
+    # A mean's last bit depends on the number of threads, in which ranks that hold one tensor may differ.
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # a mean's last bit depends on them, and ranks that hold one tensor may have unlike numbers
+    torch.set_num_threads(1)
     try:
         offset = absmax.mean()
     finally:
