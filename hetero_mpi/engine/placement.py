@@ -39,15 +39,6 @@ def active_ranks(plan: Plan) -> list[int]:
     return sorted({0, *plan.ranks})
 
 
-def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """layer -> the ranks that hold it or a share of it, in plan order."""
-    found: dict[int, tuple[int, ...]] = {}
-    for _, _, stage in plan.numbered:
-        for layer in range(stage.first, stage.last):
-            found[layer] = (*found.get(layer, ()), *stage.ranks)
-    return found
-
-
 @dataclass(frozen=True)
 class Divided:
     """A tensor of a stage that a group of ranks holds."""

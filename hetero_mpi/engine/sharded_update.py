@@ -24,12 +24,11 @@ from hetero_mpi.comm.transport import Group, Request, Transport
 from hetero_mpi.device.backend import HOST, Backend, host_bytes
 from hetero_mpi.device.copying import Copied, Copying
 from hetero_mpi.emulation.pace import ActionPacer
-from hetero_mpi.engine.placement import holders
 from hetero_mpi.engine.tied import TiedMatrix
 from hetero_mpi.model.flat_gradients import FlatGradients
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.schedule import Schedule
+from hetero_mpi.planning.schedule import Schedule, holders
 from hetero_mpi.planning.types.plan import Plan
 
 SharedLayers = Mapping[int, tuple[int, ...]]

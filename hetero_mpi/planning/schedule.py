@@ -103,6 +103,15 @@ def held_by(plan: Plan, layer: int) -> tuple[int, ...]:
     return plan.holders[layer] if layer < plan.layers else ()
 
 
+def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """layer -> the ranks that hold it or a share of it, in plan order."""
+    found: dict[int, tuple[int, ...]] = {}
+    for _, _, stage in plan.numbered:
+        for layer in range(stage.first, stage.last):
+            found[layer] = (*found.get(layer, ()), *stage.ranks)
+    return found
+
+
 def reduced_layers(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
     """layer -> the ranks that sum its gradients, in plan order; layers held once, or without trained parameters, are absent.
 

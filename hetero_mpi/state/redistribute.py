@@ -17,9 +17,10 @@ import torch
 from hetero_mpi.checkpoint import MOMENT_BLOCK
 from hetero_mpi.comm.transport import Request, Transport, send_in_order
 from hetero_mpi.device.backend import HOST, host_bytes
-from hetero_mpi.engine.placement import holders, parameter_owners
+from hetero_mpi.engine.placement import parameter_owners
 from hetero_mpi.model.layer.interface import ParameterSpec
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.plan import Plan
 
 _TAG = 1 << 14

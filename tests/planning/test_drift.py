@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 import numpy as np
 import pytest
 
+from hetero_mpi.engine.placement import divided_tensors
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -229,6 +230,19 @@ def pipelines(*given: tuple[tuple[int, ...], tuple[int, ...]], weights: dict[int
     return Plan(tuple(PipelinePlan(stages, 1, 2) for stages in made), 2 * len(made), SEQUENCE, 10)
 
 
+def grouped(*stages: tuple[tuple[int, ...], tuple[int, ...]]) -> Plan:
+    """(ranks, heads of each) of two stages, or of one."""
+    edges = (0, 5, 10) if len(stages) > 1 else (0, 10)
+    made = [StagePlan(ranks, edges[i], edges[i + 1], 0, shares=heads) for i, (ranks, heads) in enumerate(stages)]
+    return Plan((PipelinePlan(tuple(made), 1, 2),), 2, SEQUENCE, 10)
+
+
+def test_layers_of_a_group_move_to_and_from_each_member() -> None:
+    one, two = grouped(((0, 1), (3, 1))), grouped(((0,), ()), ((1, 2), (2, 2)))
+    assert moved_layers(one, two) == {(0, 2): [5, 6, 7, 8, 9]}
+    assert moved_layers(two, one) == {(0, 1): [0, 1, 2, 3, 4], (1, 0): [5, 6, 7, 8, 9]}
+
+
 WHOLE = (0, 10)
 
 
@@ -240,22 +254,32 @@ WHOLE = (0, 10)
         (pipelines(((0, 1), (0, 5, 10)), ((2, 3), (0, 5, 10))), pipelines(((0, 1), (0, 3, 10)), ((2, 3), (0, 6, 10)))),
         (pipelines(((0,), WHOLE), ((1,), WHOLE)), pipelines(((0,), WHOLE), ((1,), WHOLE))),
         (pipelines(((0,), WHOLE), ((1,), WHOLE)), pipelines(((0,), WHOLE), ((1,), WHOLE), weights={0: 0.3})),
+        (pipelines(((0, 1), (0, 5, 10))), grouped(((0, 1), (3, 1)))),
+        (grouped(((0, 1, 2), (1, 2, 1))), pipelines(((3, 1), (0, 5, 10)))),
+        (grouped(((0, 1), (1, 3)), ((2, 3), (2, 2))), grouped(((0, 1), (3, 1)), ((2,), ()))),
     ],
-    ids=["one", "cut", "two-cuts", "nothing-but-values", "other-owners"],
+    ids=["one", "cut", "two-cuts", "nothing-but-values", "other-owners", "to-a-group", "from-a-group", "of-groups"],
 )
 def test_what_moves_is_priced_as_it_is_sent(old: Plan, new: Plan) -> None:
     """By the busiest rank's bytes; a third off at most where units stand for parameters whose sizes planning does not know."""
-    config = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 512}
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 512}
     chain = TransformersChain(read_config({"model_type": "llama", "num_hidden_layers": 8, **config}))
     tuning = full_training(chain)
     busy: Counter[tuple[str, int]] = Counter()
+    given: Counter[tuple[str, int]] = Counter()
+    cut = {name: one for name, one in divided_tensors(old, chain, tuning).items() if one.cut}
     for one in deliveries(parcels(tuning, new, KINDS), held_under(tuning, old)):
+        for place, member in enumerate(cut[one.parcel.name].ranks if one.parcel.name in cut else ()):
+            if member != one.source:
+                size = 4 * math.prod(cut[one.parcel.name].division.shape(one.parcel.shape, place))
+                given.update({("send", member): size, ("receive", one.source): size})
         for destination in one.destinations:
             busy["send", one.source] += 4 * math.prod(one.parcel.shape)
             busy["receive", destination] += 4 * math.prod(one.parcel.shape)
     model = model_cost(chain, tuning, "fp32", SEQUENCE, dict.fromkeys(chain.kinds, 1.0))
     priced = moving_s(make_profile([1.0] * 4, model, bytes_per_s=1.0), old, new)
-    assert priced == pytest.approx(max(busy.values()), rel=0.33 if len(new.pipelines) > 1 else 1e-9)
+    expected = max(busy.values()) + max(given.values(), default=0)
+    assert priced == pytest.approx(expected, rel=0.33 if len(new.pipelines) > 1 else 1e-9)
 
 
 def test_the_program_answers_as_the_function_does() -> None:

@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero_mpi.planning.owners import owned_units
-from hetero_mpi.planning.schedule import held_by
+from hetero_mpi.planning.schedule import holders
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 
@@ -43,6 +44,8 @@ MARGIN = 2.0
 """What the remaining steps gain must be so many times what moving costs."""
 _VALUE_BYTES, _MOMENTS_BYTES = 4, 8
 """Of a trained parameter on its way: itself and two moments, in fp32."""
+_Way = tuple[int, int, int]
+"""(from rank, to rank, layer)"""
 
 
 @dataclass
@@ -231,31 +234,53 @@ class Decider:
 
 
 def moved_layers(old: Plan, new: Plan) -> dict[tuple[int, int], list[int]]:
-    """(from rank, to rank) -> layers that the second did not hold and gets from the first."""
-    found: dict[tuple[int, int], list[int]] = {}
+    """(from rank, to rank) -> layers that the second did not hold and gets from the first, or a share of them; of a group its
+    first rank sends."""
+    before, after, found = holders(old), holders(new), dict[tuple[int, int], list[int]]()
     for layer in range(new.layers):
-        before = held_by(old, layer)
-        for rank in held_by(new, layer):
-            if rank not in before:
-                found.setdefault((before[0], rank), []).append(layer)
+        for rank in after[layer]:
+            if rank not in before[layer]:
+                found.setdefault((before[layer][0], rank), []).append(layer)
     return found
 
 
 def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
     """Seconds until every rank has the trained state that it needs and does not have, as ``state.redistribute`` sends it: a
-    parameter's owner sends the values to all that will hold it, and the moments to its next owner. Each rank receives and sends one
-    thing at a time."""
-    sent: dict[tuple[int, int, int], float] = {}
-    after = owned_units(new, profile.model)
-    for (layer, unit), (source, count) in owned_units(old, profile.model).items():
-        cost = profile.model.layers[layer]
-        moments = _MOMENTS_BYTES - cost.eight_bit_saving_bytes / max(1, cost.trainable_parameters)
-        for rank in held_by(new, layer):
-            size = count * (_VALUE_BYTES + moments * (rank == after[layer, unit][0]))
+    parameter's owner sends the values to all that will hold it, and the moments to its next owner. Of a group first all give
+    their parts to the owner; whole tensors are sent to each member. Each rank receives and sends one thing at a time."""
+    model, sent = profile.model, dict[_Way, float]()
+    after, together = owned_units(new, model), {stage.ranks[0]: stage.ranks for _, _, stage in new.numbered}
+    needing = holders(new)
+    for (layer, unit), (source, count) in owned_units(old, model).items():
+        owning = together[after[layer, unit][0]]
+        for rank in needing[layer]:
+            size = count * (_VALUE_BYTES + _moments_bytes(model.layers[layer]) * (rank in owning))
             sent[source, rank, layer] = sent.get((source, rank, layer), 0) + size
+    return _busiest_s(profile, _parts(old, model)) + _busiest_s(profile, sent)
+
+
+def _parts(plan: Plan, model: ModelCost) -> dict[_Way, float]:
+    """What members of groups give their first rank: of what is cut, their share."""
+    found = {}
+    for _, _, stage in plan.numbered:
+        for place, rank in enumerate(stage.ranks[1:], 1):
+            for number in range(stage.first, stage.last):
+                layer = model.layers[number]
+                experts = layer.expert_trainable * stage.expert_share(place)
+                cut = (layer.divided_trainable - layer.expert_trainable) * stage.share(place) + experts
+                found[rank, stage.ranks[0], number] = cut * (_VALUE_BYTES + _moments_bytes(layer))
+    return found
+
+
+def _moments_bytes(layer: LayerCost) -> float:
+    """Of a trained parameter."""
+    return _MOMENTS_BYTES - layer.eight_bit_saving_bytes / max(1, layer.trainable_parameters)
+
+
+def _busiest_s(profile: ClusterProfile, sent: Mapping[_Way, float]) -> float:
     busy: dict[tuple[str, int], float] = {}
     for (source, destination, _), size in sent.items():
-        if source != destination:
+        if source != destination and size:
             seconds = profile.transfer_s(source, destination, size)
             for end in (("send", source), ("receive", destination)):
                 busy[end] = busy.get(end, 0.0) + seconds
