@@ -18,7 +18,7 @@ from hetero_mpi.job.load import ProfileTable
 from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import StepDecider
-from hetero_mpi.planning.analysis.plausible import doubts
+from hetero_mpi.planning.analysis.plausible import rank_doubts
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, HostProfile, LinkProfile
@@ -110,7 +110,7 @@ def _device_times(
     world.doing = "timing layers"
     key = device_key(world, backend, subject, settings.repeats)
     known = load_times(key) if use_cache else None
-    doubtful = doubts(known.layers, subject.chain.kinds) if known is not None else []
+    doubtful = rank_doubts(known, subject.chain.kinds) if known is not None else []
     known = None if doubtful else known
     gathered = world.all_gather_json([world.host, known is not None, doubtful])
     _say_doubts([remarks for _, _, remarks in gathered], "kept from an earlier run, not used", say)
@@ -144,7 +144,7 @@ def _measured(world: World, subject: Subject, backend: Backend, repeats: int, sa
     Collective over the ranks that measure.
     """
     times = _measure(world, DeviceBenchmark(subject, backend, repeats), say)
-    found = world.all_gather_json(doubts(times.layers, subject.chain.kinds))
+    found = world.all_gather_json(rank_doubts(times, subject.chain.kinds))
     hosts = {host for host, remarks in zip(world.hosts, found, strict=True) if remarks}
     if not hosts:
         return times, True
@@ -153,7 +153,7 @@ def _measured(world: World, subject: Subject, backend: Backend, repeats: int, sa
     if again is not None:
         times = _measure(again, DeviceBenchmark(subject, backend, repeats), say)
     world.meet_asleep()
-    found = world.all_gather_json(doubts(times.layers, subject.chain.kinds))
+    found = world.all_gather_json(rank_doubts(times, subject.chain.kinds))
     _say_doubts(found, "used all the same, but not kept for other runs", say, world.numbers)
     return times, not found[world.rank]
 

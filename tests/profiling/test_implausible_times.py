@@ -102,6 +102,19 @@ def test_implausible_times_are_said_with_rank_and_file() -> None:
     assert any(told in line for line in profile_lines(profile))
 
 
+@pytest.mark.parametrize(
+    ("name", "what"), [("halved", "half of the heads"), ("without_experts", "none of the experts")]
+)
+def test_implausible_times_of_a_member_of_a_group_are_said(name: str, what: str) -> None:
+    profile, told = two_ranks(), two_ranks(forward_s=Curve((10, 20, 40), (50.0, 1.0, 1.0))).devices[1].layers
+    device = replace(profile.devices[1], halved=profile.devices[1].layers, without_experts=profile.devices[1].layers)
+    assert profile_doubts(replace(profile, devices=(profile.devices[0], device))) == []
+    doubtful = replace(device, **{name: told})
+    assert profile_doubts(replace(profile, devices=(profile.devices[0], doubtful))) == [
+        f"rank 1 (x1): with {what}: block, forward_s: 50 s with 10 tokens, but 1 s with 20"
+    ]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "profiles").glob("*.toml")), ids=lambda path: path.stem)
 def test_published_measurements_are_plausible(path: Path) -> None:
     assert profile_doubts(load_profile(path)) == []
@@ -135,3 +148,13 @@ def test_what_misled_a_run_is_not_used_again(tmp_path: Path, monkeypatch: pytest
     assert "the machines are faster than when they were measured: measure again (--reprofile)" in misled
     assert "these device times are not kept for other runs" in misled
     assert len(list(cache.rglob("*.json"))) == 1, "those of the plausible run alone"
+
+
+def test_implausible_times_of_a_member_of_a_group_are_measured_once_more_np2(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    job = shop.job("job", shop.values(shop.model()), profile={"cache": False})
+    run = {"job": job, "run_dir": tmp_path / "run", "dry_run": True, "breaks": "member_times_are_unsteady"}
+    (done,) = shop.run_entries(2, {"unsteady": run}).values()
+    assert done.codes == (0, 0), done
+    for then in ("measured once more", "used all the same, but not kept for other runs"):
+        assert f"implausible times of rank 1, {then}: with half of the heads: " in done.printed

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from typing import Protocol
 
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.words import describe_seconds
@@ -22,7 +23,7 @@ MOST_SPREAD = 1.0
 
 
 def doubts(layers: Mapping[str, LayerTimes], kinds: Sequence[str]) -> list[str]:
-    """What is implausible about one rank's times, with layer kind, curve and values; nothing where all is well.
+    """What is implausible about a table of one rank's times, with layer kind, curve and values; nothing where all is well.
 
     Args:
         layers: layer kind -> times.
@@ -51,15 +52,33 @@ def doubts(layers: Mapping[str, LayerTimes], kinds: Sequence[str]) -> list[str]:
     return found
 
 
+class Timed(Protocol):
+    """A rank's tables of times, as ``DeviceProfile`` has them."""
+
+    @property
+    def layers(self) -> dict[str, LayerTimes]: ...
+    @property
+    def halved(self) -> dict[str, LayerTimes]: ...
+    @property
+    def without_experts(self) -> dict[str, LayerTimes]: ...
+
+
+def rank_doubts(times: Timed, kinds: Sequence[str]) -> list[str]:
+    """``doubts`` of whole layers, and of those of a member of a group."""
+    member = {"half of the heads": times.halved, "none of the experts": times.without_experts}
+    told = [f"with {what}: {doubt}" for what, layers in member.items() for doubt in doubts(layers, kinds)]
+    return doubts(times.layers, kinds) + told
+
+
 def profile_doubts(profile: ClusterProfile) -> list[str]:
-    """``doubts`` of every rank, with its number and device; ranks that are told alike share a line."""
+    """``rank_doubts`` of every rank, with its number and device; ranks that are told alike share a line."""
     kinds = [layer.kind for layer in profile.model.layers]
     known: dict[str, list[str]] = {}
     ranks: dict[str, list[int]] = {}
     for device in profile.devices:
         content = repr(replace(device, rank=0, host=""))
         if content not in known:  # of hundreds of ranks most are alike
-            known[content] = doubts(device.layers, kinds)
+            known[content] = rank_doubts(device, kinds)
         for doubt in known[content]:
             ranks.setdefault(f"({device.name}): {doubt}", []).append(device.rank)
     return [f"rank {', '.join(map(str, members))} {text}" for text, members in ranks.items()]
