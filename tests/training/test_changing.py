@@ -32,6 +32,7 @@ from tests.support import training_cases
 from tests.support.made_up_profile import write_profile
 from tests.support.planning_samples import make_model, make_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.training.test_equality import IN_GROUPS
 
 BLOCKS, STEPS = 4, 8
 LAYERS = BLOCKS + 2
@@ -106,7 +107,10 @@ class Runs:
 ADAPTED: dict[str, Any] = {"adapter": {"method": "lora", "rank": 4, "dropout": 0.1}}
 
 
-QUICK = {"full-straight", "full-changed", "narrow", "groups-straight", "groups-changed"}
+QUICK = {
+    *("full-straight", "full-changed", "narrow"),
+    *("groups-straight", "groups-changed", "nf4-groups-straight", "nf4-groups-changed"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +154,17 @@ def run_all(directory: Path, quick: bool) -> Runs:
     entry("two-changed", "two", {3: "two-exchanged", 5: "two-otherwise"}, base=untied)
     entry("groups-straight", "first", {}, base=untied)
     entry("groups-changed", "group-and-rank", {2: "rank-and-group", 4: "first", 6: "group"}, base=untied)
+    wide = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 256,
+    }
+    packed = {"base": shop.model("wide", BLOCKS, **wide), "adapter": {"method": "lora", "rank": 4}}
+    packed["model"] = {"quantization": "nf4", "double_quantization": True}
+    entry("nf4-groups-straight", "first", {}, **packed)
+    entry("nf4-groups-changed", "group-and-rank", {2: "rank-and-group", 4: "first", 6: "group"}, **packed)
     emulated_entries(shop, entries)
     plan_table = {"rebalance": True, "allow_idle": False}
     narrow = shop.job("narrow", shop.values(untied), train={"steps": 2}, checkpoint={"every": 0}, plan=plan_table)
@@ -229,13 +244,17 @@ def test_changing_plans_gives_the_same_bits_over_packed_and_streamed_weights_and
     check_same_bits(more_runs, kind)
 
 
-def test_groups_of_ranks_take_over_and_hand_on(runs: Runs) -> None:
-    """The numbers stay those of single ranks, but for the rounding of sums in another order."""
-    straight, changed = (np.array(runs.lines(f"groups-{kind}")) for kind in ("straight", "changed"))
+@pytest.mark.parametrize("kind", ["groups", "nf4-groups"])
+def test_groups_of_ranks_take_over_and_hand_on(runs: Runs, kind: str) -> None:
+    """The numbers stay those of single ranks, but for the rounding of sums in another order. Under NF4 each plan packs the frozen
+    weights anew, with scales that are quantised twice."""
+    straight, changed = (np.array(runs.lines(f"{kind}-{how}")) for how in ("straight", "changed"))
+    assert len(straight) == STEPS and len(set(straight[:, 1])) == STEPS
     np.testing.assert_allclose(changed, straight, rtol=1e-4)
-    told = [line for line in runs.outcomes["groups-changed"].printed.splitlines() if line.startswith("changed after")]
+    np.testing.assert_allclose(changed[:, 1], straight[:, 1], rtol=IN_GROUPS)
+    told = [line for line in runs.outcomes[f"{kind}-changed"].printed.splitlines() if line.startswith("changed after")]
     assert len(told) == 3
-    ours, theirs = runs.tensors("groups-changed"), runs.tensors("groups-straight")
+    ours, theirs = runs.tensors(f"{kind}-changed"), runs.tensors(f"{kind}-straight")
     assert ours.keys() == theirs.keys()
     for key, array in ours.items():
         assert np.linalg.norm(array - theirs[key]) <= 1e-3 * np.linalg.norm(theirs[key]), key

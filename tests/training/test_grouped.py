@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.planning.types.toml_files import load_report
+from hetero_mpi.checkpoint import checkpoint_path
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import load_report, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.support.small_jobs import Workshop
+from tests.support.made_up_profile import write_profile
+from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 from tests.training.test_equality import IN_GROUPS
 
 WORDS = 20_000
@@ -32,6 +35,10 @@ def entry(workshop: Workshop, name: str, memory_bytes: int, **plan: Any) -> dict
     return {"job": workshop.job(name, values, **tables), "run_dir": workshop.directory / name}
 
 
+def two_ranks(*stages: StagePlan) -> Plan:
+    return Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4)
+
+
 def losses(folder: Path) -> list[float]:
     return [step.loss for step in read_metrics(folder / "metrics.jsonl").steps]
 
@@ -52,3 +59,35 @@ def test_a_layer_larger_than_every_rank_is_trained_by_two_of_them_np2(workshop: 
     assert alone["alone"].raised == ("",), alone
     expected, found = (losses(workshop.directory / name) for name in ("alone", "grouped"))
     assert found == pytest.approx(expected, rel=IN_GROUPS) and len(set(expected)) == 4
+
+
+def test_a_checkpoint_of_two_stages_is_resumed_by_a_group_of_both_ranks_np2(workshop: Workshop) -> None:
+    """Masters and moments that two ranks have whole are cut for both; and what the group saves, two stages take up."""
+    values = workshop.values(workshop.model("narrow", num_key_value_heads=2))
+    job = workshop.job("staged", values)
+    plans = {
+        "staged": two_ranks(StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0)),
+        "grouped": two_ranks(StagePlan((0, 1), 0, 4, 0, shares=(1, 1))),
+    }
+    for name, plan in plans.items():
+        save_plan(plan, workshop.directory / f"{name}.plan.toml")
+    profile = write_profile(workshop.directory / "made.toml", job, 2)
+
+    def entry(name: str, plan: str, resume: str = "", step: int = 0) -> dict[str, Any]:
+        found = {"job": job, "profile": profile, "plan": workshop.directory / f"{plan}.plan.toml"}
+        from_step = checkpoint_path(workshop.directory / resume / "checkpoints", step) if resume else None
+        return {**found, "run_dir": workshop.directory / name, "resume": from_step}
+
+    entries = {
+        "staged": entry("staged", "staged"),
+        "resumed": entry("resumed", "grouped", "staged", 1),
+        "back": entry("back", "staged", "resumed", 3),
+    }
+    for name, outcome in workshop.run_entries(2, entries).items():
+        assert outcome.raised == ("",) * 2, (name, outcome)
+    plan = load_report(workshop.directory / "resumed" / "plan.toml").plan
+    assert [stage.ranks for _, _, stage in plan.numbered] == [(0, 1)]
+    expected = losses(workshop.directory / "staged")
+    assert len(set(expected)) == 4
+    assert losses(workshop.directory / "resumed") == pytest.approx(expected[1:], rel=IN_GROUPS)
+    assert losses(workshop.directory / "back") == pytest.approx(expected[3:], rel=IN_GROUPS)
