@@ -24,6 +24,7 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.runtime.generate import generate as command
     from hetero_mpi.runtime.generate import place
     from hetero_mpi.runtime.setup.setup import TrainOptions
+    from tests.programs.pooled import forget
 
 
 def perform(world: World, entry: dict[str, Any]) -> None:
@@ -66,6 +67,7 @@ def main(world: World) -> int:
     outcomes = {}
     for name, entry in json.loads(listed.read_text()).items():
         outcomes[name] = world.gather_json(outcome_of(world, entry))
+        forget()
         if world.rank == 0:
             results.write_text(json.dumps(outcomes))  # also when a later entry takes all ranks down
     return 0

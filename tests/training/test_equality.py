@@ -21,10 +21,10 @@ from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support import case_plans, plain_training, training_cases
 from tests.support.case_product import FULL
 from tests.support.made_up_profile import write_profile
-from tests.support.mpi import on_ranks
+from tests.support.mpi import QUICK_RANKS, on_ranks
 from tests.support.plain_training import Reference
 from tests.support.rank_pool import run_pooled
-from tests.support.training_cases import GROUPED, NORMAL, STEPS, Case
+from tests.support.training_cases import FURTHER, GROUPED, NORMAL, STEPS, Case
 
 RANKS = (1, 2, 3, 4)
 TOLERANCE = 1e-6
@@ -65,8 +65,8 @@ class Bench:
 
     directory: Path
     cases: tuple[Case, ...]
-    finished: dict[int, Path] = field(default_factory=dict)
-    failed: set[int] = field(default_factory=set)
+    finished: dict[tuple[int, bool], bool] = field(default_factory=dict)
+    """(ranks, cases of one pipeline or the others) -> whether they ran to their end."""
     references: dict[str, Reference] = field(default_factory=dict)
     measured: set[tuple[str, object]] = field(default_factory=set)
     """(field, value) of the cases that have measured their profile."""
@@ -77,12 +77,13 @@ class Bench:
 
     def run(self, ranks: int, case: Case) -> Path:
         """The run directory of a case on so many ranks."""
-        assert ranks not in self.failed, f"the run on {ranks} ranks failed before"
-        if ranks not in self.finished:
-            self.failed.add(ranks)  # until it is finished: a broken run is not repeated for every test
-            self.finished[ranks] = self._run_all(ranks)
-            self.failed.discard(ranks)
-        return self.finished[ranks] / case.name
+        part = ranks, case.pipelines == "one"
+        if part not in self.finished:
+            self.finished[part] = False  # until it ends: a broken run is not repeated for every test
+            self._run_all(*part)
+            self.finished[part] = True
+        assert self.finished[part], f"the run on {ranks} ranks failed before"
+        return self.directory / f"np{ranks}" / case.name
 
     def reference(self, case: Case) -> Reference:
         if case.name not in self.references:
@@ -95,11 +96,11 @@ class Bench:
         model = training_cases.model_directory(self.directory, case)
         return model, None if case.tuning == "full" else training_cases.adapter_directory(self.directory, case)
 
-    def _run_all(self, ranks: int) -> Path:
+    def _run_all(self, ranks: int, one_pipeline: bool) -> None:
         root = self.directory / f"np{ranks}"
-        root.mkdir()
+        root.mkdir(exist_ok=True)
         entries = []
-        for case in self.cases:
+        for case in (case for case in self.cases if (case.pipelines == "one") == one_pipeline):
             model, adapter = self.start(case)
             job = root / f"{case.name}.toml"
             job.write_text(training_cases.job_text(case, model, self.tokenizer, self.text, adapter))
@@ -122,11 +123,10 @@ class Bench:
                 entries.append({**entry, "run_dir": f"{run}-again"})
                 entries.append({**entry, "resume": resume, "run_dir": f"{run}-resumed"})
                 entries.append({**entry, "plan": str(other), "resume": resume, "run_dir": f"{run}-elsewhere"})
-        listed = root / "cases.json"
+        listed = root / ("one_pipeline.json" if one_pipeline else "others.json")
         listed.write_text(json.dumps(entries))
         result = run_pooled(ranks, "train_cases", [str(listed)], timeout_s=120 + 20 * len(entries))
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-        return root
 
     def _measures(self, ranks: int, case: Case) -> bool:
         """A rank alone does, the first time that it meets a family, something to train, a dtype or an optimizer: measuring takes
@@ -145,7 +145,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def full_bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("equality-full"), FULL)
+    return Bench(tmp_path_factory.mktemp("equality-full"), FURTHER + FULL)
 
 
 def losses(run: Path) -> list[float]:
@@ -202,8 +202,16 @@ def check_same_bits(first: Path, second: Path, step: int) -> None:
         assert np.array_equal(array, theirs[key]), key
 
 
-@pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
-@on_ranks(*RANKS)
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        # On one rank, whose only plan is one pipeline, the cases of several are left to the long suite.
+        pytest.param(n, case, id=f"np{n}-{case.name}", marks=() if n in quick else pytest.mark.long)
+        for case in NORMAL
+        for quick in [[n for n in QUICK_RANKS if n > 1 or case.pipelines == "one"]]
+        for n in RANKS
+    ],
+)
 def test_ranks_equal_one_plain_process(bench: Bench, ranks: int, case: Case) -> None:
     check_against_reference(bench, ranks, case)
 
@@ -253,9 +261,7 @@ def test_resuming_with_another_number_of_holders(bench: Bench, ranks: int, name:
     assert losses(resumed)[1] == pytest.approx(losses(straight)[2], rel=10 * TOLERANCE)
 
 
-@pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
-def test_the_result_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
-    run = bench.run(3, case)
+def check_result_loads(bench: Bench, run: Path, case: Case) -> None:
     saved = {
         name: torch.from_numpy(array) for (kind, name), array in tensors(run, STEPS).items() if kind == "parameters"
     }
@@ -272,10 +278,18 @@ def test_the_result_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
     assert (result / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
+def test_the_result_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
+    check_result_loads(bench, bench.run(3, case), case)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("case", FULL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FURTHER + FULL, ids=lambda case: case.name)
 @on_ranks(*RANKS)
 def test_pairs_of_everything(full_bench: Bench, ranks: int, case: Case) -> None:
     check_against_reference(full_bench, ranks, case)
+    run, alone = full_bench.run(ranks, case), full_bench.run(1, case)
     if case.pipelines == "one":
-        assert losses(full_bench.run(ranks, case)) == losses(full_bench.run(1, case))
+        assert losses(run) == losses(alone)
+        check_same_bits(run, alone, STEPS)
+    check_result_loads(full_bench, run, case)
