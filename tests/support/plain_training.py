@@ -97,6 +97,7 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
         if step == 0:
             first = "exp_avg" if case.optimizer == "adamw" else "state1"
             first_moments = {n: optimizer.state[p][first].clone() for n, p in trained.items()}
+    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()  # what optimizer_of set is not for later tests
     held_out_mode(model)
     held_out = next(dataset.held_out_batches(10_000, 64))
     with torch.no_grad():
