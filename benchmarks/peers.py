@@ -1,6 +1,6 @@
 """How fast are we beside what people would otherwise pick? Pipelines against pipelines, data parallelism against data parallelism.
 
-    python benchmarks/peers.py [--micro-batch 1 4] [--unlike 4] [--rounds 3] [--json FILE] [--check]
+    python benchmarks/peers.py [--micro-batch 1 4] [--unlike 4] [--rounds 3] [--contenders NAME ...] [--json FILE] [--check]
 
 The same Llama (hidden 256, 8 blocks, vocabulary 2048, sequences of 128), start weights, data, fused fp32 AdamW and 8
 micro-batches per step for all; 2 ranks with one thread each. Contenders:
@@ -30,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +69,7 @@ OURS = {
 }
 """What the job is told with ``--set``."""
 DATA_PARALLEL, PLAIN = "DistributedDataParallel", "plain"
+CONTENDERS = (*OURS, DATA_PARALLEL, *SCHEDULES, PLAIN)
 PIPELINE_OF_2, DATA_PARALLEL_2, ONE_PROCESS = "pipeline of 2", "data parallel 2", "one process"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -94,12 +96,13 @@ Rows = dict[str, Row]
 
 def main() -> int:
     arguments = _arguments()
+    chosen = {PLAIN, *arguments.contenders}
     results: dict[str, Rows] = {}
     missed = False
     with tempfile.TemporaryDirectory() as folder:
         for micro_batch in arguments.micro_batch:
             name = f"micro-batch {micro_batch}"
-            rows = results[name] = _compare(Path(folder), micro_batch, arguments.rounds, [])
+            rows = results[name] = _compare(Path(folder), micro_batch, arguments.rounds, [], chosen)
             _print(name, rows, 2.0)
             missed |= _print_ratios(rows, unlike=False)
         obstacle = why_not()
@@ -108,7 +111,7 @@ def main() -> int:
         for micro_batch in arguments.unlike if obstacle is None else ():
             name = f"micro-batch {micro_batch}, rank 1 {SLOWER:g} times slower"
             with slowed(1, SLOWER) as before:
-                rows = results[name] = _compare(Path(folder), micro_batch, arguments.rounds, before)
+                rows = results[name] = _compare(Path(folder), micro_batch, arguments.rounds, before, chosen)
             _print(name, rows, 1 + 1 / SLOWER)
             missed |= _print_ratios(rows, unlike=True)
     if arguments.json:
@@ -123,16 +126,24 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--unlike", type=int, nargs="*", default=[4], metavar="N", help="the same with unlike ranks")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of every contender")
+    parser.add_argument(
+        "--contenders",
+        nargs="*",
+        choices=CONTENDERS,
+        default=CONTENDERS,
+        metavar="NAME",
+        help=f"all unless named, beside the plain loop: {', '.join(CONTENDERS)}",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
     parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
     return parser.parse_args()
 
 
-def _compare(folder: Path, micro_batch: int, rounds: int, before: list[str]) -> Rows:
-    """Every contender's row. ``before``: words before the command of every rank."""
+def _compare(folder: Path, micro_batch: int, rounds: int, before: list[str], chosen: Collection[str]) -> Rows:
+    """The rows of the contenders chosen. ``before``: words before the command of every rank."""
     job = _job(folder, micro_batch)
     kinds = {PLAIN: ONE_PROCESS, DATA_PARALLEL: DATA_PARALLEL_2, **dict.fromkeys(SCHEDULES, PIPELINE_OF_2)}
-    rows = {name: Row(kinds.get(name, "")) for name in (*OURS, DATA_PARALLEL, *SCHEDULES, PLAIN)}
+    rows = {name: Row(kinds.get(name, "")) for name in CONTENDERS if name in chosen}
     for turn in range(rounds):
         for name, row in rows.items():
             if row.error is not None:
@@ -241,18 +252,23 @@ def _print(name: str, rows: Rows, cores: float) -> None:
 
 
 def _print_ratios(rows: Rows, unlike: bool) -> bool:
-    """Like beside like, and what our free choice is worth; True: a bar is missed."""
-    best_schedule = min(SCHEDULES, key=lambda name: rows[name].step_s)
-    pairs = [(OUR_1F1B, "Schedule1F1B"), (OUR_PIPELINE, best_schedule), (OUR_CHOICE, DATA_PARALLEL)]
-    bars: list[float | None] = [BAR] * len(pairs)
-    pairs += [(OUR_V, best_schedule), (OUR_LOOP, "ScheduleInterleaved1F1B")]
-    bars += [None, None]
-    if unlike:
-        pairs.append((OUR_CHOICE, min((DATA_PARALLEL, *SCHEDULES), key=lambda name: rows[name].step_s)))
-        bars = [None] * (len(pairs) - 1) + [UNLIKE_BAR]
+    """Like beside like, and what our free choice is worth; True: a bar is missed. Contenders that were not chosen are left out."""
+    like, others = (None, UNLIKE_BAR) if unlike else (BAR, None)
+    compared: list[tuple[str, tuple[str, ...], float | None]] = [
+        (OUR_1F1B, ("Schedule1F1B",), like),
+        (OUR_PIPELINE, SCHEDULES, like),
+        (OUR_CHOICE, (DATA_PARALLEL,), like),
+        (OUR_V, SCHEDULES, None),
+        (OUR_LOOP, ("ScheduleInterleaved1F1B",), None),
+        *([(OUR_CHOICE, (DATA_PARALLEL, *SCHEDULES), others)] if unlike else []),
+    ]
     missed = False
     print("\nthroughput, ours against theirs")
-    for (ours, theirs), bar in zip(pairs, bars, strict=True):
+    for ours, candidates, bar in compared:
+        present = [name for name in candidates if name in rows]
+        if ours not in rows or not present:
+            continue
+        theirs = min(present, key=lambda name: rows[name].step_s)
         text = f"{ours} ({rows[ours].kind}) against {theirs} ({rows[theirs].kind})"
         if rows[ours].error is not None or rows[theirs].error is not None:
             print(f"  {text}: no figure, {rows[ours].error or rows[theirs].error}")

@@ -58,6 +58,14 @@ def test_pipelines_are_compared_with_pipelines(capsys: pytest.CaptureFixture[str
     assert "ours, free choice (data parallel 2) against DistributedDataParallel (data parallel 2): 1.038" in printed
 
 
+def test_contenders_that_were_not_chosen_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {peers.OUR_V: 0.35, "ScheduleDualPipeV": 0.37, peers.PLAIN: 0.6}
+    rows = {name: peers.Row(peers.PIPELINE_OF_2, [step] * 3) for name, step in seconds.items()}
+    assert not peers._print_ratios(rows, unlike=False)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if ") against " in line)
+    assert line.strip() == "ours, zbv (pipeline of 2) against ScheduleDualPipeV (pipeline of 2): 1.057"
+
+
 @pytest.mark.long
 def test_all_others_compute_the_same_losses(tmp_path: Path) -> None:
     job = peers._job(tmp_path, 1)
