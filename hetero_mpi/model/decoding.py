@@ -6,11 +6,12 @@ is another rank's and holds nothing; so here the layers of other stages count th
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero_mpi.device.backend import HOST
@@ -92,6 +93,14 @@ def takes_pieces(config: PreTrainedConfig) -> bool:
     return not any(one.get("rope_type") in _ROTARIES_BY_LENGTH for one in of_kinds)
 
 
+def cache_keyword(model: PreTrainedModel) -> str:
+    """What the model's ``forward`` calls its cache: a wrong name would be taken for another model's option and ignored.
+
+    transformers before 5.24 says ``past_key_values``; later versions translate that for a while only.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class Decoder:
     """Continues texts through a stage's layers, each with a cache of its own; a context manager, inside which the stage is in
     evaluation mode. A text is named by a number.
@@ -102,6 +111,7 @@ class Decoder:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self._caches: dict[int, _Cache] = {}
+        self._cache_keyword = cache_keyword(stage.model)
 
     def __enter__(self) -> Decoder:
         set_training(self.stage.model, False)
@@ -132,7 +142,8 @@ class Decoder:
         cache = self._caches[text]
         positions = cache.pass_on(x.shape[1], x.device)
         last: dict[str, Any] = {"logits_to_keep": 1} if self.stage.is_last else {}
-        y = self.stage.apply(x, position_ids=positions, past_key_values=cache.layers, use_cache=True, **last)
+        past = {self._cache_keyword: cache.layers}
+        y = self.stage.apply(x, position_ids=positions, use_cache=True, **past, **last)
         return y[0, -1].float() if self.stage.is_last else y
 
 

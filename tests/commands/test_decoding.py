@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.device.accelerators import open_backend
-from hetero_mpi.model.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, pick, takes_pieces
+from hetero_mpi.model.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, cache_keyword, pick, takes_pieces
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.stage import MicroBatch, Stage
@@ -215,6 +215,7 @@ def decoded_families() -> list[Any]:
     return [pytest.param(n, marks=() if n in ("gemma2", "gpt_oss", "phi3") else pytest.mark.long) for n in names]
 
 
+@pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
 @pytest.mark.parametrize("family", decoded_families())
 def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Path) -> None:
     """The logits after a prompt of random tokens, after some more, and after single ones, are the whole model's; and those of
@@ -226,13 +227,13 @@ def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Pa
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     set_training(whole, False)
     tokens = torch.randint(1, VOCABULARY, (1, 40))
-    past = None
+    past, name = None, cache_keyword(whole)
     with contextlib.ExitStack() as stack, torch.no_grad():
         decoders = [stack.enter_context(Decoder(stage)) for stage in stages_of(tmp_path, (2, 4))]
         at_once = whole(input_ids=tokens, use_cache=True).logits[0]
         for first, last in [(0, 10), (10, 15), *((index, index + 1) for index in range(15, 40))]:
-            expected = whole(input_ids=tokens[:, first:last], past_key_values=past, use_cache=True)
-            past = expected.past_key_values
+            expected = whole(input_ids=tokens[:, first:last], use_cache=True, **{name: past})
+            past = getattr(expected, name)
             x = tokens[:, first:last]
             for decoder in decoders:
                 x = decoder.step(x)
