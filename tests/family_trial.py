@@ -1,6 +1,6 @@
 """Tries families of models: does a split over three stages equal the whole model?
 
-    OMP_NUM_THREADS=1 python -m tests.family_trial            # every family, a minute; writes docs/models.md
+    OMP_NUM_THREADS=1 python -m tests.family_trial            # every family, three minutes; writes docs/models.md
     OMP_NUM_THREADS=1 python -m tests.family_trial llama phi  # some, printed
 
 The reference is transformers' own whole model in fp32, loaded by ``from_pretrained``; one process, no MPI.
@@ -358,35 +358,43 @@ def document(rows: list[str]) -> str:
 
 _TEXT = """# Model families
 
-{count} of the {plans} causal-LM families for which transformers {version} has a pipeline plan are proven; everything else is
-refused by name. This page is written by `OMP_NUM_THREADS=1 python -m tests.family_trial` (two minutes);
-`tests/model/test_all_families.py` holds it, and the table that decides (`hetero_mpi/model/transformers/supported.py`), to what
-the trial sees.
+{count} of the {plans} causal-LM families for which transformers {version} has a pipeline plan are proven.
+Everything else is refused by name.
+`OMP_NUM_THREADS=1 python -m tests.family_trial` writes this page (three minutes).
+The table that decides is `hetero_mpi/model/transformers/supported.py`.
+`tests/model/test_all_families.py` checks that page and table say what a trial of each family sees.
 
 **Proven** means, for a tiny random model of four blocks, in fp32 on the CPU:
 
-* three stages give the loss and every parameter's gradient of transformers' own whole model to 1e-6 (nearly all to the bit), with
-  tied and with separate embeddings, from the weights that `from_pretrained` loads;
-* with dropout in all places, one stage and four stages draw the same masks;
-* with LoRA (random B) three stages give the loss and gradients of plain peft.
+* Three stages give the loss and every parameter's gradient of transformers' own whole model to 1e-6 (nearly all to the bit).
+  They do so with tied and with separate embeddings, from the weights that `from_pretrained` loads.
+* With dropout in all places, one stage and four stages draw the same masks.
+* With LoRA (random B), three stages give the loss and gradients of plain peft.
 
 The columns:
 
 * *tied*: whether the output projection can be the embedding's matrix: either way, always or never.
-* *kinds*: kinds of blocks seen. Blocks of one attention type but with other shapes (dense, mixture of experts) are numbered.
-* *experts*: *fused* experts are three-dimensional parameters. `quantization = "nf4"` packs them as it does linear layers, and
-  `[adapter] parameters` gives them adapters, which three stages have with the loss and gradients of plain peft.
-* *LoRA*: the linear layers in blocks that take an adapter, which is what `targets = "all-linear"` gives. *By name*: peft would
-  adapt the fused experts in place of layers like gate_proj, which is refused; name the layers shown instead, and the experts as
-  `parameters`.
+* *kinds*: kinds of blocks seen.
+  Blocks of one attention type but with other shapes (dense, mixture of experts) are numbered.
+* *experts*: *fused* experts are three-dimensional parameters.
+  `quantization = "nf4"` packs them as it does linear layers.
+  `[adapter] parameters` gives them adapters; three stages then give the loss and gradients of plain peft.
+* *LoRA*: the linear layers in blocks that take an adapter, which is what `targets = "all-linear"` gives.
+  *By name*: with "all-linear", peft would adapt the fused experts in place of layers like gate_proj, which is refused.
+  Name the layers shown instead, and the experts as `parameters`.
 * *from scratch*: whether transformers has a rule for every start weight; where not, start from a model directory.
-* *isolates*: whether records packed into one sequence do not see each other (`[data] isolate`): three stages give the loss of a
-  sequence for each record to 1e-6, and its gradients to rounding.
-* *router loss*: whether `output_router_logits = true` is taken ([below](#the-loss-of-routers)): three stages give its loss and
-  gradients, and those of plain peft, to 1e-6.
+* *isolates*: whether records packed into one sequence do not see each other (`[data] isolate`).
+  Three stages then give the loss of a sequence for each record to 1e-6, and its gradients to rounding.
+* *router loss*: whether `output_router_logits = true` is taken ([below](#the-loss-of-routers)).
+  Three stages then give its loss and gradients, and those of plain peft, to 1e-6.
 
-Refused in every family: `num_kv_shared_layers` above 0 (blocks that use the keys and values of others). gemma4_text is taken
-where `hidden_size_per_layer_input` is 0.
+Some settings are refused in every family:
+
+* `num_kv_shared_layers` above 0: the last blocks would use keys and values of earlier ones.
+* `output_vocab_size` below `vocab_size`: the output projection would lack rows for some tokens.
+  apertus1p5_text has this setting.
+
+gemma4_text is taken where `hidden_size_per_layer_input` is 0.
 
 | model_type | class | result | tied | kinds | experts | LoRA | from scratch | isolates | router loss |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -394,30 +402,33 @@ where `hidden_size_per_layer_input` is 0.
 
 ## The loss of routers
 
-A model whose configuration says `output_router_logits = true` is trained with the loss by which routers learn to spread tokens
-over the experts (transformers' `load_balancing_loss_func`).
+A model whose configuration says `output_router_logits = true` is trained with transformers' `load_balancing_loss_func`.
+This loss teaches routers to spread tokens over the experts.
 Say it in `[model.config]`, or in the `config.json` of the directory that `[model] path` names.
 
-transformers computes it of a batch, over all layers and tokens, and so gets another number for another micro-batch.
+transformers computes this loss of a batch, over all layers and tokens, and so gets another number for another micro-batch.
 Here it is computed of each sequence by itself, over all layers, as transformers computes it for a batch of one sequence.
 The loss of a step is
 
     (sum of the targets' losses) / (targets of the step) + router_aux_loss_coef x (mean of the sequences' router losses)
 
 It does not depend on the micro-batch or on the plan.
-transformers' `Trainer` with batches of one sequence computes the same, but for the factor: it divides the losses of targets by
-all targets of a step, and adds up router losses undivided, so that the factor grows with `gradient_accumulation_steps`.
+transformers' `Trainer` with batches of one sequence computes the same, but for the factor.
+It divides the losses of targets by all targets of a step, but adds up router losses undivided.
+So its factor grows with `gradient_accumulation_steps`.
 
-* A sequence is a row of a batch. Records that are packed into one share its loss.
+* A sequence is a row of a batch.
+  Records that are packed into one share its loss.
 * Its tokens up to the last that is learnt count, prompts among them; padding does not.
-* With adapters routers stay as they are, as with peft, and the loss teaches what comes before them.
-* The loss in the log, in `metrics.jsonl` and of evaluations is the sum of both parts, as `Trainer` shows it; the log, and
-  `router_loss` in `metrics.jsonl`, also have the mean of the sequences' router losses (transformers' `aux_loss`).
-* Sums of each sequence travel in fp32 behind its hidden states: one place more per sequence where
-  4 x experts are no more than `hidden_size`.
-* Where activations travel as int8 (`[train] wire`), these sums travel as they are. `[train] preference` is refused.
-* Families without a *yes* refuse `output_router_logits = true`: transformers has no such loss for them, or (doge) computes
-  another one.
+* With adapters, routers stay as they are, as with peft, and the loss teaches what comes before them.
+* The loss in the log, in `metrics.jsonl` and of evaluations is the sum of both parts, as `Trainer` shows it.
+  The log, and `router_loss` in `metrics.jsonl`, also have the mean of the sequences' router losses (transformers' `aux_loss`).
+* Sums of each sequence travel in fp32 behind its hidden states.
+  They take one place more per sequence where 4 x experts are no more than `hidden_size`.
+* Where activations travel as int8 (`[train] wire`), these sums travel as they are.
+* `[train] preference` is refused.
+* Families without a *yes* refuse `output_router_logits = true`.
+  transformers has no such loss for them, or (doge) computes another one.
 
 ## Refused
 
@@ -425,7 +436,9 @@ all targets of a step, and adds up router losses undivided, so that the factor g
 | --- | --- | --- |
 {refused}
 
-All other families (GPT-2, OPT, Falcon, Bloom, ...) have no pipeline plan in transformers.
+A family whose pipeline plan came with a later version of transformers is refused as not tried.
+The message tells the command that tries it.
+All other families (GPT-2, OPT, Falcon, Bloom, ...) have no pipeline plan in transformers {version}.
 """
 
 

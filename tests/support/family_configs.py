@@ -94,6 +94,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "axk2": _LATENT,
     "bailing_hybrid": _LATENT,
+    "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
         "layer_types": ["full_attention"] * BLOCKS,
         "rope_parameters": {"full_attention": _DEFAULT_ROPE},
@@ -108,9 +109,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0, "top_k_experts": 2, "enable_moe_block": True},
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
+    "gptj": {"rotary_dim": 4},
     "kimi_linear": _LATENT,
     "longcat_flash": {**_LATENT, "num_layers": BLOCKS, "zero_expert_num": 2},
     "minicpm3": _LATENT,
+    "sarvam_mla": _LATENT,
     "youtu": _LATENT,
 }
 """model_type -> keys that the general rule does not get right."""

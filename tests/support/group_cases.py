@@ -27,8 +27,8 @@ CUTS = ((0, 2), (2, 5), (5, LAYERS))
 """Embedding and a block; blocks; the head by itself."""
 PACKABLE = {"hidden_size": 192, "num_key_value_heads": 3, "num_attention_heads": 6, "intermediate_size": 384}
 """Every cut of (2, 1) falls between blocks of 64 weights, if heads have 64 columns."""
-_LATENT = ("deepseek_v3", "youtu")
-_ONE_HEAD_EACH = ("gpt_neox",)
+_LATENT = ("deepseek_v3", "sarvam_mla", "youtu")
+_ONE_HEAD_EACH = ("gpt_neox", "gptj")
 _FURTHER: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
     "helium": {"head_dim": 4},

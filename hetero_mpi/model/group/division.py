@@ -34,6 +34,7 @@ _FURTHER = {
     "deepseek_v3": _LATENT,
     "exaone_moe": _SHARED,
     "qwen2_moe": {name.replace("experts", "expert"): style for name, style in _SHARED.items()},
+    "sarvam_mla": _LATENT,
     "solar_open": _SHARED,
     "youtu": _LATENT,
 }

@@ -10,7 +10,8 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hetero_mpi.errors import UserError
@@ -58,14 +59,26 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
 
 
 def require_proven(family: str) -> None:
-    """Raise ``UserError`` unless the family is in ``PROVEN_FAMILIES``."""
-    if family in PROVEN_FAMILIES:
+    """Raise ``UserError`` unless the family is in ``PROVEN_FAMILIES``, and in the transformers that is installed."""
+    if family in PROVEN_FAMILIES and family in CONFIG_MAPPING:
         return
+    if family in PROVEN_FAMILIES:
+        raise UserError(
+            f"model_type {family!r} is proven, but transformers {transformers.__version__}, which is installed here, does not know "
+            f"it: install a later version (docs/models.md names the one with which all families were tried)"
+        )
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = difflib.get_close_matches(family, PROVEN_FAMILIES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise UserError(
             f"model_type {family!r} is no causal language model that transformers knows{hint} Proven are: {_names()}"
+        )
+    if family not in REFUSED_FAMILIES and getattr(CONFIG_MAPPING[family], "base_model_pp_plan", None):
+        raise UserError(
+            f"model_type {family!r} has not been tried: transformers {transformers.__version__} has a pipeline plan for it, but "
+            f"nobody has compared its split run with the whole model yet, so it is refused. Try it in a checkout of hetero_mpi by "
+            f"`OMP_NUM_THREADS=1 python -m tests.family_trial {family}`, and open an issue with the line that this prints; or take "
+            f"a proven one: {_names()}"
         )
     reason = (
         f"it {REFUSED_FAMILIES[family]}" if family in REFUSED_FAMILIES else "transformers has no pipeline plan for it"
@@ -88,6 +101,12 @@ def _refuse_settings(config: PreTrainedConfig) -> None:
         raise UserError(
             f"output_router_logits = true asks for a loss of the routers, which is computed for {', '.join(ROUTER_LOSS_FAMILIES)}, "
             f"but not for {config.model_type} (docs/models.md): set it to false"
+        )
+    outputs = getattr(config, "output_vocab_size", None)
+    if outputs is not None:
+        raise UserError(
+            f"output_vocab_size = {outputs}: the output projection has rows for the first {outputs} of {config.vocab_size} tokens "
+            f"only, and hetero_mpi wants one for each: leave the key out, or take weights with all rows"
         )
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     if shared > 0:
