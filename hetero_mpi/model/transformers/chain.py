@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
@@ -235,7 +234,7 @@ class TransformersChain(LayerChain):
         if not getattr(self.config, "output_router_logits", False):
             return None
         model: Any = self.model
-        recorder = _CAN_RECORD_REGISTRY.get(model.base_model)["router_logits"]
+        recorder = model.base_model._can_record_outputs["router_logits"]
         names = tuple(name for name, module in model.named_modules() if isinstance(module, recorder.target_class))
         return Routers(names, recorder.index, model.num_experts, model.num_experts_per_tok, model.router_aux_loss_coef)
 
