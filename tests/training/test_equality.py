@@ -43,19 +43,18 @@ RESUMED = (
     "mixtral-routers-streamed",
     "llama-tied-V-dropout",
 )
-"""Cases that are also resumed after step 1, under another split of the layers, in which nothing is streamed."""
-AGAIN = (
-    "qwen3-tied-two-split-unequal",
-    "gemma2-tail-changing",
+"""Cases that are also resumed after step 1, on two ranks and more under another split of the layers, in which nothing is
+streamed."""
+AGAIN = ("qwen3-tied-two-split-unequal", "gemma2-tail-changing", "llama-lora-groups", "qwen3-nf4-group")
+"""Cases with several pipelines, or stages of several ranks, that are also run again, resumed under their own plan, and resumed
+under one pipeline."""
+MORE_AGAIN = (
     "llama-lora-two-gpipe",
     "gpt_oss-routers-two-split-changing",
     "llama-tied-group-recompute",
     "qwen3-groups-changing",
-    "llama-lora-groups",
-    "qwen3-nf4-group",
 )
-"""Cases with several pipelines, or stages of several ranks, that are also run again, resumed under their own plan, and resumed
-under one pipeline."""
+"""The same in the long suite."""
 ONE_PIPELINE = [case for case in NORMAL if case.pipelines == "one"]
 
 
@@ -65,6 +64,8 @@ class Bench:
 
     directory: Path
     cases: tuple[Case, ...]
+    again: tuple[str, ...] = ()
+    """Of ``AGAIN`` and ``MORE_AGAIN``."""
     finished: dict[tuple[int, bool], bool] = field(default_factory=dict)
     """(ranks, cases of one pipeline or the others) -> whether they ran to their end."""
     references: dict[str, Reference] = field(default_factory=dict)
@@ -112,13 +113,13 @@ class Bench:
             entries.append(entry)
             resume = str(checkpoint_path(root / case.name / "checkpoints", 1))
             other = root / f"{case.name}.other.toml"
-            if case.name in RESUMED:
+            if case.name in RESUMED and ranks > 1:
                 resident = replace(case, streamed=False)
                 case_plans.write_plan(other, resident, ranks, "uneven" if case.split != "uneven" else "even")
                 profile = entry.get("profile", f"{run}/profile.toml")
                 more = {"plan": str(other), "profile": profile, "resume": resume, "run_dir": f"{run}-resumed"}
                 entries.append({**entry, **more})
-            if case.name in AGAIN and ranks > 1:
+            if case.name in self.again and ranks > 1:
                 case_plans.write_plan(other, case, ranks, pipelines="one")
                 entries.append({**entry, "run_dir": f"{run}-again"})
                 entries.append({**entry, "resume": resume, "run_dir": f"{run}-resumed"})
@@ -129,18 +130,24 @@ class Bench:
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
     def _measures(self, ranks: int, case: Case) -> bool:
-        """A rank alone does, the first time that it meets a family, something to train, a dtype or an optimizer: measuring takes
-        longer than the run."""
+        """A rank alone does, the first time that it meets something to train, a dtype or an optimizer: measuring takes longer than
+        the run."""
         if ranks > 1:
             return False
-        new = {(name, getattr(case, name)) for name in ("family", "tuning", "dtype", "optimizer")} - self.measured
+        new = {(name, getattr(case, name)) for name in ("tuning", "dtype", "optimizer")} - self.measured
         self.measured |= new
         return bool(new)
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("equality"), NORMAL)
+    return Bench(tmp_path_factory.mktemp("equality"), NORMAL, AGAIN)
+
+
+@pytest.fixture(scope="module")
+def again_bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    cases = tuple(case for case in NORMAL if case.name in MORE_AGAIN)
+    return Bench(tmp_path_factory.mktemp("equality-again"), cases, MORE_AGAIN)
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +170,10 @@ def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
     assert len(losses(run)) == STEPS
     parted = case.pipelines in GROUPED and ranks > 1
     if case.dtype != "fp32":
-        # Members of a group round their parts of a product before they are added.
-        first, gradients = (1e-3, 0.04) if parted else (1e-6 if case.dtype == "bf16" else 1e-3, 0.02)
+        # Members of a group round their parts of a product before they are added. A processor without units for bf16 computes in
+        # fp32, whose sums depend on the rows of a micro-batch; rounding to bf16 then falls to the one side or the other.
+        same_rows = case.dtype == "bf16" and (case.shares == "whole" or ranks == 1)
+        first, gradients = (1e-3, 0.04) if parted else (1e-6 if same_rows else 1e-3, 0.02)
         check_narrow(run, reference, first, gradients)
         return
     np.testing.assert_allclose(losses(run), reference.losses, rtol=TOLERANCE)
@@ -226,9 +235,9 @@ def test_another_split_or_schedule_gives_the_same_bits(bench: Bench, ranks: int,
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@on_ranks(*RANKS)
+@on_ranks(*RANKS[1:])
 def test_resuming_under_another_plan_gives_the_same_bits(bench: Bench, ranks: int, name: str) -> None:
-    case = next(case for case in NORMAL if case.name == name)
+    case = named(name)
     straight = bench.run(ranks, case)
     resumed = straight.with_name(f"{name}-resumed")
     assert losses(resumed) == losses(straight)[1:]
@@ -238,22 +247,40 @@ def test_resuming_under_another_plan_gives_the_same_bits(bench: Bench, ranks: in
 @pytest.mark.parametrize("name", AGAIN)
 @on_ranks(*RANKS[1:])
 def test_several_holders_of_a_layer_give_the_same_bits_again(bench: Bench, ranks: int, name: str) -> None:
-    case = next(case for case in NORMAL if case.name == name)
-    straight = bench.run(ranks, case)
-    plan = load_plan(straight / "plan.toml")
-    assert len(plan.pipelines) > 1 or any(stage.grouped for _, _, stage in plan.numbered)
-    again, resumed = straight.with_name(f"{name}-again"), straight.with_name(f"{name}-resumed")
-    assert losses(again) == losses(straight) and losses(resumed) == losses(straight)[1:]
-    check_same_bits(again, straight, STEPS)
-    check_same_bits(resumed, straight, STEPS)
+    check_again(bench, ranks, named(name))
 
 
 @pytest.mark.parametrize("name", AGAIN)
 @on_ranks(*RANKS[1:])
 def test_resuming_with_another_number_of_holders(bench: Bench, ranks: int, name: str) -> None:
-    case = next(case for case in NORMAL if case.name == name)
+    check_elsewhere(bench, ranks, named(name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE_AGAIN)
+@on_ranks(*RANKS[1:])
+def test_more_holders_of_a_layer_again_and_elsewhere(again_bench: Bench, ranks: int, name: str) -> None:
+    check_again(again_bench, ranks, named(name))
+    check_elsewhere(again_bench, ranks, named(name))
+
+
+def named(name: str) -> Case:
+    return next(case for case in NORMAL if case.name == name)
+
+
+def check_again(bench: Bench, ranks: int, case: Case) -> None:
     straight = bench.run(ranks, case)
-    resumed = straight.with_name(f"{name}-elsewhere")
+    plan = load_plan(straight / "plan.toml")
+    assert len(plan.pipelines) > 1 or any(stage.grouped for _, _, stage in plan.numbered)
+    again, resumed = straight.with_name(f"{case.name}-again"), straight.with_name(f"{case.name}-resumed")
+    assert losses(again) == losses(straight) and losses(resumed) == losses(straight)[1:]
+    check_same_bits(again, straight, STEPS)
+    check_same_bits(resumed, straight, STEPS)
+
+
+def check_elsewhere(bench: Bench, ranks: int, case: Case) -> None:
+    straight = bench.run(ranks, case)
+    resumed = straight.with_name(f"{case.name}-elsewhere")
     plan = load_plan(resumed / "plan.toml")
     assert len(plan.pipelines) == 1 and not any(stage.grouped for _, _, stage in plan.numbered)
     # The first step starts from equal state, the next one from states that differ by one step's rounding.
