@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hetero_mpi.data.sequences import Batch
-from hetero_mpi.model.group.division import Division, Held, divisions
+from hetero_mpi.model.group.division import Division, Holding, divisions
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.stage import IGNORED
 from hetero_mpi.model.transformers.chain import language
@@ -49,12 +49,12 @@ class Divided:
     @property
     def cut(self) -> bool:
         """Has each of the ranks a part of its own?"""
-        return self.division.held is Held.CUT
+        return self.division.held is Holding.CUT
 
     @property
     def exchanged(self) -> bool:
         """Have all of the ranks all of it?"""
-        return self.division.held in (Held.WHOLE, Held.SUMMED)
+        return self.division.held in (Holding.WHOLE, Holding.SUMMED)
 
 
 def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> dict[str, Divided]:

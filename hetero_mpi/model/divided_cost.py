@@ -7,12 +7,12 @@ from dataclasses import replace
 from torch import nn
 
 from hetero_mpi.model.group.division import (
-    Held,
+    Holding,
     containers,
     divisions,
     experts_to_share,
-    heads_to_share,
     is_of_experts,
+    key_value_heads,
     refusal,
     styles,
 )
@@ -25,10 +25,10 @@ from hetero_mpi.planning.types.cost import DTYPE_BYTES, LayerCost, ModelCost
 
 def shareable_heads(chain: LayerChain, tuning: Tuning) -> int | None:
     """Key/value heads that a group may share, whichever way; None: there are groups that could not train the model."""
-    heads = heads_to_share(chain, tuning)
-    if heads is None:
+    if not isinstance(chain, TransformersChain):
         return None
-    return heads if refusal(chain, tuning, (1,) * heads, _finest_experts(language(chain), heads)) is None else None
+    heads = key_value_heads(chain)
+    return heads if refusal(chain, tuning, (1,) * heads, _finest_experts(chain, heads)) is None else None
 
 
 def _finest_experts(chain: TransformersChain, heads: int) -> tuple[int, ...] | None:
@@ -44,7 +44,7 @@ def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelC
         return cost
     model = language(chain)
     cut = divisions(model, tuning, (1,) * heads, range(model.layer_count), _finest_experts(model, heads))
-    names = {name for name, division in cut.items() if division.held is Held.CUT}
+    names = {name for name, division in cut.items() if division.held is Holding.CUT}
     layers = (_divided(layer, index, cost.dtype, model, tuning, names) for index, layer in enumerate(cost.layers))
     return replace(cost, layers=tuple(layers), heads=heads, experts=experts_to_share(model))
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.custom.layers import CustomChain
-from hetero_mpi.model.group.division import Held, divisions, key_value_heads, refusal
+from hetero_mpi.model.group.division import Holding, divisions, key_value_heads, refusal
 from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.preference import Comparison
@@ -259,7 +259,7 @@ def test_members_hold_their_parts_of_the_start() -> None:
     for name, parameter in other.parameters.items():
         division = group.divisions[name]
         assert parameter.shape == division.shape(chain.parameters[name].shape, 1)
-        assert parameter.requires_grad == (division.held is not Held.WHOLE)
+        assert parameter.requires_grad == (division.held is not Holding.WHOLE)
         assert parameter.untyped_storage().nbytes() == parameter.nbytes, "nothing of the whole is kept"
     block = leader.model.gpt_neox.layers[0]
     assert (block.attention.query_key_value.out_features, block.attention.dense.in_features) == (96, 32)

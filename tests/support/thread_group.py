@@ -11,7 +11,7 @@ import torch
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.frozen_weight_cache import Kept
-from hetero_mpi.model.group.division import Held, divisions
+from hetero_mpi.model.group.division import Holding, divisions
 from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -149,10 +149,10 @@ class ThreadGroup:
     def _whole(self, name: str, parts: Sequence[torch.Tensor | None], gradients: bool) -> torch.Tensor:
         division = self.divisions[name]
         there = [part for part in parts if part is not None]
-        if division.held is Held.CUT:
+        if division.held is Holding.CUT:
             assert [part is not None for part in parts] == [division.exists(m) for m in range(len(parts))], name
             return torch.cat(there, division.dim)
-        if division.held is Held.SUMMED and gradients:
+        if division.held is Holding.SUMMED and gradients:
             return torch.stack(there).sum(0)
         assert not gradients or len(there) == 1, f"{name}: only the leader has a gradient"
         return there[0]

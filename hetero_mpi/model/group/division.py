@@ -58,9 +58,6 @@ class Holding(Enum):
     """The leader all of it; it does not exist elsewhere."""
 
 
-Held = Holding
-
-
 @dataclass(frozen=True)
 class Division:
     """Of one tensor.
@@ -70,13 +67,13 @@ class Division:
         bounds: member m holds the places [bounds[m], bounds[m + 1]) of it.
     """
 
-    held: Held
+    held: Holding
     dim: int = 0
     bounds: tuple[int, ...] = ()
 
     def part(self, whole: torch.Tensor, member: int) -> torch.Tensor:
         """What a member holds of it: contiguous memory of its own, or all of it as it is."""
-        if self.held is not Held.CUT:
+        if self.held is not Holding.CUT:
             return whole
         first, end = self.bounds[member : member + 2]
         return whole.narrow(self.dim, first, end - first).clone(memory_format=torch.contiguous_format)
@@ -84,7 +81,7 @@ class Division:
     def shape(self, whole: Sequence[int], member: int) -> tuple[int, ...]:
         """Shape of ``part``."""
         sizes = list(whole)
-        if self.held is Held.CUT:
+        if self.held is Holding.CUT:
             sizes[self.dim] = self.bounds[member + 1] - self.bounds[member]
         return tuple(sizes)
 
@@ -95,13 +92,13 @@ class Division:
 
     def exists(self, member: int) -> bool:
         """Not where another member leads, or has all that is cut."""
-        if self.held is Held.CUT:
+        if self.held is Holding.CUT:
             return self.bounds[member] < self.bounds[member + 1]
-        return self.held is not Held.LEADER or member == 0
+        return self.held is not Holding.LEADER or member == 0
 
     def trains(self, member: int) -> bool:
         """Does it have a gradient there?"""
-        return self.held in (Held.CUT, Held.SUMMED) or member == 0
+        return self.held in (Holding.CUT, Holding.SUMMED) or member == 0
 
 
 class Trained(Protocol):
@@ -129,14 +126,6 @@ def key_value_heads(chain: TransformersChain, block: int = 0) -> int:
     if keys is None:  # one matrix of all, or latent attention: each query head has its own
         return int(chain.config.num_attention_heads)
     return int(keys.k_proj.out_features // keys.head_dim)
-
-
-def heads_to_share(chain: LayerChain, tuning: Trained) -> int | None:
-    """Key/value heads that the ranks of a group may share; None: the model cannot be trained by a group as it is."""
-    if not isinstance(chain, TransformersChain):
-        return None
-    heads = key_value_heads(chain)
-    return heads if refusal(chain, tuning, (heads,)) is None else None
 
 
 def divisions(
@@ -169,20 +158,20 @@ class _Rules:
         module, _, leaf = spec.name.rpartition(".")
         if not 0 < spec.layer < self._chain.layer_count - 1:
             if module in self._ends:
-                return Division(Held.CUT, 0, self._in_proportion(spec.shape[0], _unit(spec.shape[0])))
-            return Division(Held.WHOLE)
+                return Division(Holding.CUT, 0, self._in_proportion(spec.shape[0], _unit(spec.shape[0])))
+            return Division(Holding.WHOLE)
         module, _, adapter = module.partition(".lora_")
         local = module[len(f"{self._chain.blocks_name}.{spec.layer - 1}.") :]
         container = local.partition(".")[0]
         if container not in self._containers or spec.name in self._chain.constants:
-            return Division(Held.WHOLE)
+            return Division(Holding.WHOLE)
         if self._styles.get(local) == _EXPERTS:
-            return Division(Held.CUT, 0, self._expert_bounds(spec.shape[0]))
+            return Division(Holding.CUT, 0, self._expert_bounds(spec.shape[0]))
         dim = self._cut_dimension(spec, module, self._styles.get(local), adapter or leaf)
         if dim is not None:
-            return Division(Held.CUT, dim, self._inner_bounds(container, spec.shape[dim]))
+            return Division(Holding.CUT, dim, self._inner_bounds(container, spec.shape[dim]))
         alone = self._styles.get(local) == _ROWWISE and leaf == "bias"
-        return Division(Held.LEADER if alone else Held.SUMMED)
+        return Division(Holding.LEADER if alone else Holding.SUMMED)
 
     def _cut_dimension(self, spec: ParameterSpec, module: str, style: str | None, leaf: str) -> int | None:
         """``leaf``: "weight", "bias", or "A" and "B" of an adapter."""
@@ -196,16 +185,12 @@ class _Rules:
 
     def _inner_bounds(self, container: str, width: int) -> tuple[int, ...]:
         if not _is_attention(container):
-            return self._bounds(width)
+            return self._in_proportion(width, self._unit or _unit(width))
         of_a_head = width // sum(self._shares)
         return tuple(of_a_head * heads for heads in (0, *accumulate(self._shares)))
 
     def _expert_bounds(self, count: int) -> tuple[int, ...]:
         return (0, *accumulate(self._experts)) if self._experts is not None else self._in_proportion(count, 1)
-
-    def _bounds(self, width: int) -> tuple[int, ...]:
-        """Of an MLP's columns."""
-        return self._in_proportion(width, self._unit or _unit(width))
 
     def _in_proportion(self, width: int, unit: int) -> tuple[int, ...]:
         """Whole units in proportion to the shares."""
@@ -336,7 +321,7 @@ def _refused_cuts(
 ) -> str | None:
     for name, division in divisions(chain, tuning, shares, range(chain.layer_count), experts).items():
         whole = chain.parameters[name].shape[division.dim] if name in chain.parameters else None
-        if division.held is Held.CUT and whole is not None and division.bounds[-1] != whole:
+        if division.held is Holding.CUT and whole is not None and division.bounds[-1] != whole:
             return (
                 f"NF4 packs {BLOCK} weights at a time, and {name} has {whole} columns or rows to divide, no multiple of that: give "
                 f'each rank a stage of its own, or set [model] quantization to "none"'
@@ -358,7 +343,7 @@ def _refused_cuts(
 def _refused_packing(chain: TransformersChain, name: str, division: Division, of_experts: bool) -> str | None:
     module, _, leaf = name.rpartition(".")
     linear = leaf == "weight" and isinstance(chain.model.get_submodule(module), nn.Linear)
-    if division.held is not Held.CUT or not (linear or of_experts):
+    if division.held is not Holding.CUT or not (linear or of_experts):
         return None
     shape = chain.parameters[name].shape
     row = math.prod(shape[1:])

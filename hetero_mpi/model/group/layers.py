@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.model.group.division import Held, Trained, containers, divisions, expert_modules, refusal
+from hetero_mpi.model.group.division import Holding, Trained, containers, divisions, expert_modules, refusal
 from hetero_mpi.model.group.experts import ExpertShare
 from hetero_mpi.model.group.link import GroupLink, StageGroup
 from hetero_mpi.model.group.loss import divided_summed_loss, divided_target_losses
@@ -57,7 +57,7 @@ class DividedLayers:
         scales = {}
         for name, weight in packed_weights(module).items():
             division = self._divisions[f"{block}.{name}"]
-            if division.held is Held.CUT and division.exists(self._link.member):
+            if division.held is Holding.CUT and division.exists(self._link.member):
                 scales[name] = division.of_blocks.part(double_scales(weight, dtype), self._link.member)
         return scales
 
