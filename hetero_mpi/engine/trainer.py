@@ -180,12 +180,13 @@ class Trainer:
         assert self.pipeline is not None
         pipeline = self.plan.pipelines[self.pipeline]
         self.optimizer = Optimizer(held, train)
-        ends = pipeline.stages[0].ranks, pipeline.stages[-1].ranks
+        ends, tied = (pipeline.stages[0].ranks, pipeline.stages[-1].ranks), self.chain.tied
         pace = self.emulation.pace if self.emulation is not None else None
-        if self.chain.tied is not None and self.tuning.full and any(self.rank in ranks for ranks in ends):
+        here = any(self.rank in ranks for ranks in ends)
+        if tied is not None and self.tuning.full and here and (self.group is None or self.has_part(tied[1])):
             apart = (self.rank, self.rank) if ends[0] == ends[1] else (ends[0][0], ends[1][0])
-            tied = TiedEnds(*apart, self.chain.tied[1])
-            self.tied = TiedMatrix(self.rank, tied, self.optimizer, self.end_transport, pace is not None)
+            both = TiedEnds(*apart, tied[1])
+            self.tied = TiedMatrix(self.rank, both, self.optimizer, self.end_transport, pace is not None)
         self.update = ShardedUpdate(
             self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.end_transport, pace
         )
@@ -211,7 +212,7 @@ class Trainer:
         return [[name for name in names if self.owner[name] == rank] for rank in ranks]
 
     def has_part(self, name: str) -> bool:
-        """Has a group cut the tensor, of which this rank has a part? (Of experts it may have none.)"""
+        """Has a group cut the tensor, of which this rank has a part? (It may have none.)"""
         one = self.divided.get(name)
         return (
             one is not None and one.cut and self.rank in one.ranks and one.division.exists(one.ranks.index(self.rank))

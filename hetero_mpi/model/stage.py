@@ -410,7 +410,7 @@ class Stage(HeldLayers):
         if not trained:  # narrowed on the host: the device never holds both forms of a matrix that it only reads
             value = value.to(self.chain.dtype_of(name, self.dtype))
         value = value.to(self.state_device)
-        if trained and self.dtype != torch.float32 and name not in self.foreign:
+        if trained and self.dtype != torch.float32 and name not in self.foreign and value.numel():
             self.masters[name] = value
         parameter.data = value.to(self.chain.dtype_of(name, self.dtype))
         parameter.requires_grad_(trained)
@@ -418,15 +418,15 @@ class Stage(HeldLayers):
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters this rank trains, after adapters are in place."""
         specs = self.tuning.specs(self.first, self.last)
+        here = [spec.name for spec in specs if self.divided is None or self.divided.exists(spec.name)]
         if self.tuning.adapter is None:
-            here = [spec.name for spec in specs if self.divided is None or self.divided.exists(spec.name)]
             return {name: self.model.get_parameter(name) for name in here}
         modules = self.tuning.modules_in(self.first, self.last)
         experts = [n for n in self.tuning.parameters if self.first <= self.chain.layer_of(n) < self.last]
         self.model.is_loaded_in_4bit = self.tuning.nf4  # peft looks here to choose its layers for packed weights
         inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, self._adapter_start)
         found = adapter_parameters(self.model)
-        own = {spec.name: found[spec.name] for spec in specs}
+        own = {name: found[name] for name in here}
         if (
             self.dtype != torch.float32
         ):  # else peft would bring the inputs of all adapted layers to fp32, and keep them so

@@ -11,7 +11,7 @@ from hetero_mpi.model.group.division import divisions
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
-from tests.support.group_cases import HEADS, PACKABLE, group_chain, lora
+from tests.support.group_cases import HEADS, PACKABLE, WITH_EXPERTS, group_chain, lora
 
 
 def chain_cost(family: str, tuned: str):  # type: ignore[no-untyped-def]
@@ -23,13 +23,20 @@ def chain_cost(family: str, tuned: str):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("family", "experts"),
-    [("llama", None), ("qwen3", None), ("smollm3", None), ("youtu", None), ("mixtral", (1, 7)), ("qwen3_moe", (8, 0))],
+    ("family", "shares", "experts"),
+    [
+        *((family, (4, 2), None) for family in ("llama", "qwen3", "smollm3", "youtu")),
+        ("mixtral", (4, 2), (1, 7)),
+        ("qwen3_moe", (4, 2), (8, 0)),
+        ("cohere2_moe", (6, 0), (2, 6)),
+        ("deepseek_v3", (0, 6), (8, 0)),
+    ],
 )
-def test_a_member_holds_as_many_parameters_as_planning_believes(family: str, experts: tuple[int, int] | None) -> None:
+def test_a_member_holds_as_many_parameters_as_planning_believes(
+    family: str, shares: tuple[int, int], experts: tuple[int, int] | None
+) -> None:
     chain, tuning, cost = chain_cost(family, "full")
     assert cost.heads == HEADS and cost.experts == (sum(experts) if experts is not None else None)
-    shares = (4, 2)
     parts = divisions(chain, tuning, shares, range(chain.layer_count), experts)
     specs = {**chain.parameters, **chain.constants}
     for member, share in enumerate(shares):
@@ -68,6 +75,7 @@ def test_every_divided_family_says_what_it_divides() -> None:
     for family in DIVIDED_FAMILIES:
         _, _, cost = chain_cost(family, "full")
         assert cost.heads == HEADS and cost.layers[1].group_sums >= 1
+        assert (cost.experts is not None) == (family in WITH_EXPERTS)
         for layer in cost.layers:
             assert 0 < layer.divided_parameters <= layer.parameters
             assert layer.divided_trainable <= min(layer.divided_parameters, layer.trainable_parameters)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.custom.layers import CustomChain
-from hetero_mpi.model.group.division import Holding, divisions, key_value_heads, refusal
+from hetero_mpi.model.group.division import Holding, divisions, is_of_experts, key_value_heads, refusal
 from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.preference import Comparison
@@ -30,6 +30,7 @@ from tests.support.group_cases import (
     HEADS,
     LAYERS,
     PACKABLE,
+    WITH_EXPERTS,
     NamedStart,
     batch,
     group_chain,
@@ -57,6 +58,12 @@ CASES = [
     pytest.param(family, shares, marks=() if (family, shares) in SHORT else pytest.mark.long)
     for family, shares in itertools.product(DIVIDED_FAMILIES, SHARES)
 ]
+HEADLESS_SHORT = (
+    ("cohere2_moe", (0, 6)),  # attention beside the MLP; embedding and head are one
+    ("deepseek_v3", (4, 0, 2)),  # latents that everybody computes; a shared expert; a layer without experts
+    ("mixtral", (6, 0)),
+    ("qwen3_moe", (0, 6)),  # norms of heads; a bias that the leader adds
+)
 LORA_SHORT = (("gpt_neox", (4, 2)), ("qwen3", (3, 2, 1)), ("youtu", (3, 3)))
 LORA_CASES = [
     pytest.param(family, shares, marks=() if (family, shares) in LORA_SHORT else pytest.mark.long)
@@ -103,6 +110,28 @@ def test_experts_are_shared_by_themselves(experts: tuple[int, ...]) -> None:
     require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
 
 
+HEADLESS = [
+    pytest.param(family, shares, marks=() if (family, shares) in HEADLESS_SHORT else pytest.mark.long)
+    for family, shares in itertools.product(WITH_EXPERTS, ((6, 0), (0, 6), (4, 0, 2)))
+]
+
+
+@pytest.mark.parametrize(("family", "shares"), HEADLESS)
+def test_a_member_with_experts_needs_no_heads(family: str, shares: tuple[int, ...]) -> None:
+    """Nor columns of MLPs, nor words: it takes part in every exchange, and what everybody holds has gradients of zero there."""
+    chain, experts = group_chain(family), {2: (3, 5), 3: (0, 6, 2)}[len(shares)]
+    assert refusal(chain, full_training(chain), shares, experts) is None
+    whole, group = whole_stages(chain), ThreadGroup(chain, CUTS, shares, NamedStart(), experts=experts)
+    held = parameters_of(group.members[shares.index(0)])
+    assert {is_of_experts(chain, name) for name in held if group.divisions[name].held is Holding.CUT} == {True}
+    widen([*whole, *itertools.chain(*group.members)])
+    expected, results = run(whole), group.together(run)
+    assert same_bits(results)
+    for own, alone in zip(results[0], expected, strict=True):
+        assert (own - alone).norm() <= LIMIT * alone.norm()
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_experts_whom_no_token_chose(recompute: bool) -> None:
     """Their member takes part in every exchange nevertheless. In fp32, by the kernels that training uses."""
@@ -139,6 +168,22 @@ def test_a_group_gives_the_gradients_of_adapters(family: str, shares: tuple[int,
     require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_adapters_of_heads_that_another_member_has(repeated: bool) -> None:
+    """In fp32. Of the adapters everybody has one side, which the member without heads leaves as it is."""
+    chain, experts = group_chain("deepseek_v3"), (2, 6)
+    tuning = lora(chain)
+    whole = whole_stages(chain, tuning, spread=0.05)
+    group = ThreadGroup(chain, CUTS, (6, 0), NamedStart(0.05), tuning=tuning, recompute=repeated, experts=experts)
+    for own in (*group.members, whole):
+        set_adapters(own)
+    expected, results = run(whole), group.together(run)
+    assert same_bits(results)
+    torch.testing.assert_close(results[0][2], expected[2], rtol=LIMIT, atol=0.0)
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), 1e-5)
+    assert not any(gradient.any() for name, gradient in gradients_of(group.members[1]).items() if "self_attn" in name)
+
+
 def unpacked(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
     from bitsandbytes.functional import dequantize_4bit
 
@@ -164,14 +209,19 @@ def shape_of(stages: Sequence[Stage], packed: str) -> torch.Size:
 
 
 @pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize(("family", "packed"), [("llama", 7), ("mixtral", 6)])
-def test_nf4_weights_are_those_of_one_rank(family: str, packed: int, double: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "packed", "shares", "experts"),
+    [("llama", 7, (2, 1), None), ("mixtral", 6, (2, 1), None), ("mixtral", 6, (3, 0), (2, 6))],
+)
+def test_nf4_weights_are_those_of_one_rank(
+    family: str, packed: int, shares: tuple[int, ...], experts: tuple[int, ...] | None, double: bool
+) -> None:
     chain = group_chain(family, **PACKABLE, head_dim=64)
     tuning = lora(chain, nf4=True, double=double)
-    assert refusal(chain, tuning, (2, 1)) is None
+    assert refusal(chain, tuning, shares, experts) is None
     whole, group = (
         whole_stages(chain, tuning, spread=0.02),
-        ThreadGroup(chain, CUTS, (2, 1), NamedStart(0.02), tuning=tuning),
+        ThreadGroup(chain, CUTS, shares, NamedStart(0.02), tuning=tuning, experts=experts),
     )
     expected, found = unpacked(whole), group.whole([unpacked(own) for own in group.members], False)
     assert len(expected) == 4 * packed and all(torch.equal(found[name], value) for name, value in expected.items())
@@ -218,14 +268,24 @@ def test_every_word_is_held_though_their_number_is_no_multiple_of_a_block() -> N
     assert divisions(chain, tuning, (2, 1), [0])["model.embed_tokens.weight"].bounds[-1] == 331
 
 
-@pytest.mark.parametrize(("nf4", "double"), [(False, False), (True, False), (True, True)])
-def test_frozen_parts_are_taken_over_by_the_next_stage(nf4: bool, double: bool) -> None:
-    chain = group_chain("llama", **PACKABLE, head_dim=64) if nf4 else group_chain("gpt_neox")
-    tuning, shares = lora(chain, nf4=nf4, double=double), (2, 1) if nf4 else (4, 2)
-    group = ThreadGroup(chain, [(0, LAYERS)], shares, NamedStart(), tuning=tuning)
+@pytest.mark.parametrize(
+    ("family", "shares", "experts", "nf4", "double"),
+    [
+        ("gpt_neox", (4, 2), None, False, False),
+        ("llama", (2, 1), None, True, False),
+        ("llama", (2, 1), None, True, True),
+        ("mixtral", (0, 3), (5, 3), True, True),
+    ],
+)
+def test_frozen_parts_are_taken_over_by_the_next_stage(
+    family: str, shares: tuple[int, ...], experts: tuple[int, ...] | None, nf4: bool, double: bool
+) -> None:
+    chain = group_chain(family, **PACKABLE, head_dim=64) if nf4 else group_chain(family)
+    tuning = lora(chain, nf4=nf4, double=double)
+    group = ThreadGroup(chain, [(0, LAYERS)], shares, NamedStart(), tuning=tuning, experts=experts)
     before = group.together(run)
     kept = [stage.frozen_layers(range(LAYERS)) for (stage,) in group.members]
-    again = ThreadGroup(chain, [(0, LAYERS)], shares, None, tuning=tuning, kept=kept)
+    again = ThreadGroup(chain, [(0, LAYERS)], shares, None, tuning=tuning, kept=kept, experts=experts)
     assert same_bits([*before, *again.together(run)])
 
 
@@ -381,6 +441,14 @@ def refused(chain: TransformersChain, shares: tuple[int, ...] = (4, 2), **tuning
 def test_shares_are_all_key_value_heads(shares: tuple[int, ...]) -> None:
     found = refused(group_chain("llama"), shares)
     assert "add up to the model's 6" in found and f"found {', '.join(map(str, shares))}" in found
+
+
+def test_a_rank_without_heads_that_is_given_no_experts_is_refused() -> None:
+    chain = group_chain("mixtral")
+    for experts in (None, (8, 0)):
+        found = refusal(chain, full_training(chain), (6, 0), experts)
+        assert found is not None and "one at least for each rank that is given no experts" in found
+        assert ("found 6, 0; experts 8, 0:" if experts else "found 6, 0:") in found
 
 
 def test_a_share_without_words_is_refused() -> None:

@@ -36,6 +36,11 @@ def on_one_host(tied: bool = False, heads: int | None = HEADS) -> ClusterProfile
     return replace(profile, devices=tuple(devices))
 
 
+def with_experts() -> ClusterProfile:
+    profile = on_one_host()
+    return replace(profile, model=replace(profile.model, experts=6))
+
+
 def completed(plan: Plan, profile: ClusterProfile) -> None:
     complete_plan(plan, profile, PlanRequest(4, SEQUENCE, (1, 2)))
 
@@ -82,6 +87,13 @@ def test_members_are_busy_as_long_as_their_leader_and_the_step_is_as_long_in_bot
     [
         ({"shares": (5, 2)}, on_one_host(), "in all 7: they are key/value heads, of which the model has 8"),
         ({"shares": (8, 0)}, on_one_host(), "every rank needs its share, a whole number of at least 1"),
+        (
+            {"shares": (8, 0), "experts": (6, 0)},
+            with_experts(),
+            r"shares = \[8, 0\] and experts = \[6, 0\] for ranks \[0, 1\]",
+        ),
+        ({"shares": (8, 0)}, with_experts(), "or 0 where it has experts"),
+        ({"shares": (9, -1), "experts": (0, 6)}, with_experts(), r"shares = \[9, -1\]"),
         ({"shares": (8,)}, on_one_host(), r"shares = \[8\] for ranks \[0, 1\]"),
         ({}, on_one_host(heads=None), "this model cannot be divided among ranks"),
         ({"ranks": (0, 2)}, on_one_host(), "of the hosts box, other: the ranks of a stage are of one host"),
@@ -97,6 +109,11 @@ def test_a_group_that_cannot_be_is_refused_with_the_rule_and_the_values(
 ) -> None:
     with pytest.raises(UserError, match=rule):
         completed(grouped_plan(**changed), profile)
+
+
+@pytest.mark.parametrize("changed", [{"shares": (8, 0), "experts": (0, 6)}, {"shares": (0, 8), "experts": (5, 1)}])
+def test_a_rank_with_experts_needs_no_heads(changed: dict[str, Any]) -> None:
+    completed(grouped_plan(**changed), with_experts())
 
 
 def test_a_group_in_a_plan_of_several_pipelines_is_refused() -> None:

@@ -100,11 +100,19 @@ def test_one_long_sequence_is_computed_by_all_ranks_of_the_fastest_host_in_propo
     complete_plan(report.plan, profile, asked(1))  # and it can be run again from its file
 
 
-@pytest.mark.parametrize("slow_experts", [0.5, 1.0, 1.4])
+@pytest.mark.parametrize(
+    ("slow_rest", "slow_experts", "heads", "experts"),
+    [
+        (2.0, 0.5, (6, 2), (3, 7)),
+        (2.0, 1.0, (6, 2), (5, 5)),
+        (2.0, 1.4, (6, 2), (6, 4)),
+        (6.0, 0.5, (8, 0), (3, 7)),  # without any head it takes as long as rank 0 with all
+    ],
+)
 def test_experts_are_shared_by_how_fast_ranks_are_at_them_and_heads_by_how_fast_they_are_at_the_rest(
-    slow_experts: float,
+    slow_rest: float, slow_experts: float, heads: tuple[int, int], experts: tuple[int, int]
 ) -> None:
-    """Of a block experts take 0.8. Rank 1 takes twice as long for the rest, and ``slow_experts`` times for experts."""
+    """Of a block experts take 0.8. Rank 1 takes ``slow_rest`` times as long for the rest, ``slow_experts`` times for experts."""
     profile, request = boxes("aa", (1.0, 1.0)), asked(1)
     blocks = [replace(layer, expert_parameters=200, expert_trainable=200) for layer in profile.model.layers[1:-1]]
     ends = profile.model.layers[0], profile.model.layers[-1]
@@ -124,23 +132,42 @@ def test_experts_are_shared_by_how_fast_ranks_are_at_them_and_heads_by_how_fast_
             device, layers={k: of(k, 1.0, 1.0) for k in device.layers}, halved=halves, without_experts=without
         )
 
-    profile = replace(profile, model=model, devices=(member(fast, 1.0, 1.0), member(slow, 2.0, slow_experts)))
+    profile = replace(profile, model=model, devices=(member(fast, 1.0, 1.0), member(slow, slow_rest, slow_experts)))
     report = make_plan(profile, request)
     (stage,) = report.plan.pipelines[0].stages
     whole = PipelinePlan((stage,), 1, 1)
-    every = [
-        replace(stage, shares=shares, experts=(own, 10 - own)) for shares in _shares(2, HEADS) for own in range(11)
+    shared = [
+        replace(stage, shares=(own_heads, HEADS - own_heads), experts=(own, 10 - own))
+        for own_heads in range(HEADS + 1)
+        for own in range(11)
     ]
-    best_s = min(
-        outlined(replace(report.plan, pipelines=(replace(whole, stages=(one,)),)), profile).step_s for one in every
-    )
+    every = [replace(report.plan, pipelines=(replace(whole, stages=(one,)),)) for one in shared if not one.idles]
+    best_s = min(outlined(plan, profile).step_s for plan in every)
     assert report.predicted_step_s == pytest.approx(best_s)
-    assert stage.experts == {0.5: (3, 7), 1.0: (5, 5), 1.4: (6, 4)}[slow_experts]
-    assert stage.shares == (6, 2)
-    experts = " and ".join(map(str, stage.experts))
+    assert (stage.shares, stage.experts) == (heads, experts)
     assert (
-        f"ranks 0 and 1 hold stage 0 together, 6 and 2 of 8 key/value heads, {experts} of 10 experts" in report.reasons
+        f"ranks 0 and 1 hold stage 0 together, {heads[0]} and {heads[1]} of 8 key/value heads, {experts[0]} and {experts[1]} of "
+        f"10 experts"
+    ) in report.reasons
+    complete_plan(report.plan, profile, request)
+
+
+def test_ranks_beyond_the_number_of_heads_hold_experts() -> None:
+    """Of two heads and eight experts, where experts take most of the time."""
+    profile = boxes("aaaa", (1.0,) * 4)
+    blocks = [replace(layer, expert_parameters=200, expert_trainable=200) for layer in profile.model.layers[1:-1]]
+    layers = (profile.model.layers[0], *blocks, profile.model.layers[-1])
+    devices = (
+        replace(
+            device,
+            halved={kind: scaled(times, 0.5) for kind, times in device.layers.items()},
+            without_experts={k: scaled(t, 0.1 if k == "block" else 0.5) for k, t in device.layers.items()},
+        )
+        for device in profile.devices
     )
+    profile = replace(profile, model=replace(profile.model, layers=layers, heads=2, experts=8), devices=tuple(devices))
+    (stage,) = make_plan(profile, asked(1)).plan.pipelines[0].stages
+    assert stage.ranks == (0, 1, 2, 3) and sorted(stage.shares) == [0, 0, 1, 1] and stage.experts == (2, 2, 2, 2)
 
 
 def test_groups_of_two_hosts_are_stages_of_a_pipeline() -> None:

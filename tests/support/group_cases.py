@@ -22,6 +22,23 @@ HEADS = 6
 """Key/value heads of every model here."""
 EXPERTS = 8
 """Of every layer that has some."""
+WITH_EXPERTS = (
+    "cohere2_moe",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "glm4_moe",
+    "hy_v3",
+    "kolibri1",
+    "laguna",
+    "mellum",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "solar_open",
+)
+"""Those of the divided families that have experts to share."""
 LAYERS = 6
 CUTS = ((0, 2), (2, 5), (5, LAYERS))
 """Embedding and a block; blocks; the head by itself."""
@@ -33,6 +50,7 @@ _FURTHER: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
     "helium": {"head_dim": 4},
     "phi": {"qk_layernorm": True},
+    "qwen3_moe": {"attention_bias": True},
 }
 
 

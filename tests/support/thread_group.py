@@ -166,6 +166,6 @@ def gradients_of(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
     """name -> gradient, the head's share of a tied matrix added to the embedding's as the trainer does."""
     found: dict[str, Any] = {n: p.grad for stage in stages for n, p in stage.parameters.items() if p.grad is not None}
     chain, head = stages[0].chain, stages[-1].tied_head
-    if chain.tied is not None and head is not None and head.grad is not None:
+    if chain.tied is not None and chain.tied[1] in found and head is not None and head.grad is not None:
         found[chain.tied[1]] = found[chain.tied[1]] + head.grad
     return found

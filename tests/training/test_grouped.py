@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hetero_mpi.checkpoint import checkpoint_path
@@ -13,11 +14,12 @@ from hetero_mpi.planning.types.toml_files import load_report, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.made_up_profile import write_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
-from tests.training.test_equality import IN_GROUPS
+from tests.training.test_equality import IN_GROUPS, tensors
 
 WORDS = 20_000
 ENOUGH, LITTLE = 10**9, 10_700_000
 """Bytes of a rank. Embedding and head are one matrix of 640,000 numbers, in all 12.8 MB with gradients and moments."""
+RUNS = ("staged", "resumed", "back")
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +65,39 @@ def test_a_layer_larger_than_every_rank_is_trained_by_two_of_them_np2(workshop: 
 
 def test_a_checkpoint_of_two_stages_is_resumed_by_a_group_of_both_ranks_np2(workshop: Workshop) -> None:
     """Masters and moments that two ranks have whole are cut for both; and what the group saves, two stages take up."""
-    values = workshop.values(workshop.model("narrow", num_key_value_heads=2))
-    job = workshop.job("staged", values)
+    there_and_back(workshop, workshop.model("narrow", num_key_value_heads=2), StagePlan((0, 1), 0, 4, 0, shares=(1, 1)))
+
+
+def test_a_checkpoint_of_two_stages_is_resumed_by_a_rank_with_all_heads_and_one_with_most_experts_np2(
+    workshop: Workshop,
+) -> None:
+    """The first rank, which leads and owns what is saved, has neither heads nor words of the matrix at both ends."""
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = workshop.model("experts", tied=True, num_key_value_heads=2, **experts)
+    there_and_back(workshop, model, StagePlan((0, 1), 0, 4, 0, shares=(0, 2), experts=(3, 1)))
+    expected, *others = (tensors(workshop.directory / f"{model.name}-{name}", 4) for name in RUNS)
+    for found in others:
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert np.linalg.norm(found[key] - tensor) <= 1e-4 * np.linalg.norm(tensor), key
+
+
+def there_and_back(workshop: Workshop, model: Path, group: StagePlan) -> None:
+    """Two stages for four steps; the group from their first checkpoint; two stages again from its third."""
+    job = workshop.job(model.name, workshop.values(model))
+    profile = write_profile(workshop.directory / f"{model.name}.made.toml", job, 2)
     plans = {
         "staged": two_ranks(StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0)),
-        "grouped": two_ranks(StagePlan((0, 1), 0, 4, 0, shares=(1, 1))),
+        "grouped": two_ranks(group),
     }
     for name, plan in plans.items():
         save_plan(plan, workshop.directory / f"{name}.plan.toml")
-    profile = write_profile(workshop.directory / "made.toml", job, 2)
+    folders = {name: workshop.directory / f"{model.name}-{name}" for name in RUNS}
 
     def entry(name: str, plan: str, resume: str = "", step: int = 0) -> dict[str, Any]:
         found = {"job": job, "profile": profile, "plan": workshop.directory / f"{plan}.plan.toml"}
-        from_step = checkpoint_path(workshop.directory / resume / "checkpoints", step) if resume else None
-        return {**found, "run_dir": workshop.directory / name, "resume": from_step}
+        from_step = checkpoint_path(folders[resume] / "checkpoints", step) if resume else None
+        return {**found, "run_dir": folders[name], "resume": from_step}
 
     entries = {
         "staged": entry("staged", "staged"),
@@ -85,9 +106,9 @@ def test_a_checkpoint_of_two_stages_is_resumed_by_a_group_of_both_ranks_np2(work
     }
     for name, outcome in workshop.run_entries(2, entries).items():
         assert outcome.raised == ("",) * 2, (name, outcome)
-    plan = load_report(workshop.directory / "resumed" / "plan.toml").plan
+    plan = load_report(folders["resumed"] / "plan.toml").plan
     assert [stage.ranks for _, _, stage in plan.numbered] == [(0, 1)]
-    expected = losses(workshop.directory / "staged")
+    expected = losses(folders["staged"])
     assert len(set(expected)) == 4
-    assert losses(workshop.directory / "resumed") == pytest.approx(expected[1:], rel=IN_GROUPS)
-    assert losses(workshop.directory / "back") == pytest.approx(expected[3:], rel=IN_GROUPS)
+    assert losses(folders["resumed"]) == pytest.approx(expected[1:], rel=IN_GROUPS)
+    assert losses(folders["back"]) == pytest.approx(expected[3:], rel=IN_GROUPS)

@@ -3,7 +3,8 @@ arXiv:1909.08053, here with unequal shares), and which models can be.
 
 transformers' own table (``base_model_tp_plan``) says which linear layers of a block are cut by rows (colwise) and which by
 columns (rowwise). Attention is cut by whole key/value heads with the query heads that belong to them, an MLP by columns, fused
-experts by whole experts, the embedding and the head by words.
+experts by whole experts, the embedding and the head by words. A member that has experts may have no heads: then it has no columns
+and no words either.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -122,7 +123,7 @@ class Trained(Protocol):
 def key_value_heads(chain: TransformersChain, block: int = 0) -> int:
     """How many of a block there are to share."""
     modules = chain.model.get_submodule(f"{chain.blocks_name}.{block}").named_children()
-    keys = next((module for name, module in modules if _is_attention(name) and hasattr(module, "k_proj")), None)
+    keys = next((module for name, module in modules if is_attention(name) and hasattr(module, "k_proj")), None)
     if keys is None:  # one matrix of all, or latent attention: each query head has its own
         return int(chain.config.num_attention_heads)
     return int(keys.k_proj.out_features // keys.head_dim)
@@ -180,11 +181,11 @@ class _Rules:
         if style == _ROWWISE:
             return 1 if leaf in ("weight", "A") else None
         norm = not isinstance(self._chain.model.get_submodule(module), nn.Linear)
-        of_heads = norm and len(spec.shape) == 2 and _is_attention(module.rpartition(".")[0].rpartition(".")[2])
+        of_heads = norm and len(spec.shape) == 2 and is_attention(module.rpartition(".")[0].rpartition(".")[2])
         return 0 if of_heads else None
 
     def _inner_bounds(self, container: str, width: int) -> tuple[int, ...]:
-        if not _is_attention(container):
+        if not is_attention(container):
             return self._in_proportion(width, self._unit or _unit(width))
         of_a_head = width // sum(self._shares)
         return tuple(of_a_head * heads for heads in (0, *accumulate(self._shares)))
@@ -211,9 +212,14 @@ def styles(chain: TransformersChain) -> dict[str, str]:
     return {name[len(prefix) :]: style for name, style in table.items()} | _FURTHER.get(chain.name, {})
 
 
+def rowwise(chain: TransformersChain) -> list[str]:
+    """The linear layers within a block with which a share of attention or of an MLP ends: those cut by columns."""
+    return [name for name, style in styles(chain).items() if style == _ROWWISE]
+
+
 def containers(chain: TransformersChain) -> set[str]:
     """The modules of a block of which each member computes a share: attention and MLP."""
-    return {name.partition(".")[0] for name, style in styles(chain).items() if style == _ROWWISE}
+    return {name.partition(".")[0] for name in rowwise(chain)}
 
 
 def expert_modules(chain: TransformersChain) -> list[str]:
@@ -232,7 +238,8 @@ def experts_to_share(chain: TransformersChain) -> int | None:
     return max(counts, default=None)
 
 
-def _is_attention(container: str) -> bool:
+def is_attention(container: str) -> bool:
+    """Is a module of a block attention?"""
     return "attn" in container or "attention" in container
 
 
@@ -292,10 +299,16 @@ def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
 
 def _refused_shares(chain: TransformersChain, shares: Sequence[int], experts: Sequence[int] | None) -> str | None:
     heads = key_value_heads(chain)
-    if sum(shares) != heads or min(shares, default=0) < 1:
+    reason = _refused_experts(chain, shares, experts)
+    if reason is not None:
+        return reason
+    own = experts if experts is not None else [0] * len(shares)
+    idle = any(share == count == 0 for share, count in zip(shares, own, strict=True))
+    if sum(shares) != heads or min(shares, default=0) < 0 or idle:
+        found = f"; experts {', '.join(map(str, experts))}" if experts is not None else ""
         return (
-            f"the shares of a group are whole key/value heads, one at least for each rank, and add up to the model's {heads}; "
-            f"found {', '.join(map(str, shares))}: choose others"
+            f"the shares of a group are whole key/value heads, one at least for each rank that is given no experts, and add up to "
+            f"the model's {heads}; found {', '.join(map(str, shares))}{found}: choose others"
         )
     for block in range(chain.blocks):
         if key_value_heads(chain, block) != heads:
@@ -303,6 +316,10 @@ def _refused_shares(chain: TransformersChain, shares: Sequence[int], experts: Se
                 f"a group of ranks shares the key/value heads, as many in each block; block {block} has "
                 f"{key_value_heads(chain, block)}, block 0 has {heads}: give each rank a stage of its own"
             )
+    return None
+
+
+def _refused_experts(chain: TransformersChain, shares: Sequence[int], experts: Sequence[int] | None) -> str | None:
     if experts is None:
         return None
     count = experts_to_share(chain)
@@ -327,8 +344,9 @@ def _refused_cuts(
                 f'each rank a stage of its own, or set [model] quantization to "none"'
             )
         of_experts = is_of_experts(chain, name)
-        # Only who asks for a rank without experts gets one.
-        if any(first >= end for first, end in pairwise(division.bounds)) and not (of_experts and experts is not None):
+        # Only who asks for a rank without experts, or without heads, gets one.
+        asked = (of_experts and experts is not None) or division.held is not Holding.CUT
+        if not asked and any(not division.exists(member) for member, share in enumerate(shares) if share > 0):
             return (
                 f"shares {', '.join(map(str, shares))} leave a rank without a part of {name}, which is cut at "
                 f"{', '.join(map(str, division.bounds))}: use fewer ranks, or shares that differ less"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero_mpi.model.group.absent import anchored, replace_forward
 from hetero_mpi.model.group.link import GroupLink
 
 
@@ -25,7 +26,7 @@ class ExpertShare:
         experts.register_forward_pre_hook(self._choose)
         experts.register_forward_hook(_anchor)
         if self._count == 0:
-            experts.forward = lambda hidden_states, *_: torch.zeros_like(hidden_states)
+            replace_forward(experts, torch.zeros_like)
 
     def _choose(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Choices of other members' experts become number ``count``, which transformers' kernels skip."""
@@ -47,20 +48,5 @@ def _agreed(chosen: torch.Tensor, weights: torch.Tensor, link: GroupLink) -> tup
 
 
 def _anchor(module: nn.Module, given: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    anchored: torch.Tensor = _Anchored.apply(output, given[0], given[2])
-    return anchored
-
-
-class _Anchored(torch.autograd.Function):
-    """``output`` as it is, with (further) gradients of zero to ``others``: so every member reaches the exchanges before them in
-    backward, even if no token chose its experts."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.shapes = [(other.shape, other.dtype, other.device) for other in others]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
-        return gradient, *zeros
+    """Perhaps no token chose this member's experts."""
+    return anchored(output, given[0], given[2])

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.model.group.division import Holding, Trained, containers, divisions, expert_modules, refusal
+from hetero_mpi.model.group.absent import replace_forward
+from hetero_mpi.model.group.division import (
+    Holding,
+    Trained,
+    containers,
+    divisions,
+    expert_modules,
+    is_attention,
+    refusal,
+    rowwise,
+)
 from hetero_mpi.model.group.experts import ExpertShare
 from hetero_mpi.model.group.link import GroupLink, StageGroup
 from hetero_mpi.model.group.loss import divided_summed_loss, divided_target_losses
@@ -34,6 +44,10 @@ class DividedLayers:
         """The first of this member's words."""
         # An empty tuple ends no path.
         self._expert_modules = tuple(f".{name}" for name in expert_modules(chain))
+
+    @property
+    def leads(self) -> bool:
+        return self._link.member == 0
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This member's part of a tensor."""
@@ -67,7 +81,7 @@ class DividedLayers:
             for path, module in model.get_submodule(root).named_modules(prefix=root):
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     full = f"{path}.{name}"
-                    if full in self._divisions and parameter.device.type != "meta" and self.exists(full):
+                    if full in self._divisions and parameter.device.type != "meta":
                         part = self.own(full, parameter.detach())
                         setattr(module, name, nn.Parameter(part, parameter.requires_grad))
         self.fit(model, layer)
@@ -77,9 +91,11 @@ class DividedLayers:
         for root in self._chain.module_names(layer):
             for path, module in model.get_submodule(root).named_modules(prefix=root):
                 for name, _ in list(module.named_parameters(recurse=False)):
-                    if f"{path}.{name}" in self._divisions and not self.exists(f"{path}.{name}"):
+                    division = self._divisions.get(f"{path}.{name}")
+                    if division is not None and division.held is Holding.LEADER and not self.leads:
                         setattr(module, name, None)
-                if type(module) is nn.Linear:
+                # What has nothing left is not computed, and peft takes no adapter of no width.
+                if type(module) is nn.Linear and module.weight.numel():
                     module.out_features, module.in_features = module.weight.shape
                 if isinstance(module, nn.Embedding):
                     self._fit_words(module)
@@ -101,17 +117,24 @@ class DividedLayers:
 
     def connect(self, model: nn.Module, first: int, last: int) -> None:
         """Exchange wherever a share of the layers ``[first, last)`` of a stage's model begins and ends."""
+        wordless = not self.exists(f"{self._embedding}.weight")
         if first == 0:
             embedding: Any = model.get_submodule(self._embedding)
+            if wordless:
+                weight = embedding.weight
+                replace_forward(embedding, lambda ids: weight.new_zeros((*ids.shape, weight.shape[1])))
             embedding.forward = partial(_looked_up, embedding.forward, self._words, len(embedding.weight), self._link)
         for layer in range(max(first, 1), min(last, self._chain.layer_count - 1)):
             (name,) = self._chain.module_names(layer)
             self._connect_block(model.get_submodule(name))
+            self._leave_out(name, model.get_submodule(name))
             for path, module in model.get_submodule(name).named_modules(prefix=name):
                 if path.endswith(self._expert_modules):
                     ExpertShare(*self._experts(path), self._link).connect(module)
         if last == self._chain.layer_count:
             head = model.get_submodule(self._head)
+            if wordless:
+                replace_forward(head, lambda x: x.new_zeros((*x.shape[:-1], 0)))
             head.register_forward_pre_hook(lambda _, given: (entered(given[0], self._link), *given[1:]))
 
     def _connect_block(self, block: nn.Module) -> None:
@@ -121,6 +144,14 @@ class DividedLayers:
             container.register_forward_pre_hook(entrance.enter, with_kwargs=True)
             container.register_forward_hook(partial(_leave, self._link))
         block.register_forward_hook(entrance.forget, always_call=True)
+
+    def _leave_out(self, name: str, block: nn.Module) -> None:
+        """Compute nothing of attention and MLPs of which this member has no part."""
+        for local in rowwise(self._chain):
+            if f"{name}.{local}.weight" in self._divisions and not self.exists(f"{name}.{local}.weight"):
+                inner = local.rpartition(".")[0]
+                zeros = partial(_zeros, block.get_submodule(local))
+                replace_forward(block.get_submodule(inner), zeros, pair=is_attention(inner))
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the losses, as ``chain.loss``, of logits of this member's words."""
@@ -156,6 +187,12 @@ class _Entrance:
 def _leave(link: GroupLink, module: nn.Module, arguments: object, output: Any) -> Any:
     """What a share of attention or an MLP gives becomes the whole's. Attention gives its weights, too, which nobody reads."""
     return (left(output[0], link), *output[1:]) if isinstance(output, tuple) else left(output, link)
+
+
+def _zeros(last: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What a layer cut by columns gives without any: its bias, if this member adds it."""
+    zeros, bias = torch.zeros_like(x), last.bias
+    return zeros if bias is None else zeros + bias
 
 
 def _looked_up(

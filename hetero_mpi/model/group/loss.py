@@ -41,7 +41,10 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
-        largest = link.maximum(torch.cat([piece.max(1).values.float() for piece in _pieces(logits)]))
+        largest = torch.full((len(logits),), -torch.inf, device=logits.device)
+        for rows in _rows(logits):
+            largest[rows] = logits[rows].max(1).values.float()
+        largest = link.maximum(largest)
         exponentials, of_targets = torch.zeros_like(largest), torch.zeros_like(largest)
         words, here = _own_words(targets, first, logits.shape[1])
         for rows in _rows(logits):
@@ -72,10 +75,8 @@ def _own_words(targets: torch.Tensor, first: int, words: int) -> tuple[torch.Ten
 
 
 def _rows(logits: torch.Tensor) -> Iterator[slice]:
-    """Rows that are computed at once."""
+    """Rows that are computed at once; none of a member without words."""
+    if logits.shape[1] == 0:
+        return
     size = max(1, piece_size(logits.numel(), logits.is_cpu) // logits.shape[1])
-    return (slice(begin, begin + size) for begin in range(0, len(logits), size))
-
-
-def _pieces(logits: torch.Tensor) -> Iterator[torch.Tensor]:
-    return (logits[rows] for rows in _rows(logits))
+    yield from (slice(begin, begin + size) for begin in range(0, len(logits), size))

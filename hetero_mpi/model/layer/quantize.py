@@ -38,7 +38,7 @@ def fused_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.P
     for path, holder in module.named_modules():
         if "expert" in type(holder).__name__.lower():
             for name, parameter in holder.named_parameters(recurse=False):
-                if parameter.ndim == 3:
+                if parameter.ndim == 3 and parameter.numel():
                     yield path, holder, name, parameter
 
 
@@ -49,7 +49,10 @@ def packed_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
-    return [(name, layer) for name, layer in module.named_modules() if type(layer) is nn.Linear]
+    layers = ((name, layer) for name, layer in module.named_modules() if type(layer) is nn.Linear)
+    return [
+        (name, layer) for name, layer in layers if layer.weight.numel()
+    ]  # a member of a group may have nothing of it
 
 
 def double_scales(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

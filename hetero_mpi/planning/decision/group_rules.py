@@ -47,8 +47,12 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
 
 def _share_problems(where: str, stage: StagePlan, profile: ClusterProfile) -> Iterator[str]:
     ranks, shares, heads = list(stage.ranks), list(stage.shares), profile.model.heads
-    if len(shares) != len(ranks) or any(share < 1 for share in shares):
-        yield f"{where} has shares = {shares} for ranks {ranks}: every rank needs its share, a whole number of at least 1"
+    if len(shares) != len(ranks) or min(shares) < 0 or stage.idles:
+        experts = f" and experts = {list(stage.experts)}" if stage.experts is not None else ""
+        yield (
+            f"{where} has shares = {shares}{experts} for ranks {ranks}: every rank needs its share, a whole number of at least 1, "
+            f"or 0 where it has experts"
+        )
     elif heads is None:
         yield f"{where} names ranks {ranks}: this model cannot be divided among ranks as the job trains it; give the stage one rank"
     elif sum(shares) != heads:

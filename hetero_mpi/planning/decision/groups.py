@@ -124,6 +124,10 @@ class _Search:
         self.heads = profile.model.heads or 0
         self.tokens = min(request.micro_batch_choices) * request.sequence_length
         self.chains = {device.rank: member_chain_s(profile, device, self.tokens) for device in usable_devices(profile)}
+        self.timed = all(chain.experts > 0 for chain in self.chains.values())
+        """Is it known how fast ranks are at experts?"""
+        self.most = max(self.heads, profile.model.experts or 0) if self.timed else self.heads
+        """Ranks of a group, each of which needs a head or an expert."""
         self.thorough = THOROUGH
 
     def shorter_than(self, limit_s: float) -> Timed | None:
@@ -166,10 +170,10 @@ class _Search:
         count = len(ranks)
         ordered = sorted(ranks, key=lambda rank: (sum(self.chains[rank]), rank))
         found: dict[str, tuple[tuple[int, ...], ...]] = {}
-        if count <= self.heads:
+        if count <= self.most:
             found["all"] = (tuple(sorted(ranks)),)
         for size in sorted({*SIZES, count - 1}):
-            if not 2 <= size <= min(count - 1, self.heads):
+            if not 2 <= size <= min(count - 1, self.most):
                 continue
             found[f"{size} fastest"] = (tuple(sorted(ordered[:size])),)
             if count >= 2 * size:
@@ -178,26 +182,28 @@ class _Search:
         return found
 
     def _quickest(self, ranks: tuple[int, ...]) -> StagePlan:
-        """Heads and experts for each rank such that the slowest one takes as short as possible: one head each, then each further
-        one to the rank that would have it done first. Where experts were not timed, in proportion to heads."""
+        """Heads and experts for each rank such that the slowest one takes as short as possible: each one to the rank that would
+        have it done first. Where experts were not timed, in proportion to heads, of which each rank has one then."""
         chains = [self.chains[rank] for rank in ranks]
-        shares = _dealt(self.heads, [1] * len(ranks), lambda place, n: chains[place].with_heads(n / self.heads))
-        timed = all(chain.experts > 0 for chain in chains)
-        each_s = [chain.experts if timed else 1 / share for chain, share in zip(chains, shares, strict=True)]
+        headless = self.timed and len(ranks) <= (self.profile.model.experts or 0)
+        least = [int(not headless)] * len(ranks)
+        shares = _dealt(self.heads, least, lambda place, n: chains[place].with_heads(n / self.heads))
+        each_s = [chain.experts if self.timed else 1 / share for chain, share in zip(chains, shares, strict=True)]
         return self._group(ranks, shares, lambda place, n: each_s[place] * n)
 
     def _roomiest(self, ranks: tuple[int, ...]) -> StagePlan:
-        """Heads and experts for each rank in proportion to its memory."""
+        """Heads and experts for each rank in proportion to its memory; of heads one each, if there are as many."""
         memory = [self.profile.devices[rank].memory_bytes for rank in ranks]
 
         def fullness(place: int, count: int) -> float:
             return count / memory[place]
 
-        return self._group(ranks, _dealt(self.heads, [1] * len(ranks), fullness), fullness)
+        least = [int(len(ranks) <= self.heads)] * len(ranks)
+        return self._group(ranks, _dealt(self.heads, least, fullness), fullness)
 
     def _group(self, ranks: tuple[int, ...], shares: tuple[int, ...], expert_cost: Cost) -> StagePlan:
         count = self.profile.model.experts
-        experts = _dealt(count, [0] * len(ranks), expert_cost) if count is not None else None
+        experts = _dealt(count, [int(share == 0) for share in shares], expert_cost) if count is not None else None
         return StagePlan(ranks, 0, len(self.profile.model.layers), 0, shares=shares, experts=experts)
 
     def _asked(self, groups: Groups) -> PlanRequest:
@@ -331,16 +337,18 @@ def _shared_otherwise(plan: Plan) -> Iterator[Plan]:
     """A head moved, or some experts."""
     stages = plan.pipelines[0].stages
     for place, stage in enumerate(stages):
-        found = [replace(stage, shares=shares) for shares in _moved(stage.shares, 1, 1)]
+        found = [replace(stage, shares=shares) for shares in _moved(stage.shares, 1)]
         for step in dict.fromkeys((sum(stage.experts or ()) // COARSE, 1)):
-            found += [replace(stage, experts=experts) for experts in _moved(stage.experts or (), step, 0) if step]
-        yield from (_with_stages(plan, (*stages[:place], changed, *stages[place + 1 :])) for changed in found)
+            found += [replace(stage, experts=experts) for experts in _moved(stage.experts or (), step) if step]
+        for changed in found:
+            if not changed.idles:
+                yield _with_stages(plan, (*stages[:place], changed, *stages[place + 1 :]))
 
 
-def _moved(numbers: Sequence[int], step: int, least: int) -> Iterator[tuple[int, ...]]:
-    """``step`` of one number given to another one, so that ``least`` is left."""
+def _moved(numbers: Sequence[int], step: int) -> Iterator[tuple[int, ...]]:
+    """``step`` of one number given to another one."""
     for giver, taker in itertools.permutations(range(len(numbers)), 2):
-        if numbers[giver] - step >= least:
+        if numbers[giver] >= step:
             changed = list(numbers)
             changed[giver] -= step
             changed[taker] += step

@@ -30,8 +30,8 @@ class StagePlan:
     state_weight: float = 1.0
     """Of the optimizer's state of layers that several ranks hold, each owns a part in proportion to this (``owners``)."""
     shares: tuple[int, ...] = ()
-    """Of a group: the whole key/value heads that each rank holds; columns of MLPs and words of the vocabulary are divided in the
-    same proportion. Of one rank: empty."""
+    """Of a group: the whole key/value heads that each rank holds, perhaps none of one that has experts; columns of MLPs and words
+    of the vocabulary are divided in the same proportion. Of one rank: empty."""
     experts: tuple[int, ...] | None = None
     """Of a group, where layers have experts: how many of them each rank holds, perhaps none; None: in proportion to the shares."""
 
@@ -39,6 +39,12 @@ class StagePlan:
     def grouped(self) -> bool:
         """Do several ranks hold it?"""
         return len(self.ranks) > 1
+
+    @property
+    def idles(self) -> bool:
+        """Has some rank of a group neither heads nor experts?"""
+        experts = self.experts or (0,) * len(self.shares)
+        return any(heads == count == 0 for heads, count in zip(self.shares, experts, strict=False))
 
     def share(self, member: int) -> float:
         """Of what a group divides, but for experts, what one of its ranks has."""
