@@ -382,7 +382,7 @@ class Trainer:
         shares = torch.stack(self.executor.losses).tolist() if self.executor.losses and self.leads else []
         losses = {first + index: loss for index, loss in enumerate(shares)}
         routers = self.stages[-1].routers
-        for (index, _), share in sorted(routers.seen.items() if routers is not None else ()):
+        for (index, _), share in sorted(routers.seen.items() if routers is not None and self.leads else ()):
             place = self.decider.micro_batches + first + index
             losses[place] = losses.get(place, 0.0) + float(share)
         self._decided = self._decide(self.optimizer.squared_norms(), losses)

@@ -447,7 +447,8 @@ class Stage(HeldLayers):
             return None
         own = [name for name in routers.names if self.first <= self.chain.layer_of(name) < self.last]
         position = lambda: self._position.routed if self._position is not None else None  # noqa: E731
-        return RouterLoss(routers, map(self.model.get_submodule, own), position)
+        leads = self.divided is None or self.divided.leads
+        return RouterLoss(routers, map(self.model.get_submodule, own), position, leads)
 
     def _layers_with_gradients(self) -> set[int]:
         """Layers that hold something trained, be it the head's copy of a tied matrix."""

@@ -168,6 +168,25 @@ def test_a_group_gives_the_gradients_of_adapters(family: str, shares: tuple[int,
     require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
 
 
+@pytest.mark.parametrize(("shares", "recompute"), [((4, 2), False), ((0, 6), True)])
+def test_the_loss_of_routers_counts_once(shares: tuple[int, ...], recompute: bool) -> None:
+    chain = group_chain("mixtral", output_router_logits=True, router_aux_loss_coef=1.0)
+    whole = whole_stages(chain)
+    group = ThreadGroup(chain, CUTS, shares, NamedStart(), recompute=recompute, experts=(3, 5))
+    widen([*whole, *itertools.chain(*group.members)])
+    expected, results = run(whole), group.together(run)
+    assert same_bits(results)
+    for own, alone in zip(results[0], expected, strict=True):
+        assert (own - alone).norm() <= LIMIT * alone.norm()
+    found, alone = group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole)
+    require_equal(found, alone)
+    without = whole_stages(group_chain("mixtral"))
+    widen(without)
+    run(without)
+    router = "model.layers.0.mlp.gate.weight"
+    assert (alone[router] - gradients_of(without)[router]).norm() > 0.01 * alone[router].norm()
+
+
 @pytest.mark.parametrize("repeated", [False, True])
 def test_adapters_of_heads_that_another_member_has(repeated: bool) -> None:
     """In fp32. Of the adapters everybody has one side, which the member without heads leaves as it is."""
@@ -486,7 +505,6 @@ def test_settings_that_depend_on_the_cut_are_refused() -> None:
     assert dropped is not None and "[adapter] dropout = 0.2" in dropped
     magnitudes = refusal(llama, lora(llama, dora=True), (4, 2))
     assert magnitudes is not None and "[adapter] dora = true" in magnitudes
-    assert "output_router_logits = true" in refused(group_chain("mixtral", output_router_logits=True))
     fused = refusal(mixtral := group_chain("mixtral"), lora(mixtral, parameters=["experts.down_proj"]), (4, 2))
     assert fused is not None and "adapters of fused experts" in fused
     assert "moments in 8 bits" in refused(llama, eight_bit=frozenset({"model.norm.weight"}))

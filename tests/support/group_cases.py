@@ -11,6 +11,7 @@ from torch import nn
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.model.layer.quantize import fused_experts
+from hetero_mpi.model.layer.router_loss import Routed
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -133,7 +134,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def run(stages: Sequence[Stage]) -> list[torch.Tensor]:
     """Forward and backward; the output of every stage (the last one is the loss), then its input gradients."""
     tokens, targets = batch()
-    position = MicroBatch(0, 0, 0, int((targets != IGNORED).sum()))
+    routed = Routed(torch.tensor([24, 9]), 0.5) if stages[0].chain.routers is not None else None
+    position = MicroBatch(0, 0, 0, int((targets != IGNORED).sum()), routed=routed)
     seen, x = [], tokens
     for stage in stages:
         x = stage.forward(position, x, targets if stage.is_last else None)

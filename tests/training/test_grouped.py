@@ -71,8 +71,10 @@ def test_a_checkpoint_of_two_stages_is_resumed_by_a_group_of_both_ranks_np2(work
 def test_a_checkpoint_of_two_stages_is_resumed_by_a_rank_with_all_heads_and_one_with_most_experts_np2(
     workshop: Workshop,
 ) -> None:
-    """The first rank, which leads and owns what is saved, has neither heads nor words of the matrix at both ends."""
-    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    """The first rank, which leads and owns what is saved, has neither heads nor words of the matrix at both ends; routers have a
+    loss."""
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, **routers}
     model = workshop.model("experts", tied=True, num_key_value_heads=2, **experts)
     there_and_back(workshop, model, StagePlan((0, 1), 0, 4, 0, shares=(0, 2), experts=(3, 1)))
     expected, *others = (tensors(workshop.directory / f"{model.name}-{name}", 4) for name in RUNS)

@@ -280,8 +280,6 @@ def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
         return (
             f"the masks of dropout ({found}) would depend on how a group of ranks divides a layer: set it to 0, {alone}"
         )
-    if chain.routers is not None:
-        return f"output_router_logits = true: the loss of routers is not computed within a group of ranks: set it to false, {alone}"
     if tuning.eight_bit:
         return (
             f"moments in 8 bits have blocks that do not end where a group of ranks cuts a tensor: set [train] optimizer to "

@@ -63,9 +63,12 @@ class RouterLoss:
         seen: (micro-batch, its first sequence) -> mean loss times its sequences' weights, before the coefficient.
     """
 
-    def __init__(self, routers: Routers, modules: Iterable[nn.Module], routed: Callable[[], Routed | None]) -> None:
-        """``modules``: the routers of the stage's own layers. ``routed``: of the sequences that are computed now, or again."""
-        self.routers, self._routed = routers, routed
+    def __init__(
+        self, routers: Routers, modules: Iterable[nn.Module], routed: Callable[[], Routed | None], trains: bool = True
+    ) -> None:
+        """``modules``: the routers of the stage's own layers. ``routed``: of the sequences that are computed now, or again.
+        ``trains``: these routers have a gradient of it; not where another rank, which computes the same, has it."""
+        self.routers, self._routed, self._trains = routers, routed, trains
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
         self._sums: torch.Tensor | None = None
         for module in modules:
@@ -109,6 +112,7 @@ class RouterLoss:
         if self._sums is None and not torch.is_grad_enabled():
             return  # text is written
         logits, routed = output[self.routers.output], self._routed()
+        logits = logits if self._trains else logits.detach()
         likelihoods = F.softmax(logits, dim=-1)
         chosen = torch.topk(likelihoods, self.routers.choices, dim=-1).indices
         both = torch.cat([torch.zeros_like(likelihoods).scatter_(-1, chosen, 1.0), likelihoods], dim=-1).float()
