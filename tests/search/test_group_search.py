@@ -100,24 +100,9 @@ def test_one_long_sequence_is_computed_by_all_ranks_of_the_fastest_host_in_propo
     complete_plan(report.plan, profile, asked(1))  # and it can be run again from its file
 
 
-@pytest.mark.parametrize(
-    ("slow_rest", "slow_experts", "heads", "experts"),
-    [
-        (2.0, 0.5, (6, 2), (3, 7)),
-        (2.0, 1.0, (6, 2), (5, 5)),
-        (2.0, 1.4, (6, 2), (6, 4)),
-        (6.0, 0.5, (8, 0), (3, 7)),  # without any head it takes as long as rank 0 with all
-    ],
-)
-def test_experts_are_shared_by_how_fast_ranks_are_at_them_and_heads_by_how_fast_they_are_at_the_rest(
-    slow_rest: float, slow_experts: float, heads: tuple[int, int], experts: tuple[int, int]
-) -> None:
-    """Of a block experts take 0.8. Rank 1 takes ``slow_rest`` times as long for the rest, ``slow_experts`` times for experts."""
-    profile, request = boxes("aa", (1.0, 1.0)), asked(1)
-    blocks = [replace(layer, expert_parameters=200, expert_trainable=200) for layer in profile.model.layers[1:-1]]
-    ends = profile.model.layers[0], profile.model.layers[-1]
-    model = replace(profile.model, layers=(ends[0], *blocks, ends[1]), experts=10)
-    fast, slow = profile.devices
+def of_experts(profile: ClusterProfile, slow_rest: float, slow_experts: float) -> ClusterProfile:
+    """Two ranks and ten experts. Of a block experts take 0.8. Rank 1 takes ``slow_rest`` times as long for the rest, and
+    ``slow_experts`` times for experts."""
 
     def member(device: DeviceProfile, rest: float, experts: float) -> DeviceProfile:
         """Half of the experts is half of their time, half of the heads 0.6 of the rest's."""
@@ -132,17 +117,66 @@ def test_experts_are_shared_by_how_fast_ranks_are_at_them_and_heads_by_how_fast_
             device, layers={k: of(k, 1.0, 1.0) for k in device.layers}, halved=halves, without_experts=without
         )
 
-    profile = replace(profile, model=model, devices=(member(fast, 1.0, 1.0), member(slow, slow_rest, slow_experts)))
+    fast, slow = profile.devices
+    devices = member(fast, 1.0, 1.0), member(slow, slow_rest, slow_experts)
+    return replace(profile, model=replace(profile.model, experts=10), devices=devices)
+
+
+def every_group(profile: ClusterProfile) -> Iterator[Plan]:
+    """The whole model on both ranks, shared in every way, one sequence a step."""
+    layers = len(profile.model.layers)
+    for heads, experts, again in itertools.product(range(HEADS + 1), range(11), (False, True)):
+        stage = StagePlan((0, 1), 0, layers, 0, again, shares=(heads, HEADS - heads), experts=(experts, 10 - experts))
+        if not stage.idles:
+            yield Plan((PipelinePlan((stage,), 1, 1),), 1, SEQUENCE, layers)
+
+
+@pytest.mark.parametrize("slow_rest", [2.0, 6.0])
+@pytest.mark.parametrize("memory", [60_000, 80_000, 100_000, 120_000])
+def test_the_fast_rank_has_as_many_heads_and_experts_as_its_memory_holds(memory: int, slow_rest: float) -> None:
+    """A block's experts take nine tenths of it, and both ranks need their memory: 60,000 or more bytes and 200,000."""
+    profile = boxes("aa", (1.0, 1.0), memory=200_000)
+    large = dict.fromkeys(("parameters", "trainable_parameters"), 2000)
+    experts = dict.fromkeys(("expert_parameters", "expert_trainable"), 1800)
+    divided = dict.fromkeys(("divided_parameters", "divided_trainable"), 1900)
+    first, *blocks, last = profile.model.layers
+    blocks = [replace(block, parameter_bytes=8000, **large, **divided, **experts) for block in blocks]
+    profile = replace(profile, model=replace(profile.model, layers=(first, *blocks, last)))
+    profile = of_experts(profile, slow_rest, 1.0)
+    fast, slow = profile.devices
+    profile = replace(profile, devices=(replace(fast, memory_bytes=memory), slow))
+    reserve = asked(1).memory_reserve
+    fitting = (
+        plan
+        for plan in every_group(profile)
+        if all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, profile, reserve))
+    )
+    best_s = min(outlined(plan, profile).step_s for plan in fitting)
+    found = decide(profile, asked(1))
+    assert found is not None and found.step_s <= best_s * (1 + 1e-9)
+    ((_, shares),) = held(found.plan)
+    assert shares == ((8, 0) if slow_rest > 2 and memory > 60_000 else (6, 2))
+
+
+@pytest.mark.parametrize(
+    ("slow_rest", "slow_experts", "heads", "experts"),
+    [
+        (2.0, 0.5, (6, 2), (3, 7)),
+        (2.0, 1.0, (6, 2), (5, 5)),
+        (2.0, 1.4, (6, 2), (6, 4)),
+        (6.0, 0.5, (8, 0), (3, 7)),  # without any head it takes as long as rank 0 with all
+    ],
+)
+def test_experts_are_shared_by_how_fast_ranks_are_at_them_and_heads_by_how_fast_they_are_at_the_rest(
+    slow_rest: float, slow_experts: float, heads: tuple[int, int], experts: tuple[int, int]
+) -> None:
+    profile, request = boxes("aa", (1.0, 1.0)), asked(1)
+    blocks = [replace(layer, expert_parameters=200, expert_trainable=200) for layer in profile.model.layers[1:-1]]
+    layers = (profile.model.layers[0], *blocks, profile.model.layers[-1])
+    profile = of_experts(replace(profile, model=replace(profile.model, layers=layers)), slow_rest, slow_experts)
     report = make_plan(profile, request)
     (stage,) = report.plan.pipelines[0].stages
-    whole = PipelinePlan((stage,), 1, 1)
-    shared = [
-        replace(stage, shares=(own_heads, HEADS - own_heads), experts=(own, 10 - own))
-        for own_heads in range(HEADS + 1)
-        for own in range(11)
-    ]
-    every = [replace(report.plan, pipelines=(replace(whole, stages=(one,)),)) for one in shared if not one.idles]
-    best_s = min(outlined(plan, profile).step_s for plan in every)
+    best_s = min(outlined(plan, profile).step_s for plan in every_group(profile))
     assert report.predicted_step_s == pytest.approx(best_s)
     assert (stage.shares, stage.experts) == (heads, experts)
     assert (

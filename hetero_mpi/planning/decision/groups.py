@@ -124,10 +124,6 @@ class _Search:
         self.heads = profile.model.heads or 0
         self.tokens = min(request.micro_batch_choices) * request.sequence_length
         self.chains = {device.rank: member_chain_s(profile, device, self.tokens) for device in usable_devices(profile)}
-        self.timed = all(chain.experts > 0 for chain in self.chains.values())
-        """Is it known how fast ranks are at experts?"""
-        self.most = max(self.heads, profile.model.experts or 0) if self.timed else self.heads
-        """Ranks of a group, each of which needs a head or an expert."""
         self.thorough = THOROUGH
 
     def shorter_than(self, limit_s: float) -> Timed | None:
@@ -170,10 +166,11 @@ class _Search:
         count = len(ranks)
         ordered = sorted(ranks, key=lambda rank: (sum(self.chains[rank]), rank))
         found: dict[str, tuple[tuple[int, ...], ...]] = {}
-        if count <= self.most:
+        most = max(self.heads, self._timed_experts(ranks))  # each needs a head or an expert
+        if count <= most:
             found["all"] = (tuple(sorted(ranks)),)
         for size in sorted({*SIZES, count - 1}):
-            if not 2 <= size <= min(count - 1, self.most):
+            if not 2 <= size <= min(count - 1, most):
                 continue
             found[f"{size} fastest"] = (tuple(sorted(ordered[:size])),)
             if count >= 2 * size:
@@ -181,14 +178,19 @@ class _Search:
                 found[f"each {size}"] = tuple(tuple(sorted(ordered[begin : begin + size])) for begin in begins)
         return found
 
+    def _timed_experts(self, ranks: Sequence[int]) -> int:
+        """How many there are to share; 0 where it is not known how fast these ranks are at them."""
+        timed = all(self.chains[rank].experts > 0 for rank in ranks)
+        return (self.profile.model.experts or 0) if timed else 0
+
     def _quickest(self, ranks: tuple[int, ...]) -> StagePlan:
         """Heads and experts for each rank such that the slowest one takes as short as possible: each one to the rank that would
         have it done first. Where experts were not timed, in proportion to heads, of which each rank has one then."""
         chains = [self.chains[rank] for rank in ranks]
-        headless = self.timed and len(ranks) <= (self.profile.model.experts or 0)
-        least = [int(not headless)] * len(ranks)
+        timed = self._timed_experts(ranks)
+        least = [int(len(ranks) > timed)] * len(ranks)
         shares = _dealt(self.heads, least, lambda place, n: chains[place].with_heads(n / self.heads))
-        each_s = [chain.experts if self.timed else 1 / share for chain, share in zip(chains, shares, strict=True)]
+        each_s = [chain.experts if timed else 1 / share for chain, share in zip(chains, shares, strict=True)]
         return self._group(ranks, shares, lambda place, n: each_s[place] * n)
 
     def _roomiest(self, ranks: tuple[int, ...]) -> StagePlan:
@@ -247,15 +249,9 @@ class _Search:
     def _by_itself(self, group: StagePlan) -> Plan | None:
         """The whole model on one group."""
         layers = len(self.profile.model.layers)
-        found = []
-        for size in sorted(self._sizes((group,))):
-            for recompute in sorted(set(self.request.recompute_choices)):
-                pipeline = PipelinePlan((replace(group, recompute=recompute),), size, self.request.global_batch)
-                plan = Plan((pipeline,), self.request.global_batch, self.request.sequence_length, layers)
-                if self._fits(plan):
-                    found.append(plan)
-                    break
-        return min(found, key=lambda plan: outlined(plan, self.profile).step_s, default=None)
+        batch = self.request.global_batch
+        pipelines = [PipelinePlan((group,), size, batch) for size in sorted(self._sizes((group,)))]
+        return self._shortest(self._fitted(Plan((p,), batch, self.request.sequence_length, layers)) for p in pipelines)
 
     def _searched(self, groups: Groups, room: float, sought_s: float, bound_s: float) -> tuple[list[Plan], bool]:
         """Plans found for the cluster in which groups are ranks, written out, as far as they fit; and whether some did not."""
@@ -291,18 +287,43 @@ class _Search:
         ]
 
     def _fitted(self, plan: Plan) -> Plan | None:
-        """``plan``, or where memory asks for it with forwards repeated on all stages; None: it does not fit even so."""
+        """``plan``, or where memory asks for it with forwards repeated on all stages, or shared otherwise; None: it does not fit
+        even so."""
         again = [replace(stage, recompute=True) for _, _, stage in plan.numbered]
         plans = [plan, _with_stages(plan, again)] if True in self.request.recompute_choices else [plan]
-        return next(filter(self._fits, plans), None)
+        if _fits(plan, self.profile, self.request.memory_reserve):
+            return plan
+        return self._shortest(_lightened(one, self.profile, self.request.memory_reserve) for one in plans)
 
-    def _fits(self, plan: Plan) -> bool:
-        return _fits(plan, self.profile, self.request.memory_reserve)
+    def _shortest(self, plans: Iterable[Plan | None]) -> Plan | None:
+        found = (plan for plan in plans if plan is not None)
+        return min(found, key=lambda plan: outlined(plan, self.profile).step_s, default=None)
 
 
 def _fits(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
     enough = all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, profile, reserve))
     return enough and hosts_suffice(plan, profile, reserve)
+
+
+def _lightened(plan: Plan, profile: ClusterProfile, reserve: float) -> Plan | None:
+    """``plan`` with heads and experts moved from member to member until it fits, each time those that cost the least time for the
+    bytes that their rank lacked; None: it does not fit even so."""
+
+    def lacking_bytes(plan: Plan) -> float:
+        return sum(max(0, one.peak_bytes - one.usable_bytes) for one in predict_memory(plan, profile, reserve))
+
+    lacking = lacking_bytes(plan)
+    while lacking > 0:
+        step_s, best = outlined(plan, profile).step_s, (math.inf, lacking, plan)
+        for changed in _shared_otherwise(plan):
+            left = lacking_bytes(changed)
+            if left < lacking:
+                price = (outlined(changed, profile).step_s - step_s) / (lacking - left)
+                best = min(best, (price, left, changed), key=lambda one: one[0])
+        if best[2] is plan:
+            return None
+        _, lacking, plan = best
+    return plan if _fits(plan, profile, reserve) else None
 
 
 def _improved(plan: Plan, step_s: float, profile: ClusterProfile, request: PlanRequest) -> Timed:
