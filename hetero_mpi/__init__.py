@@ -33,25 +33,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Job": "api",
-    "Simulation": "api",
-    "profile": "api",
-    "plan": "api",
-    "simulate": "api",
-    "train": "api",
-    "UserError": "errors",
-    "LayeredModel": "model.custom.layered",
-    "load_plan": "planning.types.toml_files",
-    "load_profile": "planning.types.toml_files",
-    "load_report": "planning.types.toml_files",
-    "save_plan": "planning.types.toml_files",
-    "save_profile": "planning.types.toml_files",
-    "Plan": "planning.types.plan",
-    "PlanReport": "planning.types.plan_report",
-    "ClusterProfile": "planning.types.profile",
-    "TrainResult": "runtime.result",
+_NAMES = {
+    "api": "Job Simulation profile plan simulate train",
+    "errors": "UserError",
+    "model.custom.layered": "LayeredModel",
+    "planning.types.toml_files": "load_plan load_profile load_report save_plan save_profile",
+    "planning.types.plan": "Plan",
+    "planning.types.plan_report": "PlanReport",
+    "planning.types.profile": "ClusterProfile",
+    "runtime.result": "TrainResult",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Name -> the module that has it."""
 
 __all__ = ["__version__", *_HOMES]

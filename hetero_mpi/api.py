@@ -55,7 +55,7 @@ class Job(LoadedJob):
         Raises:
             UserError: with all problems of the file and the changes.
         """
-        return cls._of(load_job(path, settings=set))
+        return cls(**vars(load_job(path, settings=set)))
 
     @classmethod
     def build(
@@ -76,16 +76,12 @@ class Job(LoadedJob):
         Raises:
             UserError: with all problems.
         """
-        return cls._of(job_of_tables(tables, name, directory, set))
+        return cls(**vars(job_of_tables(tables, name, directory, set)))
 
     @property
     def tables(self) -> Tables:
         """All tables with all their keys, defaults filled in: ``job.tables.train.steps``."""
         return self.job
-
-    @classmethod
-    def _of(cls, loaded: LoadedJob) -> Job:
-        return cls(loaded.job, loaded.path, loaded.name, loaded.directory)
 
 
 @dataclass(frozen=True)

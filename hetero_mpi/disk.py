@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from hetero_mpi.errors import UserError
+
 PROCESS_MARK = os.urandom(4).hex()
 """In the names of this process's temporary files: those with another mark may be left of a process that died."""
 SPARE_BYTES = 100_000_000
@@ -38,6 +40,15 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False, make_fo
         path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, durable) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def unwritable_told(place: Path, remedy: str = "name another place with -o") -> Iterator[None]:
+    """A block that writes ``place``, whose OSError becomes a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({error.strerror}); {remedy}") from error
 
 
 def sync(path: Path) -> None:

@@ -23,9 +23,7 @@ def loads(text: str) -> dict[str, Any]:
     except ValueError as error:  # of tomli, and of Python for a number of very many digits
         raise TomlError(str(error)) from None
     except RecursionError:
-        values = None
-    if values is None:
-        raise TomlError(_TOO_DEEP)
+        raise TomlError(_TOO_DEEP) from None
     _look_at(values)
     return values
 

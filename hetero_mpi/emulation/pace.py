@@ -25,15 +25,7 @@ from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.durations import (
-    Durations,
-    finished_layers_s,
-    return_s,
-    sum_s,
-    tied_s,
-    update_s,
-    values_s,
-)
+from hetero_mpi.planning.durations import Durations, finished_layers_s, return_s, sum_s, tied_s, update_s, values_s
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, sent_bytes
@@ -174,8 +166,7 @@ def emulated_profile(
 
     ``other``: the command line's ``--profile``, which would contradict.
 
-    Raises:
-        UserError: ranks or blocks do not fit the profile, or embedding and head are tied in one model only.
+    Raises UserError: ranks or blocks do not fit the profile, or embedding and head are tied in one model only.
     """
     cluster, found = loaded.job.cluster, None
     assert cluster.emulate is not None
@@ -244,12 +235,7 @@ def emulate(
     plan: Plan,
     cores: float,
 ) -> Emulation:
-    """Set up this rank. Collective over all ranks of the job.
-
-    Args:
-        chain: the stand-in.
-        cores: CPU cores this rank can count on.
-    """
+    """Set up this rank. Collective over all ranks. ``chain``: the stand-in. ``cores``: CPU cores this rank can count on."""
     sleeper = Sleeper(spare_core=cores >= 2)  # one computes, one spins
     scale = loaded.job.cluster.time_scale
     hosts = [device.host for device in profile.devices]

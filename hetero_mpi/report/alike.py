@@ -31,6 +31,13 @@ def device_text(device: DeviceProfile) -> str:
     return units.device_name(name, LONGEST_NAME)
 
 
+def place_text(profile: ClusterProfile | None, rank: int) -> str:
+    """``RTX 4090, alpha``: a rank's device and host; empty where the profile does not tell."""
+    if profile is None or not 0 <= rank < len(profile.devices):
+        return ""
+    return f"{profile.devices[rank].name}, {profile.devices[rank].host}"
+
+
 def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Values by key, in the order in which the keys first occur."""
     found: dict[K, list[T]] = {}
@@ -45,11 +52,6 @@ def least_most(values: Sequence[float], show: Callable[[float], str]) -> str:
         return ""
     least, most = show(min(values)), show(max(values))
     return least if least == most else f"{least} to {most}"
-
-
-def whole(value: float) -> str:
-    """A number without decimals."""
-    return f"{value:.0f}"
 
 
 def fullest_text(memory: Sequence[RankMemory]) -> str:

@@ -17,8 +17,7 @@ _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
 def checkpoint_lines(path: Path) -> list[str]:
     """A checkpoint's contents as lines. Reads the whole file, to compare its checksums and to look for numbers that are not finite.
 
-    Raises:
-        CheckpointError: it is damaged; names the dataset where that is known.
+    Raises CheckpointError: it is damaged; names the dataset where that is known.
     """
     with CheckpointReader(path) as reader:
         found, metadata, writer = reader.check_all(), reader.metadata, reader.writer
@@ -57,7 +56,8 @@ def _origin(metadata: Mapping[str, Any]) -> list[str]:
     blocks = next((config[key] for key in _BLOCKS if key in config), "?")
     model, rows = f"{config.get('model_type', '?')}, {blocks} blocks", "sequences of {} tokens"
     if "factory" in config:
-        model, rows = f"{config['factory']}, {_length(config.get('layers'))} layers", "samples"
+        layers = config.get("layers")
+        model, rows = f"{config['factory']}, {len(layers) if isinstance(layers, list) else '?'} layers", "samples"
     lines = [f"  model: {model}; trained: {trained}"]
     if metadata.get("base_model"):
         lines.append(f"  base: {metadata['base_model']}")
@@ -70,10 +70,6 @@ def _origin(metadata: Mapping[str, Any]) -> list[str]:
         lines.append(f"  plan: {_plan_text(metadata['plan'])}")
     versions = ", ".join(f"{name} {version}" for name, version in _table(metadata, "versions").items())
     return [*lines, f"  versions: {versions}"] if versions else lines
-
-
-def _length(values: Any) -> int | str:
-    return len(values) if isinstance(values, list) else "?"
 
 
 def _plan_text(values: Any) -> str:

@@ -1,6 +1,4 @@
-"""Runs beside each other (``compare``), and a plan beside the best single device (``baseline``): tables and a sentence about the
-gain.
-"""
+"""Runs beside each other (``compare``), a plan beside the best single device (``baseline``): tables, a sentence about the gain."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from typing import Any
 from hetero_mpi.planning.types.plan_report import Alone, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
+from hetero_mpi.report.alike import place_text
 from hetero_mpi.report.lines import table, wrapped
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.run_files.metrics import StepMetrics
@@ -22,24 +21,26 @@ HARDLY = 1.1
 """Gains up to this factor are within the error of predictions and the variation of machines."""
 _WINDOW = 0.05
 """The loss after so many tokens is the mean over this share of them, the last ones."""
+_FEW = "too few steps"
 _IRRELEVANT = {("output", "run_dir")}
 
 
 def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
     """A table with a column per run: differences between the jobs, plans, speed, and the loss after equally many tokens."""
-    tokens = equal_tokens(runs)
-    first = runs[0].median_tokens_per_s()
+    tokens = min(sum(step.tokens for step in run.metrics.steps) for run in runs)
+    speeds = [run.median_tokens_per_s() for run in runs]
+    held_out = [run.metrics.evaluations[-1].loss if run.metrics.evaluations else math.nan for run in runs]
     rows = [(key, *values) for key, values in job_differences([run.job for run in runs])]
     rows += [
         ("devices", *(_devices(run.profile) for run in runs)),
         ("plan", *(_plan(run.report) for run in runs)),
         ("steps done", *(f"{run.metrics.steps[-1].step:,}" if run.metrics.steps else "none" for run in runs)),
         ("step, predicted", *(units.seconds(run.report.predicted_step_s) if run.report else "" for run in runs)),
-        ("step, median", *(_seconds(run.median_step_s()) for run in runs)),
-        ("tokens/s, median", *(_rate(run.median_tokens_per_s()) for run in runs)),
-        ("speed", *(_relative(run.median_tokens_per_s(), first) for run in runs)),
+        ("step, median", *(units.seconds(run.median_step_s() or 0) if run.warm_steps else _FEW for run in runs)),
+        ("tokens/s, median", *(f"{speed:,.0f}" if speed is not None else _FEW for speed in speeds)),
+        ("speed", *(f"{speed / speeds[0]:.2f}x" if speed and speeds[0] else "" for speed in speeds)),
         (f"loss after {units.count(tokens)} tokens", *(_loss(loss_after(run.metrics.steps, tokens)) for run in runs)),
-        ("held-out loss, last", *(_loss(_held_out(run)) for run in runs)),
+        ("held-out loss, last", *map(_loss, held_out)),
         ("energy", *("not measured" for _ in runs)),
     ]  # fmt: skip
     by_job = len({run.name for run in runs}) == len(runs)
@@ -54,11 +55,6 @@ def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
     if len({_model(run.profile) for run in runs}) > 1:
         lines += wrapped("  ", "the models differ: neither losses nor tokens per second can be compared")
     return lines
-
-
-def equal_tokens(runs: Sequence[PastRun]) -> int:
-    """The largest number of target tokens that every run has trained on."""
-    return min(sum(step.tokens for step in run.metrics.steps) for run in runs)
 
 
 def loss_after(steps: Sequence[StepMetrics], tokens: int) -> float:
@@ -92,33 +88,23 @@ def baseline_lines(
 ) -> list[str]:  # fmt: skip
     """A table of each kind of device alone and of all together, and a sentence that says whether the others were worth adding.
 
-    Args:
-        singles: one prediction for each kind of device.
-        tokens: per step, the same for all.
-        run: a run under the plan, whose measured times are shown too.
+    ``singles``: a prediction for each kind of device. ``run``: one under the plan, whose measured times are shown too.
     """
     kind = ", emulated" if profile.emulated else ""
-    rows = [
-        (
-            f"rank {one.rank} alone",
-            _place(profile, one.rank),
-            *_times(one.step_s, tokens),
-            one.problem or f"predicted{kind}",
-        )
+    timed = [
+        (f"rank {one.rank} alone", place_text(profile, one.rank), one.step_s, one.problem or f"predicted{kind}")
         for one in singles
     ]
     together = f"{len(report.plan.ranks)} of {len(profile.devices)} ranks"
-    rows.append((together, _devices(profile), *_times(report.predicted_step_s, tokens), f"predicted{kind}"))
+    timed.append((together, _devices(profile), report.predicted_step_s, f"predicted{kind}"))
     measured = run.median_step_s() if run is not None else None
     if run is not None and measured is not None:
-        rows.append(
-            (
-                together,
-                f"run {run.name}",
-                *_times(measured, tokens),
-                f"measured{kind}, median of {len(run.warm_steps)} steps",
-            )
-        )
+        how = f"measured{kind}, median of {len(run.warm_steps)} steps"
+        timed.append((together, f"run {run.name}", measured, how))
+    rows = [
+        (who, device, *((units.seconds(step_s), f"{tokens / step_s:,.0f}") if step_s else ("", "")), how)
+        for who, device, step_s, how in timed
+    ]
     lines = [f"The same {tokens:,} tokens per step{kind}:", *table(("", "device", "step", "tokens/s", ""), rows), ""]
     lines += ["Was it worth adding the others?", *wrapped("  ", worth_adding(singles, report, profile, measured)), ""]
     return [*lines, *(line for remark in remarks for line in wrapped("", remark))]
@@ -127,9 +113,7 @@ def baseline_lines(
 def worth_adding(
     singles: Sequence[Alone], report: PlanReport, profile: ClusterProfile, measured_s: float | None
 ) -> str:
-    """A sentence about the gain over the best single device. ``measured_s``: per step of all devices together; None: not
-    measured.
-    """
+    """A sentence about the gain over the best single device. ``measured_s``: per step of all devices together, where known."""
     if len(singles) == 1 and len(report.memory) + len(report.idle) <= 1:
         return "There is one device only: nothing was added."
     able = [one for one in singles if one.step_s is not None]
@@ -144,18 +128,10 @@ def worth_adding(
     answer = "No" if gain < 1 else "Hardly" if gain < HARDLY else "Yes"
     what = "measured" if measured_s else "predicted"
     text = f"{answer}: together they are {gain:.2f} times as fast ({what}) as "
-    text += f"{_place(profile, best.rank)} alone would be (predicted)"
+    text += f"{place_text(profile, best.rank)} alone would be (predicted)"
     if measured_s and math.isfinite(promised):
         text += f"; the prediction was {promised:.2f} times"
     return text + "."
-
-
-def _place(profile: ClusterProfile, rank: int) -> str:
-    return f"{profile.devices[rank].name}, {profile.devices[rank].host}"
-
-
-def _times(step_s: float | None, tokens: int) -> tuple[str, str]:
-    return (units.seconds(step_s), f"{tokens / step_s:,.0f}") if step_s else ("", "")
 
 
 def _devices(profile: ClusterProfile | None) -> str:
@@ -181,22 +157,6 @@ def _model(profile: ClusterProfile | None) -> tuple[object, ...]:
     if profile is None:
         return ()
     return profile.model.model_type, tuple(layer.parameters for layer in profile.model.layers)
-
-
-def _seconds(value: float | None) -> str:
-    return units.seconds(value) if value is not None else "too few steps"
-
-
-def _rate(value: float | None) -> str:
-    return f"{value:,.0f}" if value is not None else "too few steps"
-
-
-def _relative(value: float | None, first: float | None) -> str:
-    return f"{value / first:.2f}x" if value and first else ""
-
-
-def _held_out(run: PastRun) -> float:
-    return run.metrics.evaluations[-1].loss if run.metrics.evaluations else math.nan
 
 
 def _loss(value: float) -> str:

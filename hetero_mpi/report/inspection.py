@@ -55,8 +55,7 @@ def residuals(link: LinkProfile) -> list[float]:
 def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     """A profile in full: summary, every curve with its spread, hosts, and every link (or the worst ones) with its residuals.
 
-    Args:
-        every: leave nothing out, however many ranks, hosts and links there are.
+    ``every``: leave nothing out, however many ranks, hosts and links there are.
     """
     lines = profile_lines(profile)
     devices = distinct_devices(profile)
@@ -163,9 +162,7 @@ def what_if_lines(answers: Sequence[WhatIf], step_s: float) -> list[str]:
             lines.append(f"  {answer.change}: no plan ({answer.problem})")
         else:
             change = _share(answer.step_s, step_s) - 1
-            effect = (
-                "no change" if abs(change) < NO_CHANGE else f"{'+' if change > 0 else '-'}{units.percent(abs(change))}"
-            )
+            effect = "no change" if abs(change) < NO_CHANGE else units.change(change)
             lines.append(f"  {answer.change}: {effect} ({units.seconds(answer.step_s)} per step)")
     return ["What if (planned again for each):", *lines] if lines else []
 

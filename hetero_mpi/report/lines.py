@@ -15,11 +15,11 @@ PROSE = 30
 """Least width of a column of prose."""
 
 
-def wrapped(start: str, text: str) -> list[str]:
-    """``start + text`` within ``WIDTH``; later lines are indented below the text, or a little where ``start`` is long."""
+def wrapped(start: str, text: str, width: int = WIDTH) -> list[str]:
+    """``start + text`` within ``width``; later lines are indented below the text, or a little where ``start`` is long."""
     indent = " " * (len(start) if len(start) <= WIDTH - PROSE else 4)
     lines = textwrap.wrap(
-        text, WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+        text, width, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )
     return [line.rstrip() for line in lines] or [start.rstrip()]
 

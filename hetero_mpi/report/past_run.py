@@ -28,7 +28,7 @@ from hetero_mpi.planning.types.toml_files import load_profile, load_report
 from hetero_mpi.report.run_files.line_files import objects
 from hetero_mpi.report.run_files.measured import STEPS_NAME, RankStep, read_rank_steps
 from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, read_metrics
-from hetero_mpi.report.summary import warm_steps
+from hetero_mpi.report.summary import measured_step_s, warm_steps
 
 RUN_NAME = "run.json"
 REPORT_NAME = "report.html"
@@ -90,11 +90,6 @@ class PastRun:
         """Are its times emulated ones?"""
         return (self.profile is not None and self.profile.emulated) or any(step.emulated for step in self.metrics.steps)
 
-    @property
-    def steps_wanted(self) -> int | None:
-        """Steps that the job asks for."""
-        return self.setting("train", "steps")
-
     def setting(self, table: str, key: str) -> Any:
         """A key of the job; None where it is not known."""
         found = self.job.get(table, {})
@@ -107,7 +102,7 @@ class PastRun:
 
     def median_step_s(self) -> float | None:
         """Median seconds per step; None where there are too few steps."""
-        return statistics.median(step.step_s for step in self.warm_steps) if self.warm_steps else None
+        return measured_step_s(self.metrics.steps)
 
     def median_tokens_per_s(self) -> float | None:
         return statistics.median(step.tokens_per_s for step in self.warm_steps) if self.warm_steps else None
@@ -121,17 +116,14 @@ class PastRun:
 
 
 def read_run(directory: Path) -> PastRun:
-    """The run in a directory.
-
-    :raises UserError: it is not the directory of a run, or its plan or profile is damaged.
-    """
+    """The run in a directory. Raises UserError: it is not the directory of a run, or its plan or profile is damaged."""
     if not any((directory / name).exists() for name in ("metrics.jsonl", "plan.toml", RUN_NAME)):
         raise UserError(
             f"{directory}: not the directory of a run (it has neither {RUN_NAME} nor plan.toml nor metrics.jsonl); "
             f"give the one that `train` wrote, such as runs/quickstart"
         )
     told = _told(directory / RUN_NAME)
-    metrics = directory / "metrics.jsonl"
+    metrics, sample = directory / "metrics.jsonl", directory / SAMPLE_NAME
     report, profile = _report_and_profile(directory)
     return PastRun(
         directory=directory,
@@ -145,7 +137,7 @@ def read_run(directory: Path) -> PastRun:
         happenings=tuple(sorted(_happenings(directory, told), key=lambda one: one.unix_s)),
         speeds=_speeds(directory, told),
         checkpoints=_checkpoints(directory / "checkpoints"),
-        sample=_text(directory / SAMPLE_NAME),
+        sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else "",
     )
 
 
@@ -235,9 +227,7 @@ def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
 
 
 def _speeds(directory: Path, told: Mapping[str, Any]) -> dict[int, float]:
-    """Speeds for which the newest plan was made during the run; empty if it was made at a start or after a death, for profiled
-    speeds.
-    """
+    """Speeds for which the newest plan was made during the run; empty if it was made at a start or after a death."""
     began_s = max((start["unix_s"] for start in _starts(told)), default=0.0)
     speeds: dict[int, float] = {}
     for values in _events(directory):
@@ -260,15 +250,6 @@ def _events(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
 def _checkpoints(directory: Path) -> tuple[SavedCheckpoint, ...]:
-    found = []
-    for path in sorted(directory.glob("step-*.h5")):
-        match = _CHECKPOINT.fullmatch(path.name)
-        if match:
-            status = path.stat()
-            found.append(SavedCheckpoint(int(match[1]), status.st_size, status.st_mtime))
-    return tuple(found)
+    named = [(path.stat(), _CHECKPOINT.fullmatch(path.name)) for path in sorted(directory.glob("step-*.h5"))]
+    return tuple(SavedCheckpoint(int(name[1]), file.st_size, file.st_mtime) for file, name in named if name)

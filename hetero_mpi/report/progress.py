@@ -14,8 +14,8 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.past_run import predicted_step
+from hetero_mpi.report.run_files.logs import is_terminal
 from hetero_mpi.report.run_files.metrics import StepMetrics
-from hetero_mpi.report.run_files.terminal import is_terminal
 from hetero_mpi.report.tables import layers_text, schedule_text
 
 if TYPE_CHECKING:
@@ -138,14 +138,14 @@ class ProgressDisplay:
 
     def view(self, rows: int) -> Group:
         """The screen's contents, in at most ``rows`` rows."""
-        from hetero_mpi.report.screen import RankLine, view
+        from hetero_mpi.report.screen import view
 
         step = self._latest.step if self._latest is not None else self.first_step
         left = self._epoch(step)
         left += f", {self._left(step)} left" if self.first_step < step < self.total_steps else ""
         standings = self.standings()
         ranks = [
-            RankLine(row.rank, row.holds, now.computed, row.predicted, now.text)
+            (row.rank, row.holds, now.computed, row.predicted, now.text)
             for row in self.overview.ranks
             for now in [standings.get(row.rank, Now(""))]
         ]
@@ -161,8 +161,7 @@ class ProgressDisplay:
         text = f"{_loss(self._latest)}   {rate:,.0f} {self.unit}/s   {units.seconds(step_s)} per step"
         predicted_s = self._latest.predicted_step_s
         if predicted_s > 0:
-            more = step_s / predicted_s - 1
-            text += f", {units.seconds(predicted_s)} predicted ({'+' if more >= 0 else '-'}{units.percent(abs(more))})"
+            text += f", {units.seconds(predicted_s)} predicted ({units.change(step_s / predicted_s - 1)})"
         return text
 
     def _is_due(self, step: int) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -26,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero_mpi.report.run_files.terminal import SHOWN, terminal_size
+from hetero_mpi.report.run_files.logs import SHOWN, terminal_size
 from hetero_mpi.text import printable
 
 PER_SECOND = 2
@@ -83,15 +82,8 @@ class Screen:
         return self._view(rows - 1)
 
 
-@dataclass(frozen=True)
-class RankLine:
-    """A rank on the screen: what it holds, its measured and predicted shares of computing, and what it is doing."""
-
-    rank: int
-    holds: str
-    computed: float | None
-    predicted: float
-    now: str
+RankLine = tuple[int, str, float | None, float, str]
+"""A rank, what it holds, its measured and predicted shares of computing, and what it is doing."""
 
 
 def view(title: str, steps: tuple[int, int], left: str, speed: str, ranks: Sequence[RankLine], rows: int) -> Group:
@@ -124,9 +116,9 @@ def _ranks(ranks: Sequence[RankLine]) -> Table:
     rows.add_column("computes", no_wrap=True)
     rows.add_column("predicted", justify="right", no_wrap=True)
     rows.add_column("now")
-    for one in ranks:
+    for rank, holds, computed, predicted, now in ranks:
         computes = Table.grid(padding=(0, 1, 0, 0))
-        if one.computed is not None:
-            computes.add_row(_bar(one.computed, _SHORT_BAR), f"{one.computed * 100:3.0f} %")
-        rows.add_row(str(one.rank), _line(one.holds), computes, f"{one.predicted * 100:.0f} %", _line(one.now))
+        if computed is not None:
+            computes.add_row(_bar(computed, _SHORT_BAR), f"{computed * 100:3.0f} %")
+        rows.add_row(str(rank), _line(holds), computes, f"{predicted * 100:.0f} %", _line(now))
     return rows

@@ -38,7 +38,8 @@ def final_lines(
     ``unigram_entropy``: of the training targets, nats per token. ``written``: what -> path, in the order to be shown.
     """
     lines = time_lines(report, profile, steps, speed_changes)
-    lines += _loss_lines(steps, evaluations, unigram_entropy, "per pair" if preference else _per(report.plan))
+    per = "nats per token" if units.unit_of(report.plan.sequence_length) == "tokens" else "per sample"
+    lines += _loss_lines(steps, evaluations, unigram_entropy, "per pair" if preference else per)
     if written:
         width = max(len(what) for what in written)
         lines += ["Written:", *(f"  {what:<{width}}  {path}" for what, path in written.items())]
@@ -86,9 +87,7 @@ def time_lines(
 
 
 def _since(last: Sequence[StepMetrics], replanned: bool, changes: SpeedChanges) -> list[tuple[int, int, float]]:
-    """The speed changes that were not known when the plan of the steps ``last`` was made. A plan made during the run knows earlier
-    ones.
-    """
+    """The speed changes not known when the plan of the steps ``last`` was made; one made during the run knows earlier ones."""
     if not last:
         return []
     begin = last[0].step - 1 if replanned else 0
@@ -138,10 +137,6 @@ def _difference_reason(plan: Plan, profile: ClusterProfile, changes: SpeedChange
         return f"the profile was not measured here ({profile.source}): measure these machines (profile.path empty)"
     than = "not as fast as" if difference > 0 else "faster than"
     return f"the machines are {than} when they were measured: measure again (--reprofile)"
-
-
-def _per(plan: Plan) -> str:
-    return "nats per token" if units.unit_of(plan.sequence_length) == "tokens" else "per sample"
 
 
 def _loss_lines(

@@ -23,7 +23,6 @@ from hetero_mpi.report.alike import (
     grouped,
     least_most,
     rank_rows,
-    whole,
 )
 from hetero_mpi.report.lines import table, wrapped
 
@@ -125,9 +124,7 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
 
 
 def schedule_text(plan: Plan) -> str:
-    """``, schedule 1F1B``: the pipelines' schedules, and their differences from these. Empty where no pipeline has several
-    stages.
-    """
+    """``, schedule 1F1B``: the pipelines' schedules, and how they differ from these; empty without pipelines of several stages."""
     names = dict.fromkeys(_schedule_text(pipeline) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
     return f", schedule {' and '.join(names)}" if names else ""
 
@@ -196,9 +193,7 @@ def heads_text(stage: StagePlan) -> str:
 def _stage_table(
     plan: Plan, profile: ClusterProfile | None, memory: Sequence[RankMemory], many: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and rows. ``many``: stages on one kind of device share a row; without a profile those with equally many layers
-    do.
-    """
+    """Headings and rows. ``many``: stages on one kind of device (without a profile: of as many layers) share a row."""
     groups: dict[object, list[tuple[PipelinePlan, StagePlan]]] = {}
     for number, index, stage in plan.numbered:
         kind = (_devices(stage, profile) or stage.last - stage.first) if many else number
@@ -216,21 +211,21 @@ def _stage_table(
             weights = least_most([_parameters(one, profile) for one in stages], units.count)
             compute = least_most([_micro_batch_s(*one, plan, profile) for one in held], units.seconds)
         else:
-            micro_batches = least_most([pipeline.micro_batches for pipeline, _ in held], whole)
+            micro_batches = least_most([pipeline.micro_batches for pipeline, _ in held], "{:.0f}".format)
             micro_batches += "" if many else f" x {first.micro_batch}"
         pipeline = str(plan.pipelines.index(first)) if len(plan.pipelines) > 1 else ""
         who = ("", str(len(held)), "") if many else (pipeline, str(len(rows)), holders_text(stage))
         rows.append((
             *who,
             _devices(stage, profile),
-            least_most([one.last - one.first for one in stages], whole) if many
+            least_most([one.last - one.first for one in stages], "{:.0f}".format) if many
             else layers_text(stage.first, stage.last, plan.layers),
             micro_batches,
             weights,
             fullest_text([known for known in memory if known.rank in fresh]),
             compute,
             _recomputes(stages, many),
-            least_most([one.warm_up for one in stages], whole),
+            least_most([one.warm_up for one in stages], "{:.0f}".format),
         ))  # fmt: skip
     names = (
         ("", "stages", "", "layers each", "fullest memory")

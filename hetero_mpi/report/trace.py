@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hetero_mpi.planning.schedule import Event, Op
+from hetero_mpi.report.alike import place_text
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.run_files.measured import MeasuredEvent, on_one_clock, steps_under
 
@@ -39,7 +40,7 @@ def trace(events: Sequence[Event], labels: Mapping[int, str] | None = None) -> d
 
     Steps follow each other: a step begins where the longest rank of the one before ended. ``labels``: names of ranks.
     """
-    return _document(_process_entries(events, labels or {}, _begins_s(events), 1, 0, ""))
+    return _trace([("", events)], labels)
 
 
 def run_trace(
@@ -57,47 +58,32 @@ def run_trace(
     """
     steps = sorted({event.step for event in measured})
     repeated = [replace(event, step=step) for step in steps or [0] for event in predicted]
-    begins = _begins_s([*measured, *repeated])
-    kind = "measured, emulated" if emulated else "measured"
-    return _document(
-        [
-            *_process_entries(measured, labels or {}, begins, 2, 0, kind),
-            *_process_entries(repeated, labels or {}, begins, 2, 1, "predicted"),
-        ]
-    )
+    return _trace([("measured, emulated" if emulated else "measured", measured), ("predicted", repeated)], labels)
 
 
-def _document(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def _trace(kinds: Sequence[tuple[str, Sequence[Event]]], labels: Mapping[int, str] | None) -> dict[str, Any]:
+    """``kinds``: (its name, its events). A rank has a process for each kind, one below the other."""
+    begins, entries = _begins_s([event for _, events in kinds for event in events]), list[dict[str, Any]]()
+    for place, (kind, events) in enumerate(kinds):
+        order = {rank: len(kinds) * rank + place for rank in sorted({event.rank for event in events})}
+        pids = {rank: _NUMBERS * (1 + number) for rank, number in order.items()}
+        for rank, pid in pids.items():
+            words, label = f"rank {rank}{kind and ', '}{kind}", (labels or {}).get(rank)
+            entries.append(_metadata("process_name", pid, 0, {"name": f"{words}: {label}" if label else words}))
+            if len(kinds) > 1:
+                entries.append(_metadata("process_sort_index", pid, 0, {"sort_index": order[rank]}))
+        lanes = {(event.rank, *_lane(event)) for event in events}
+        lanes |= {(event.rank, *COPY) for event in events if _copies(event)}
+        entries += [_metadata("thread_name", pids[rank], lane, {"name": name}) for rank, lane, name in sorted(lanes)]
+        for event in events:
+            begin, pid = begins[event.step], pids[event.rank]
+            entries.append(_complete(event, pid, _lane(event)[0], begin + event.start_s, event.end_s - event.start_s))
+            if _copies(event):
+                # A send copies first; a receive copies when the message has come.
+                begun_s = event.start_s if event.begun_s is None else event.begun_s
+                start_s = event.end_s - event.copied_s if event.action.op in (Op.RECV_F, Op.RECV_B) else begun_s
+                entries.append(_complete(event, pid, COPY[0], begin + start_s, event.copied_s))
     return {"displayTimeUnit": "ms", "traceEvents": entries}
-
-
-def _process_entries(
-    events: Sequence[Event], labels: Mapping[int, str], begins: Mapping[int, float], stride: int, offset: int, kind: str
-) -> list[dict[str, Any]]:
-    """A process for every rank, in the order of ``stride * rank + offset``."""
-
-    def numbered(rank: int) -> int:
-        return _NUMBERS * (1 + stride * rank + offset)
-
-    entries: list[dict[str, Any]] = []
-    lanes = {(event.rank, *_lane(event)) for event in events} | {(rank, *COPY) for rank in _copying(events)}
-    for rank in sorted({event.rank for event in events}):
-        words = [f"rank {rank}", *([kind] if kind else [])]
-        name = f"{', '.join(words)}{': ' + labels[rank] if labels.get(rank) else ''}"
-        entries.append(_metadata("process_name", numbered(rank), 0, name))
-        if stride > 1:
-            order = {"name": "process_sort_index", "args": {"sort_index": stride * rank + offset}}
-            entries.append({"ph": "M", "pid": numbered(rank), "tid": numbered(rank), **order})
-    entries += [_metadata("thread_name", numbered(rank), lane, name) for rank, lane, name in sorted(lanes)]
-    for event in events:
-        begin, pid = begins[event.step], numbered(event.rank)
-        entries.append(_complete(event, pid, _lane(event)[0], begin + event.start_s, event.end_s - event.start_s))
-        if isinstance(event, MeasuredEvent) and event.copied_s > 0:
-            # A send copies first; a receive copies when the message has come.
-            begun_s = event.start_s if event.begun_s is None else event.begun_s
-            start_s = event.end_s - event.copied_s if event.action.op in (Op.RECV_F, Op.RECV_B) else begun_s
-            entries.append(_complete(event, pid, COPY[0], begin + start_s, event.copied_s))
-    return entries
 
 
 def _complete(event: Event, pid: int, lane: int, start_s: float, lasts_s: float) -> dict[str, Any]:
@@ -114,8 +100,8 @@ def _complete(event: Event, pid: int, lane: int, start_s: float, lasts_s: float)
     }
 
 
-def _copying(events: Sequence[Event]) -> set[int]:
-    return {event.rank for event in events if isinstance(event, MeasuredEvent) and event.copied_s > 0}
+def _copies(event: Event) -> TypeGuard[MeasuredEvent]:
+    return isinstance(event, MeasuredEvent) and event.copied_s > 0
 
 
 def save_run_trace(run: PastRun, path: Path) -> Path | None:
@@ -124,7 +110,7 @@ def save_run_trace(run: PastRun, path: Path) -> Path | None:
     if run.plan is None or run.profile is None or simulation is None:
         return None
     measured = [event for records in steps_under(run.rank_steps, run.plan) for event in on_one_clock(records)]
-    labels = {device.rank: f"{device.name}, {device.host}" for device in run.profile.devices}
+    labels = {device.rank: place_text(run.profile, device.rank) for device in run.profile.devices}
     return _write(run_trace(measured, simulation.events, labels, run.emulated), path)
 
 
@@ -154,5 +140,5 @@ def _begins_s(events: Sequence[Event]) -> dict[int, float]:
     return begins
 
 
-def _metadata(kind: str, pid: int, lane: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": pid + lane, "args": {"name": name}}
+def _metadata(kind: str, pid: int, lane: int, values: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": pid + lane, "args": values}

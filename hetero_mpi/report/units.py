@@ -57,6 +57,11 @@ def percent(share: float) -> str:
     return f"{share * 100:.1f} %" if abs(share) < 0.0995 else f"{share * 100:.0f} %"
 
 
+def change(share: float) -> str:
+    """``0.0834`` -> ``+8.3 %``, ``-0.25`` -> ``-25 %``."""
+    return f"{'+' if share >= 0 else '-'}{percent(abs(share))}"
+
+
 def unit_of(sequence_length: int) -> str:
     """The unit of a throughput: tokens; or samples where a sequence has one token, as in models made of layers."""
     return "samples" if sequence_length == 1 else "tokens"

@@ -32,10 +32,10 @@ from hetero_mpi.report.run_files.measured import (
     rank_step_from_dict,
     rank_step_to_dict,
     read_rank_steps,
+    traffic,
 )
 from hetero_mpi.report.run_files.metrics import Metrics
 from hetero_mpi.report.trace import run_trace, save_run_trace
-from hetero_mpi.report.traffic import traffic
 from tests.support.mpi import run_mpi
 from tests.support.past_runs import JOB, cluster, make_run, measured, planned, several_stages
 from tests.support.planning_samples import make_model, make_plan_of, make_profile, with_split

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from hetero_mpi.report import units
 from hetero_mpi.report.progress import Now, Overview, ProgressDisplay, RankRow
+from hetero_mpi.report.run_files.logs import write_line
 from hetero_mpi.report.run_files.metrics import StepMetrics
-from hetero_mpi.report.run_files.terminal import write_line
 from hetero_mpi.report.screen import Screen
 
 

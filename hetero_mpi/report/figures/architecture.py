@@ -26,7 +26,8 @@ from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units
-from hetero_mpi.report.figures.style import Sheet, drawn, fitted, host_colours, width_of
+from hetero_mpi.report.alike import fullest_text, place_text
+from hetero_mpi.report.figures.style import Sheet, drawn, host_colours, width_of
 from hetero_mpi.report.tables import heads_text, idle_alike, layers_text
 
 WIDTH = 1320.0
@@ -59,12 +60,7 @@ class _StageBox:
 def architecture(
     report: PlanReport, profile: ClusterProfile, title: str, busy: Mapping[int, float] | None = None
 ) -> Figure:
-    """The figure of a plan.
-
-    Args:
-        title: what is trained.
-        busy: rank -> share of the predicted step in which it computes; drawn where given.
-    """
+    """The figure of a plan. ``title``: what is trained. ``busy``: rank -> share of the predicted step in which it computes."""
     plan, sheet = report.plan, Sheet()
     y = _heading(sheet, report, profile, title)
     colours = host_colours([device.host for device in profile.devices])
@@ -98,7 +94,7 @@ def _heading(sheet: Sheet, report: PlanReport, profile: ClusterProfile, title: s
     hosts = len({device.host for device in profile.devices})
     facts = f"{len(report.plan.ranks)} of {len(profile.devices)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
     facts += f", {report.plan.global_batch} sequences per step, {units.seconds(report.predicted_step_s)} predicted"
-    sheet.text(_MARGIN, 34, fitted(title, 17, WIDTH / 2, bold=True), 17, bold=True)
+    sheet.text(_MARGIN, 34, title, 17, bold=True, width=WIDTH / 2)
     sheet.text(_MARGIN, 54, facts, 12, "soft")
     if profile.emulated:
         sheet.text(_MARGIN, 72, "EMULATED: devices and links of a profile, imitated by other machines", 12, "warm")
@@ -186,11 +182,9 @@ class _Painter:
         for reason, ranks in idle_alike(self.report.idle).items():
             if x + _IDLE_WIDTH > WIDTH - _MARGIN:
                 x, y = _MARGIN, y + _IDLE_HEIGHT + 8
-            devices = (self.profile.devices[rank] for rank in ranks)
-            name = f"{units.ranks(ranks)}  {counted((f'{device.name}, {device.host}' for device in devices), '; ')}"
+            name = f"{units.ranks(ranks)}  {counted((place_text(self.profile, rank) for rank in ranks), '; ')}"
             self.sheet.box(x, y, _IDLE_WIDTH, _IDLE_HEIGHT, "paper", "faint", dashed=True, title=f"{name}: {reason}")
-            fits = fitted(name, 12, _IDLE_WIDTH - 20, bold=True)
-            self.sheet.text(x + 10, y + 18, fits, 12, "soft", bold=True)
+            self.sheet.text(x + 10, y + 18, name, 12, "soft", bold=True, width=_IDLE_WIDTH - 20)
             for line, text in enumerate(textwrap.wrap(reason, int((_IDLE_WIDTH - 20) / (0.56 * 10.5)))[:2]):
                 self.sheet.text(x + 10, y + 35 + 14 * line, text, 10.5, "soft")
             right = max(right, x + _IDLE_WIDTH)
@@ -199,9 +193,7 @@ class _Painter:
 
     def _host(self, host: str, x: float, y: float, width: float) -> None:
         self.sheet.box(x, y, width, _ROW, self.colours[host], "faint", radius=10)
-        self.sheet.text(
-            x + _PADDING, y + 18, fitted(host, 11.5, width - 2 * _PADDING, bold=True), 11.5, "soft", bold=True
-        )
+        self.sheet.text(x + _PADDING, y + 18, host, 11.5, "soft", bold=True, width=width - 2 * _PADDING)
 
     def _box(self, box: _StageBox, x: float, y: float) -> None:
         device, inside = self.profile.devices[box.rank], _BOX_WIDTH - 20
@@ -210,23 +202,16 @@ class _Painter:
         self.sheet.text(x + _BOX_WIDTH - 10, y + 19, f"stage {box.number}", 11, "soft", "right")
         kind = units.device_name(device.name, 24)
         kind = f"{heads_text(box.stage)}, {kind}" if box.stage.grouped else kind
-        self.sheet.text(x + 10, y + 36, fitted(kind, 11.5, inside), 11.5)
+        self.sheet.text(x + 10, y + 36, kind, 11.5, width=inside)
         layers = layers_text(box.stage.first, box.stage.last, self.report.plan.layers)
         again = " (recompute)" if box.stage.recompute else ""
-        self.sheet.text(
-            x + 10, y + 53, fitted(_short(layers) + again, 11.5, inside, bold=True), 11.5, "accent", bold=True
-        )
+        self.sheet.text(x + 10, y + 53, _short(layers) + again, 11.5, "accent", bold=True, width=inside)
         share = self.busy.get(box.rank)
         if share is not None:
             self._bar(x + 10, y + 70, "busy", share, units.percent(share), "good")
-        held = [one for one in self.report.memory if one.rank in box.stage.ranks]
-        memory = max(
-            held, key=lambda one: one.peak_bytes / max(one.usable_bytes, 1), default=None
-        )  # the fullest of a group
-        if memory is not None:
-            of = memory.peak_bytes / max(memory.usable_bytes, 1)
-            text = f"{units.size(memory.peak_bytes)} of {units.size(memory.usable_bytes)}"
-            self._bar(x + 10, y + 90, "memory", of, text, "violet")
+        if held := [one for one in self.report.memory if one.rank in box.stage.ranks]:
+            of = max(one.peak_bytes / max(one.usable_bytes, 1) for one in held)
+            self._bar(x + 10, y + 90, "memory", of, fullest_text(held), "violet")
 
     def _bar(self, x: float, y: float, name: str, share: float, text: str, colour: str) -> None:
         inside = _BOX_WIDTH - 20

@@ -94,11 +94,9 @@ def _apart(counts: Sequence[int]) -> list[int]:
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: str, line: str, label: str | None) -> None:
-    points = [
-        (t, s, v)
-        for t, s, v in zip(curve.tokens, curve.seconds, curve.spread or [0.0] * len(curve.tokens), strict=True)
-    ]
-    points = [point for point in points if point[1] > 0]  # a logarithmic axis has no zero
+    spreads = curve.spread or [0.0] * len(curve.tokens)
+    rows = zip(curve.tokens, curve.seconds, spreads, strict=True)
+    points = [row for row in rows if row[1] > 0]  # a logarithmic axis has no zero
     if not points:
         return
     tokens, seconds, spread = zip(*points, strict=True)
@@ -136,12 +134,5 @@ def _heat_map(
         return
     for (row, column), value in values.items():
         dark = not np.isnan(cells[row, column]) and float(norm(value)) > 0.6
-        axes.text(
-            column,
-            row,
-            text(value),
-            ha="center",
-            va="center",
-            fontsize=8 if count < 7 else 7,
-            color="white" if dark else INK,
-        )
+        look: Any = {"size": 8 if count < 7 else 7, "color": "white" if dark else INK}
+        axes.text(column, row, text(value), ha="center", va="center", **look)

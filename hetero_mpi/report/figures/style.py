@@ -25,7 +25,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as MplPath
 from matplotlib.textpath import text_to_path
 
-from hetero_mpi.errors import UserError
+from hetero_mpi.disk import unwritable_told
 
 COLOURS: dict[str, tuple[str, str]] = {
     "paper": ("#fdfdfc", "#16181c"),
@@ -173,14 +173,13 @@ class Sheet:
         self._axes.add_patch(self._above(patch))
 
     def text(
-        self, x: float, y: float, text: str, size: float = 12, colour: str = "ink", anchor: str = "left", bold: bool = False
+        self, x: float, y: float, text: str, size: float = 12, colour: str = "ink", anchor: str = "left", bold: bool = False,
+        width: float | None = None,
     ) -> None:  # fmt: skip
-        """Write a text. ``y``: of the base line. ``anchor``: ``left``, ``center`` or ``right``."""
-        weight = "bold" if bold else "normal"
-        artist = self._axes.text(
-            x, y, text, size=size, color=COLOURS[colour][0], ha=anchor, va="baseline", weight=weight
-        )
-        self._above(artist)
+        """Write a text, shortened to ``width``. ``y``: of the base line. ``anchor``: ``left``, ``center`` or ``right``."""
+        text = text if width is None else fitted(text, size, width, bold)
+        look: dict[str, Any] = {"size": size, "color": COLOURS[colour][0], "weight": "bold" if bold else "normal"}
+        self._above(self._axes.text(x, y, text, ha=anchor, va="baseline", **look))
 
     def arrow(self, *corners: tuple[float, float], colour: str = "accent") -> None:
         """Draw an arrow from the first corner to the last."""
@@ -202,9 +201,7 @@ class Sheet:
 def add_bars(
     axes: Axes, bars: Sequence[tuple[float, float, float, float]], titles: Sequence[str], role: str, edge: float = 0
 ) -> None:
-    """Draw bars (left, right, top, bottom) of one colour, separated by lines of ``edge`` pixels. ``titles``: texts under the
-    pointer.
-    """
+    """Draw bars (left, right, top, bottom) of one colour, with edges of so many pixels. ``titles``: texts under the pointer."""
     corners = [((left, top), (right, top), (right, bottom), (left, bottom)) for left, right, top, bottom in bars]
     # Two titles at least: matplotlib takes a collection with a single one for markers, which have none.
     look: dict[str, Any] = {"facecolors": COLOURS[role][0], "edgecolors": PAPER if edge else "none", "linewidths": edge}
@@ -245,20 +242,13 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
 
 
 def save(figure: Figure, path: Path, label: str) -> Path:
-    """Write a figure; the ending of the name gives the format.
-
-    :raises UserError: it cannot be written.
-    """
-    try:
+    """Write a figure; the ending of the name gives the format. Raises UserError: it cannot be written."""
+    with unwritable_told(path, "name another place with -o or --run-dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".svg":
             path.write_text(svg(figure, label), encoding="utf-8")
         else:
             _render(figure, path, None, label, _MARGIN)
-    except OSError as error:
-        raise UserError(
-            f"{path}: the picture cannot be written ({error.strerror}); name another place with -o or --run-dir"
-        ) from error
     return path
 
 

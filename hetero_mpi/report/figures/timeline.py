@@ -54,12 +54,7 @@ class Panel:
 
 @drawn
 def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int | None = None) -> Figure:
-    """The figure of all panels; ranks in the order of the first stage they compute.
-
-    Args:
-        labels: rank -> its device's name.
-        most_lanes: None: all ranks are drawn.
-    """
+    """The figure of all panels; ranks in the order of the first stage they compute. ``labels``: rank -> its device's name."""
     ranks = _in_order([event for one in panels for event in one.events])
     shown = ranks[:most_lanes]
     lane = _LANE if len(shown) < _MANY else _THIN_LANE

@@ -9,8 +9,7 @@ import jinja2
 from markupsafe import Markup
 
 import hetero_mpi
-from hetero_mpi.disk import write_whole
-from hetero_mpi.errors import UserError
+from hetero_mpi.disk import unwritable_told, write_whole
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.style import palette_css
@@ -39,14 +38,9 @@ def report_html(run: PastRun) -> str:
 
 
 def write_report(run: PastRun, path: Path) -> Path:
-    """Write the page atomically.
-
-    :raises UserError: the file cannot be written.
-    """
-    try:
+    """Write the page atomically. Raises UserError: the file cannot be written."""
+    with unwritable_told(path):
         write_whole(path, report_html(run))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); name another place with -o") from error
     return path
 
 
@@ -80,7 +74,7 @@ def _about(run: PastRun) -> str:
     if run.plan is not None and run.profile is not None:
         facts.append(f"{len(run.plan.ranks)} of {len(run.profile.devices)} ranks")
     done = run.metrics.steps[-1].step if run.metrics.steps else 0
-    wanted = run.steps_wanted
+    wanted = run.setting("train", "steps")
     facts.append(f"{done:,} of {wanted:,} steps" if wanted else f"{done:,} steps")
     said = ", ".join(facts)
     if run.emulated:

@@ -1,6 +1,4 @@
-"""The sections of the run report, each made from a ``PastRun``; empty where the run has nothing for it. ``report.html`` lays them
-out.
-"""
+"""The sections of the run report, made from a ``PastRun``; empty where it has nothing for them. ``report.html`` lays them out."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
@@ -18,7 +17,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
-from hetero_mpi.report.alike import least_most
+from hetero_mpi.report.alike import least_most, place_text
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import RankUsage, Series, StepMark, line_chart
 from hetero_mpi.report.figures.charts import usage as usage_bars
@@ -26,9 +25,8 @@ from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.page.job import job_rows
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.run_files.measured import last_usage
+from hetero_mpi.report.run_files.measured import last_usage, sums, traffic
 from hetero_mpi.report.tables import bound_text, headline, holders_text, idle_lines, layers_text, schedule_text
-from hetero_mpi.report.traffic import sums, traffic
 
 USAGE_NOTE = (
     "Shares of the time since training began, or since the plan last changed. "
@@ -124,9 +122,8 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
     if seconds is not None:
         remark = kind
         if run.report is not None:
-            more = seconds / run.report.predicted_step_s - 1
-            sign = "+" if more >= 0 else "-"
-            remark = f"{units.seconds(run.report.predicted_step_s)} predicted ({sign}{units.percent(abs(more))})"
+            predicted_s = run.report.predicted_step_s
+            remark = f"{units.seconds(predicted_s)} predicted ({units.change(seconds / predicted_s - 1)})"
         found.append(("time per step", units.seconds(seconds), remark))
     if steps:
         total_s = sum(step.step_s for step in steps)
@@ -172,17 +169,19 @@ def learning(run: PastRun) -> Section:
         loss.append(Series("held out", held_out, "warm", dots=True))
     rate = [Series("learning rate", tuple((s.step, s.lr) for s in steps), "good")]
     norm = [Series("gradient norm", tuple((s.step, s.grad_norm) for s in steps), "violet")]
+    what = "loss, nats per token" if run.setting("train", "preference") in (None, "none") else "loss per pair"
     charts = [
-        _picture(
-            line_chart(label, series, from_zero=series is not loss, marks=happened if series is loss else ()), label
-        )
-        for label, series in (
-            ("loss, nats per token" if run.setting("train", "preference") in (None, "none") else "loss per pair", loss),
-            ("learning rate", rate),
-            ("norm of the gradients, before clipping", norm),
-        )
+        *_chart(what, loss, from_zero=False, marks=happened),
+        *_chart("learning rate", rate),
+        *_chart("norm of the gradients, before clipping", norm),
     ]
-    return Section("Learning", MARKS_NOTE if happened else "", charts=[chart for chart in charts if chart])
+    return Section("Learning", MARKS_NOTE if happened else "", charts=charts)
+
+
+def _chart(label: str, series: Sequence[Series], **form: Any) -> list[Markup]:
+    """A chart, as ``line_chart`` draws it; none without points."""
+    drawn = _picture(line_chart(label, series, **{"from_zero": True, **form}), label)
+    return [drawn] if drawn else []
 
 
 def speed(run: PastRun) -> Section:
@@ -194,10 +193,10 @@ def speed(run: PastRun) -> Section:
     if expected:
         step_s.append(Series("predicted", expected, "warm", dashed=True))
     charts = [
-        _picture(line_chart("tokens per second", rate, from_zero=True, marks=happened), "tokens per second"),
-        _picture(line_chart("time per step", step_s, units.seconds, from_zero=True, marks=happened), "time per step"),
+        *_chart("tokens per second", rate, marks=happened),
+        *_chart("time per step", step_s, y_text=units.seconds, marks=happened),
     ]
-    return Section("Speed", MARKS_NOTE if happened else "", times=True, charts=[chart for chart in charts if chart])
+    return Section("Speed", MARKS_NOTE if happened else "", times=True, charts=charts)
 
 
 def usage(run: PastRun, predicted: SimulatedStep | None) -> Section:
@@ -207,7 +206,7 @@ def usage(run: PastRun, predicted: SimulatedStep | None) -> Section:
     ranks = [
         RankUsage(
             f"rank {rank}",
-            _place(run.profile, rank),
+            place_text(run.profile, rank),
             tuple(
                 (name, getattr(measured[rank], field) / measured[rank].seconds, colour) for field, name, colour in SPENT
             )
@@ -240,7 +239,7 @@ def memory(run: PastRun) -> Section:
         rows.append(
             (
                 str(known.rank),
-                _place(run.profile, known.rank),
+                place_text(run.profile, known.rank),
                 units.size(known.peak_bytes),
                 units.size(peak) if peak else "",
                 units.size(known.usable_bytes),
@@ -344,7 +343,7 @@ def _stages(plan: Plan, profile: ClusterProfile | None) -> Table | None:
                 str(index) if several else "",
                 str(number),
                 holders_text(stage),
-                ", ".join(dict.fromkeys(_place(profile, rank) for rank in stage.ranks)),
+                ", ".join(dict.fromkeys(place_text(profile, rank) for rank in stage.ranks)),
                 layers_text(stage.first, stage.last, plan.layers),
                 f"{pipeline.micro_batches} x {pipeline.micro_batch}",
                 str(stage.warm_up),
@@ -378,13 +377,6 @@ def happenings(run: PastRun) -> Section:
 
 def _picture(figure: Figure | None, label: str) -> Markup | None:
     return Markup(svg(figure, label, page=True)) if figure is not None else None
-
-
-def _place(profile: ClusterProfile | None, rank: int) -> str:
-    if profile is None or not 0 <= rank < len(profile.devices):
-        return ""
-    device = profile.devices[rank]
-    return f"{device.name}, {device.host}"
 
 
 def _moment(unix_s: float) -> str:

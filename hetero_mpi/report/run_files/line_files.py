@@ -1,6 +1,4 @@
-"""Files that grow line by line during a run. On a full disk training goes on, and the lines are written when there is room
-again.
-"""
+"""Files that grow line by line during a run. On a full disk training goes on, and lines are written when there is room again."""
 
 from __future__ import annotations
 
@@ -55,10 +53,7 @@ class LineFile:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Append all of ``data``, or nothing.
-
-    :raises OSError: nothing was appended.
-    """
+    """Append all of ``data``, or nothing. Raises OSError: nothing was appended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)

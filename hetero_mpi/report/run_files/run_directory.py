@@ -28,16 +28,7 @@ def claim(run_dir: str | Path) -> Iterator[Path]:
     :raises UserError: another run holds it (names host, process and start), or the directory cannot be created or written.
     """
     directory = Path(run_dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        refuse_links(directory)
-        file = (directory / LOCK_NAME).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"the run directory must be a directory this user can write to; {directory} is not: {error.strerror}. "
-            "Choose another with output.run_dir or --run-dir."
-        ) from None
-    with file:
+    with opened_in(directory, LOCK_NAME) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -45,18 +36,37 @@ def claim(run_dir: str | Path) -> Iterator[Path]:
                 f"a run directory serves one run at a time; {directory} is in use by {_holder(file)}. "
                 "Wait for that run, end it, or choose another directory with --run-dir."
             ) from None
-        _write_holder(file)
+        file.truncate(0)
+        started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}) + "\n"
+        with contextlib.suppress(OSError):  # on a full disk the lock holds all the same
+            os.write(file.fileno(), holder.encode())
         try:
             yield directory
         finally:
             file.truncate(0)
 
 
+def opened_in(run_dir: Path, name: str) -> TextIO:
+    """A file of the run directory, which is made if it is not there; opened to be read and appended to.
+
+    :raises UserError: the directory cannot be created or written, or has a link that leads out of it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        refuse_links(run_dir)
+        return (run_dir / name).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"the run directory must be a directory this user can write to; {run_dir} is not: {error.strerror}. "
+            "Choose another with output.run_dir or --run-dir."
+        ) from None
+
+
 def refuse_links(run_dir: str | Path) -> None:
     """Refuse a run directory with a link through which a run would write elsewhere. Local: each host has its own directory.
 
-    Raises:
-        UserError: with the first such link.
+    Raises UserError: with the first such link.
     """
     home = Path(run_dir).resolve()
     for name in _WRITTEN:
@@ -67,14 +77,6 @@ def refuse_links(run_dir: str | Path) -> None:
                     f"a run writes into its own directory only; {path} is a link that leads out of it, to {path.resolve()}. "
                     "Remove the link, or have the whole run directory there with --run-dir."
                 )
-
-
-def _write_holder(file: TextIO) -> None:
-    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    file.truncate(0)
-    holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}) + "\n"
-    with contextlib.suppress(OSError):  # on a full disk the lock holds all the same
-        os.write(file.fileno(), holder.encode())
 
 
 def _holder(file: TextIO) -> str:

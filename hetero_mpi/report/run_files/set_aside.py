@@ -26,12 +26,6 @@ _MOVED = (
 )  # fmt: skip
 
 
-def holds_run(run_dir: Path) -> bool:
-    """Does the directory hold the metrics or checkpoints of a run that has taken a step?"""
-    metrics = run_dir / "metrics.jsonl"
-    return (metrics.exists() and metrics.stat().st_size > 0) or any((run_dir / "checkpoints").glob("step-*.h5"))
-
-
 @dataclass(frozen=True)
 class EarlierRun:
     """A run in a directory in which another run is to begin.
@@ -47,14 +41,12 @@ class EarlierRun:
     def found(cls, run_dir: Path, read: Iterable[Path]) -> EarlierRun | None:
         """The earlier run, if there is one.
 
-        Args:
-            read: the paths that the new run reads.
-
-        Raises:
-            UserError: the new run reads files of the earlier one.
+        ``read``: the paths that the new run reads. Raises UserError: the new run reads files of the earlier one.
         """
-        if not holds_run(run_dir):
-            return None
+        metrics = run_dir / "metrics.jsonl"
+        has_metrics = metrics.exists() and metrics.stat().st_size > 0
+        if not has_metrics and not any((run_dir / "checkpoints").glob("step-*.h5")):
+            return None  # no run that has taken a step
         used = next(
             (path for path in read for name in _MOVED if path.resolve().is_relative_to((run_dir / name).resolve())),
             None,
@@ -69,11 +61,7 @@ class EarlierRun:
     def set_aside(self, own: Callable[[Mapping[str, Any]], bool]) -> Path:
         """Move the earlier run's files; returns where they are now.
 
-        Args:
-            own: does an event belong to the new run?
-
-        Raises:
-            UserError: its files cannot be moved.
+        ``own``: does an event belong to the new run? Raises UserError: its files cannot be moved.
         """
         run_dir = self.run_dir
         moved, number = [name for name in _MOVED if (run_dir / name).exists()], 1

@@ -6,13 +6,14 @@ fails later, is left out from then on, and it is said.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import netrc
 import os
 import socket
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,7 +45,8 @@ class Trackers:
     def __init__(self, names: Sequence[str], run_dir: Path, job: Mapping[str, Any]) -> None:
         self._open: dict[str, Tracker] = {}
         for name in names:
-            self._unharmed(name, lambda name=name: self._open.update({name: OPENED[name](run_dir, job)}))  # type: ignore[misc]
+            with self._unharmed(name):
+                self._open[name] = OPENED[name](run_dir, job)
 
     def step(self, line: StepMetrics) -> None:
         """Write one step."""
@@ -68,23 +70,24 @@ class Trackers:
 
     def close(self) -> None:
         for name, tracker in list(self._open.items()):
-            self._unharmed(name, tracker.close)
+            with self._unharmed(name):
+                tracker.close()
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         for name, tracker in list(self._open.items()):
-            self._unharmed(name, lambda tracker=tracker: tracker.write(step, values))  # type: ignore[misc]
+            with self._unharmed(name):
+                tracker.write(step, values)
 
-    def _unharmed(self, name: str, action: Callable[[], object]) -> None:
-        """Do something with a tracker; leave it out from then on where that fails, whatever it raises."""
+    @contextlib.contextmanager
+    def _unharmed(self, name: str) -> Iterator[None]:
+        """A block that does something with a tracker, which is left out from then on where that fails, whatever it raises."""
         try:
-            action()
-        except ImportError:
-            say(
-                f"{name} gets no metrics, since its package is missing: pip install {name}, or leave it out of [report] trackers"
-            )
-            self._open.pop(name, None)
+            yield
         except Exception as error:
-            say(f"{name} gets no metrics from now on ({type(error).__name__}: {error}); the run goes on")
+            told = f" from now on ({type(error).__name__}: {error}); the run goes on"
+            if isinstance(error, ImportError):
+                told = f", since its package is missing: pip install {name}, or leave it out of [report] trackers"
+            say(f"{name} gets no metrics{told}")
             self._open.pop(name, None)
 
 
@@ -117,32 +120,35 @@ class TensorBoard:
         self._file.add(record.getvalue())
 
 
-class WeightsAndBiases:
-    """A run of wandb, in its own directory. Offline where ``WANDB_MODE`` says so, or no key is known: it must not ask for one."""
+class TrackedRun:
+    """A run of wandb, or of Trackio, which has the same functions."""
 
-    def __init__(self, run_dir: Path, job: Mapping[str, Any]) -> None:
-        import wandb
-
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
-        self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run_dir.name,
-            group=run_dir.name,  # a resumed run is another one of the group
-            dir=str(run_dir),
-            config=dict(job),
-            mode=mode,
-            settings=wandb.Settings(silent=True, init_timeout=30),
-        )
-        if mode == "offline":
-            say(f"wandb: offline; to send it later: wandb sync {Path(self._run.dir).parent}")
-        else:
-            say(f"wandb: {self._run.url}")
+    def __init__(self, run: Any) -> None:
+        self._run = run
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _told(variable: str, run_dir: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """What both services are told of a run. A resumed run is another one of its group."""
+    project = os.environ.get(variable, PROJECT)
+    return {"project": project, "name": run_dir.name, "group": run_dir.name, "config": dict(job)}
+
+
+def weights_and_biases(run_dir: Path, job: Mapping[str, Any]) -> TrackedRun:
+    """In the run's own directory. Offline where ``WANDB_MODE`` says so, or no key is known: it must not ask for one."""
+    import wandb
+
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+    settings = wandb.Settings(silent=True, init_timeout=30)
+    run: Any = wandb.init(dir=str(run_dir), mode=mode, settings=settings, **_told("WANDB_PROJECT", run_dir, job))
+    where = f"offline; to send it later: wandb sync {Path(run.dir).parent}" if mode == "offline" else run.url
+    say(f"wandb: {where}")
+    return TrackedRun(run)
 
 
 def _has_key() -> bool:
@@ -154,26 +160,15 @@ def _has_key() -> bool:
         return False
 
 
-class Trackio:
-    """A run of Trackio, which it keeps on this machine (``TRACKIO_DIR``); ``trackio show`` shows it."""
+def trackio(run_dir: Path, job: Mapping[str, Any]) -> TrackedRun:
+    """Kept on this machine (``TRACKIO_DIR``); ``trackio show`` shows it."""
+    import trackio
 
-    def __init__(self, run_dir: Path, job: Mapping[str, Any]) -> None:
-        import trackio
-
-        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        self._run: Any = trackio.init(
-            project=project, name=run_dir.name, group=run_dir.name, config=dict(job), embed=False
-        )
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return TrackedRun(trackio.init(embed=False, **_told("TRACKIO_PROJECT", run_dir, job)))
 
 
 OPENED: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
     "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
+    "wandb": weights_and_biases,
+    "trackio": trackio,
 }
