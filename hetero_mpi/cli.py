@@ -170,7 +170,7 @@ def _launch(**options: Any) -> int:
 
 
 def _doctor(mpirun_args: str, **options: Any) -> int:
-    from hetero_mpi.launch.doctor.doctor_report import DoctorOptions
+    from hetero_mpi.launch.doctor.checks import DoctorOptions
     from hetero_mpi.launch.doctor.examine import doctor
 
     return doctor(DoctorOptions(mpirun_args=tuple(shlex.split(mpirun_args)), **options))
@@ -183,15 +183,13 @@ def _mesh_init(hosts: Path, output: Path) -> int:
 
 
 def _export(source: Path, target: Path, merge: bool, best: bool, gguf: str | None, push: str | None) -> int:
-    from hetero_mpi.commands import publish
-
     with _eager_imports():
-        from hetero_mpi.commands.export import export
+        from hetero_mpi.commands import export
 
-    _show(export(source, target, merge, best))
+    _show(export.export(source, target, merge, best))
     if gguf is not None:
-        _show(publish.write_gguf(target, gguf))
-    return _show(publish.push(target, push)) if push is not None else 0
+        _show(export.write_gguf(target, gguf))
+    return _show(export.push(target, push)) if push is not None else 0
 
 
 # Anywhere, without torch and MPI.
@@ -249,8 +247,7 @@ def _init(name: str | None, directory: Path) -> int:
 
 
 def _reference(markdown: bool, commands: bool) -> int:
-    from hetero_mpi.commands.reference import reference_text
-    from hetero_mpi.commands.reference_pages import commands_page, job_page
+    from hetero_mpi.commands.reference import commands_page, job_page, reference_text
 
     text = commands_page(parser()) if commands else job_page() if markdown else reference_text()
     return _show(text, end="")
@@ -260,8 +257,6 @@ def _reference(markdown: bool, commands: bool) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    from hetero_mpi.launch.options import add_arguments
-
     about = "Train language models over whatever mixed machines you have, in one MPI job."
     top = _Parser(prog="hetero-mpi", description=about)
     top.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
@@ -278,7 +273,7 @@ def parser() -> argparse.ArgumentParser:
     text = "start ranks with the launcher that belongs to the loaded MPI library"
     launch = commands.add_parser("launch", help=text)
     launch.set_defaults(run=_launch)
-    add_arguments(launch)
+    add_launch_options(launch)
     _add_doctor(commands)
     _add_mesh(commands)
     _add_offline_commands(commands)
@@ -289,19 +284,15 @@ def parser() -> argparse.ArgumentParser:
     add("target", type=Path, metavar="OUT", help="directory to write")
     add("--merge", action="store_true", help="add the adapter to its base weights: a whole model")
     add("--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss, not the newest")
-    types = ("auto", "f32", "f16", "bf16", "q8_0")
-    add(
-        "--gguf",
-        nargs="?",
-        const="auto",
-        choices=types,
-        help="write a GGUF file and a Modelfile, too, by llama.cpp's converter",
+    types, gguf = (
+        ("auto", "f32", "f16", "bf16", "q8_0"),
+        "write a GGUF file and a Modelfile, too, by llama.cpp's converter",
     )
+    add("--gguf", nargs="?", const="auto", choices=types, help=gguf)
     add("--push", metavar="ORG/NAME", help="upload OUT to the Hugging Face hub, too, as a private model")
 
-    reference = commands.add_parser(
-        "reference", help="print a job file that documents every key, or the pages of reference"
-    )
+    text = "print a job file that documents every key, or the pages of reference"
+    reference = commands.add_parser("reference", help=text)
     reference.set_defaults(run=_reference)
     form = reference.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="the same as Markdown, which is docs/job.md")
@@ -372,6 +363,45 @@ def _add_serve(commands: Commands) -> None:
     add("--context", type=int, metavar="N", help=most)
     side = "so many answers are written side by side at most (default %(default)s)"
     add("--parallel", type=int, default=8, metavar="N", help=side)
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``launch``. Every rank parses them too, so nothing of the launcher is imported here."""
+    add = parser.add_argument
+    add("-np", "-n", dest="ranks", type=int, metavar="N", help="ranks (--hosts: all slots; SLURM: all tasks)")
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--hostfile", metavar="FILE", help="machines, one per line: `name slots=2` or `name:2`")
+    unlike = "unlike machines (TOML): each with its own Python, device, directory"
+    hosts.add_argument("--hosts", metavar="FILE", help=unlike)
+    add("--print", dest="print_only", action="store_true", help="print the command line, run nothing")
+    add("--verbose", action="store_true", help="show the command line, and the reasons for its options")
+    further = 'further options for the launcher, e.g. --mpirun-args="--tag-output"'
+    add("--mpirun-args", default="", metavar="TEXT", help=further)
+    python = (
+        "in a heterogeneous SLURM job: the Python of its first, second, ... component; may be repeated (docs/slurm.md)"
+    )
+    add("--slurm-python", action="append", default=[], metavar="PYTHON", help=python)
+    recover = "when a rank dies, the others go on in the same processes (Open MPI 5; docs/recovery.md)"
+    add("--recover", action="store_true", help=recover)
+    _add_elastic(parser)
+    add("program", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what to run, e.g. `-- train job.toml`")
+
+
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
+
+    usual = ElasticOptions(ranks=1, hostfile=None)
+    group = parser.add_argument_group("surviving lost machines (docs/recovery.md)")
+    stay = "stay beside the job: when a machine or a rank dies, start again on the machines that are left"
+    group.add_argument("--elastic", action="store_true", help=stay)
+    for field, option, metavar, text in (
+        ("max_restarts", "--max-restarts", "N", "start again so often"),
+        ("min_ranks", "--min-ranks", "N", "do not go on with fewer ranks"),
+        ("heartbeat_timeout_s", "--heartbeat-timeout", "SECONDS", "a machine not heard of for so long is dead"),
+        ("probe_timeout_s", "--probe-timeout", "SECONDS", "wait so long for machines to answer before a start"),
+    ):
+        default, told = getattr(usual, field), f"{text} (default %(default)g)"
+        group.add_argument(option, dest=field, type=type(default), default=default, metavar=metavar, help=told)
 
 
 def _add_doctor(commands: Commands) -> None:

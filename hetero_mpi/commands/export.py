@@ -1,10 +1,16 @@
-"""The command ``export``: a checkpoint, or the newest one of a run, becomes a Hugging Face or PEFT directory. One process, no MPI.
+"""The command ``export``: a checkpoint, or the newest one of a run, becomes a Hugging Face or PEFT directory; from that a GGUF file
+with an Ollama Modelfile, an upload to the hub. One process, no MPI.
 
 Tensors pass one layer at a time, so a model larger than memory can be exported.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +28,7 @@ from hetero_mpi.job.load import JobConfig, job_from_dict
 from hetero_mpi.model.adapter import MAGNITUDE, expert_delta, merged, scale_of
 from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
-from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.files.model_files import ModelFiles, read_json
 from hetero_mpi.model.stage import PassThrough
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
@@ -31,6 +37,7 @@ from hetero_mpi.model.tuning import Tuning, tuning_of
 from hetero_mpi.state.checkpointing import check_tensors
 
 _RESULTS = ("model", "adapter")
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -181,3 +188,68 @@ def _copy_tokenizer(source: ExportSource, target: Path) -> None:
         if directory is not None and (directory / "tokenizer.json").is_file():
             save_tokenizer(load_tokenizer(directory), target)
             return
+
+
+def write_gguf(directory: Path, kind: str) -> str:
+    """Write ``directory``/NAME.gguf by llama.cpp's own converter, and a ``Modelfile`` beside it; returns a sentence about them.
+
+    The converter is looked for on the PATH, in ``$LLAMA_CPP`` and in ``~/llama.cpp``. ``kind``: the converter's type.
+
+    :raises UserError: it is not there (with the two commands that make the file), or it fails.
+    """
+    target = directory / f"{directory.resolve().name}.gguf"
+    is_adapter = (directory / _ADAPTER).exists()
+    script = "convert_lora_to_gguf.py" if is_adapter else "convert_hf_to_gguf.py"
+    arguments = [str(directory), "--outfile", str(target), "--outtype", kind]
+    base = str(read_json(directory / _ADAPTER, "")["base_model_name_or_path"]) if is_adapter else None
+    if base is not None:
+        arguments += ["--base" if Path(base).is_dir() else "--base-model-id", base]
+    folders = [folder for folder in (os.environ.get("LLAMA_CPP"), Path.home() / "llama.cpp") if folder]
+    places = [Path(shutil.which(script) or ""), *(Path(folder) / script for folder in folders)]
+    converter = next((place for place in places if place.is_file()), None)
+    if converter is None:
+        command = shlex.join(["python", f"llama.cpp/{script}", *arguments])
+        raise UserError(
+            f"{directory} is written, but no GGUF file: llama.cpp's {script} is neither on the PATH nor in $LLAMA_CPP nor in "
+            f"~/llama.cpp. These two commands make it:\n  git clone https://github.com/ggml-org/llama.cpp\n  {command}"
+        )
+    done = subprocess.run(
+        [sys.executable, str(converter), *arguments], capture_output=True, text=True, errors="replace"
+    )
+    if done.returncode != 0 or not target.is_file():
+        last = "\n".join(done.stderr.splitlines()[-8:])
+        raise UserError(
+            f"{directory} is written, but no GGUF file: {converter} ended with {done.returncode}:\n{last}\n"
+            f"Mend what it names (its own packages are in the requirements of llama.cpp), and run it again: "
+            f"{shlex.join([sys.executable, str(converter), *arguments])}"
+        )
+    lines = [f"FROM ./{target.name}"] if base is None else [f"FROM {base}", f"ADAPTER ./{target.name}"]
+    (directory / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    name = shlex.quote(directory.resolve().name)
+    return f"{target}, by {converter}; for Ollama: ollama create {name} -f {shlex.quote(str(directory / 'Modelfile'))}"
+
+
+def push(directory: Path, name: str) -> str:
+    """Upload a directory to the Hugging Face hub as the model ``name`` ("org/name"), which is made, private, if it is not there.
+
+    :raises UserError: no network, no right to write, or no such name.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    rule = None
+    if constants.HF_HUB_OFFLINE:
+        rule = "HF_HUB_OFFLINE is set"
+    else:
+        try:
+            api = huggingface_hub.HfApi()
+            api.create_repo(name, private=True, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=directory)
+        except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
+            rule = (str(error) or type(error).__name__).strip().splitlines()[0]
+    if rule is not None:
+        raise UserError(
+            f"{directory} is written, but not pushed to {constants.ENDPOINT}/{name}: {rule}. With a network, and a token that may "
+            f"write (`hf auth login`, or HF_TOKEN): hf upload {shlex.quote(name)} {shlex.quote(str(directory))}"
+        )
+    return f"{constants.ENDPOINT}/{name}"

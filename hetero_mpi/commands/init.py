@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from hetero_mpi.disk import unwritable_told
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.shipped import shipped_folder
@@ -32,8 +33,7 @@ def init(name: str, directory: Path) -> list[str]:
     """Copy the files of a job into ``directory``/jobs, where their paths lead to each other and to ``directory``/runs. A file
     that is there already stays as it is. Returns the lines to print.
 
-    Raises:
-        UserError: no job has this name, one of it is there already, or the directory cannot be written.
+    Raises UserError: no job has this name, one of it is there already, or the directory cannot be written.
     """
     own, others = _files(name)
     taken = [directory / "jobs" / path for path in own if (directory / "jobs" / path).exists()]
@@ -45,19 +45,11 @@ def init(name: str, directory: Path) -> list[str]:
     lines = []
     for path in [*own, *others]:
         target = directory / "jobs" / path
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.exists():
-                lines.append(f"  {target} (was there, left as it is)")
-                continue
-            content = (shipped_folder("jobs") / path).read_bytes()
-            with target.open("xb") as file:
-                file.write(content)
-        except OSError as error:
-            raise UserError(
-                f"{target}: cannot be written ({error.strerror}); name another directory: init {name} DIR"
-            ) from error
-        lines.append(f"  {target}")
+        with unwritable_told(target, f"name another directory: init {name} DIR"):
+            if not (there := target.exists()):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(shipped_folder("jobs") / path, target)
+        lines.append(f"  {target}{' (was there, left as it is)' if there else ''}")
     place = [] if directory == Path() else [f"  cd {shlex.quote(str(directory))}"]
     return [_purpose(name), "Copied:", *lines, "Then:", *place, *(f"  {line}" for line in _next(name, others))]
 

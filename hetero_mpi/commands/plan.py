@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi import toml
+from hetero_mpi.disk import unwritable_told
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_directory
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, with_memory
@@ -30,13 +31,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
 from hetero_mpi.report import units
-from hetero_mpi.report.inspection import (
-    costed_plan_lines,
-    idling_lines,
-    inspection_lines,
-    network_lines,
-    what_if_lines,
-)
+from hetero_mpi.report.inspection import costed_plan_lines, idling_lines, inspection_lines, network_lines, what_if_lines
 from hetero_mpi.report.lines import wrapped
 from hetero_mpi.report.tables import doubt_remarks, plan_lines
 from hetero_mpi.shipped import profile_file
@@ -64,11 +59,7 @@ def inspect(path: Path, picture: Path | None, every: bool = False) -> list[str]:
     """Show a profile (also a shipped one, by its name), a plan or a checkpoint, told apart by content; of a profile also draws a
     picture.
 
-    Args:
-        every: of a cluster of many ranks, a row for each of them.
-
-    Raises:
-        UserError: it is none of them, or damaged.
+    ``every``: of a cluster of many ranks, a row for each of them. Raises UserError: it is none of them, or damaged.
     """
     place = profile_file(path)
     try:
@@ -119,7 +110,8 @@ def plan(
     answers = list(what_ifs(own, question.profile, question.request, lost.free_links_s)) if explain else []
     otherwise = differences(chosen.plan, question.request) if given is not None else []
     if output is not None:
-        _written(output, lambda: save_plan(chosen, output))
+        with unwritable_told(output):
+            save_plan(chosen, output)
     if as_json:
         tokens = chosen.plan.global_batch * chosen.plan.sequence_length
         figures: dict[str, Any] = {
@@ -171,14 +163,10 @@ def simulation(
     labels = {device.rank: device.name for device in question.profile.devices}
     used, ranks = len(result.busy_s), len(question.profile.devices)
     title = f"predicted step: {units.seconds(result.step_s)}, {used} of {ranks} ranks, {question.loaded.name}"
-    written: list[Path] = []
-
-    def write() -> None:
-        figure = timeline([Panel(title, result.events)], labels)
-        written.extend(save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg"))
+    figure = timeline([Panel(title, result.events)], labels)
+    with unwritable_told(folder):
+        written = [save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg")]
         written.append(save_trace(result.events, folder / "trace.json", labels))
-
-    _written(folder, write)
     tokens = chosen.plan.global_batch * chosen.plan.sequence_length
     return [
         *plan_lines(chosen, question.profile),
@@ -194,8 +182,7 @@ def simulation(
 def ask(job: Path | None, overrides: tuple[str, ...], profile_path: Path) -> PlanQuestion:
     """Read a profile, and a job that it fits; None: the profile's own model is what is trained.
 
-    Raises:
-        UserError: one of them is damaged, or the profile was made for another model, dtype or sequence length.
+    Raises UserError: one of them is damaged, or the profile was made for another model, dtype or sequence length.
     """
     if job is not None:
         loaded, profile = load_job(job, overrides), load_profile(profile_path)
@@ -333,10 +320,3 @@ def _frozen(profile: ClusterProfile) -> bool:
     """Does the profile's model train an adapter over frozen weights?"""
     inside = profile.model.layers[1:-1]
     return sum(layer.trainable_parameters for layer in inside) < sum(layer.parameters for layer in inside) / 2
-
-
-def _written(place: Path, write: Any) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise UserError(f"{place}: cannot be written ({error.strerror}); name another place with -o") from error

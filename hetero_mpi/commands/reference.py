@@ -1,11 +1,14 @@
-"""``jobs/reference.toml``, made from the fields of ``job/schema.py``: every key with its meaning, its rule and its default.
+"""The command ``reference``: every key of a job file and every option of every command, from the code.
 
-Print it with ``python -m hetero_mpi reference``; ``reference_pages.py`` makes Markdown of the same.
+The fields of ``job/schema.py`` make ``jobs/reference.toml`` and ``docs/job.md`` (``--markdown``), the parser makes
+``docs/commands.md`` (``--commands``); ``tests/test_docs.py`` holds the files to what is printed.
 """
 
 from __future__ import annotations
 
+import argparse
 import textwrap
+from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
@@ -41,6 +44,68 @@ EXAMPLES: dict[tuple[str, str], str] = {
 }
 """(table, key) -> what a key without a default may look like, as TOML."""
 
+JOB_HEADER = """\
+# Job files: every key
+
+<!-- Written by `python -m hetero_mpi reference --markdown > docs/job.md`; the words are those of hetero_mpi/job/schema.py. -->
+
+A job file is TOML and says what you want: which model, which data, how to learn. It names what differs from the defaults.
+[jobs/quickstart.toml](../jobs/quickstart.toml) is a whole one, [jobs/reference.toml](../jobs/reference.toml) is this page as one.
+
+* Paths begin at the job file, but for `[output] run_dir`, which begins at the working directory; `~` is your home.
+* An optional key is empty when it is left out, or `""`.
+* Any key can be changed for one run: `--set train.steps=20 --set model.config.hidden_size=64`. The value is TOML; a bare
+  word is a text.
+* All mistakes of a file are shown at once, with the rule and the nearest valid name; so are keys that contradict each other.
+
+"""
+
+COMMANDS_HEADER = """\
+# Commands
+
+<!-- Written by `python -m hetero_mpi reference --commands > docs/commands.md`; the words are those of `--help`. -->
+
+`python -m hetero_mpi COMMAND` and `hetero-mpi COMMAND` are the same. Exit codes: [recovery.md](recovery.md#exit-codes).
+
+| where | commands |
+| --- | --- |
+| on all ranks, under `mpirun` or `launch` | `train`, `profile`, `mesh verify`; `generate`, `serve` and `doctor` also alone |
+| on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `serve`, `export` |
+| anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `compare`, `baseline`, `reference`, `init` |
+
+"""
+
+ENVIRONMENT = {
+    "HETERO_MPI_DEVICE": "device of this rank, `cuda` or `cuda:1`, say; goes before `[cluster] device`",
+    "HETERO_MPI_MPIEXEC": "path of the launcher that `launch` takes, instead of the one it finds",
+    "HETERO_MPI_SELF_TEST": "0: this rank's GPU is not tested at the start ([devices.md](devices.md#the-self-test))",
+    "HETERO_MPI_TOKEN": "what clients of `serve` must show ([serving.md](serving.md#who-may-ask))",
+    "XDG_CACHE_HOME": "where what devices were measured to do is kept, instead of `~/.cache`",
+}
+"""Environment variables that a person may set -> what they do. Those of MPI, torch and Hugging Face have their effects too."""
+
+_KEYS_IN = {
+    "share": "adapter.dropout data.held_out plan.memory_reserve sample.top_p",
+    "shares": "data.weights",
+    "entries": "tokenizer.train_vocab_size",
+    "records": "data.skip_bad",
+    "tokens": "data.sequence_length sample.max_new_tokens",
+    "bytes": "data.max_bytes output.shard_bytes profile.largest_message_bytes cluster.memory_bytes",
+    "steps": "train.steps train.warmup_steps train.evaluate_every checkpoint.every checkpoint.replicate_every",
+    "epochs": "train.epochs",
+    "evaluations": "train.patience",
+    "sequences": "train.global_batch train.micro_batch train.evaluate_sequences",
+    "stages": "plan.stages_per_rank",
+    "pipelines": "plan.pipelines",
+    "files": "checkpoint.keep checkpoint.keep_best",
+    "times": "profile.repeats",
+    "threads": "cluster.threads",
+    "s": "cluster.watchdog_s",
+    "s per s": "cluster.time_scale",
+}
+UNITS = {tuple(key.split(".")): unit for unit, keys in _KEYS_IN.items() for key in keys.split()}
+"""(table, key) -> what a number counts; keys that are not here are numbers without a unit, or no numbers."""
+
 
 def reference_text() -> str:
     """The text of ``jobs/reference.toml``: TOML, with every key of every table in the order of ``job/schema.py``."""
@@ -61,11 +126,106 @@ def _key(table: str, key: str, field: FieldInfo) -> str:
 
 
 def _comment(text: str) -> str:
-    plain = " ".join(text.replace("``", "`").split())
     return textwrap.fill(
-        plain, width=118, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False
+        _plain(text),
+        width=118,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
-if __name__ == "__main__":
-    print(reference_text(), end="")
+def job_page() -> str:
+    """The text of ``docs/job.md``: a Markdown table for every table of a job file, in the order of ``job/schema.py``."""
+    parts = [JOB_HEADER, "Tables: " + ", ".join(f"[`[{table}]`](#{table})" for table in TABLES) + ".\n"]
+    for table, model in TABLES.items():
+        parts.append(f"\n## `[{table}]`\n\n{_plain(model.__doc__ or '')}\n\n")
+        parts.append("| key | accepts | default | unit | meaning |\n| --- | --- | --- | --- | --- |\n")
+        parts.extend(_key_row(table, key, field) for key, field in model.model_fields.items())
+    return "".join(parts)
+
+
+def _key_row(table: str, key: str, field: FieldInfo) -> str:
+    default = None if field.is_required() else field.default
+    meaning = _plain(field.description or "")
+    if (table, key) in EXAMPLES:
+        meaning += f" Example: `{EXAMPLES[table, key]}`"
+    accepts = rule_of(field).replace('empty ("")', "empty")
+    usual = "required" if field.is_required() else "empty" if default is None else f"`{as_toml(default)}`"
+    return _row(f"`{key}`", accepts, usual, UNITS.get((table, key), ""), meaning)
+
+
+def commands_page(top: argparse.ArgumentParser) -> str:
+    """The text of ``docs/commands.md``: a Markdown section for every command of ``top``, actions of commands included."""
+    found = list(_commands(top, ""))
+    parts = [COMMANDS_HEADER]
+    for name, help_text, parser in found:
+        parts.append(f"## {name}\n\n{_sentence(help_text)}\n\n```\n{_usage(name, parser)}\n```\n\n")
+        rows = [_argument_row(action, parser) for action in _own_arguments(parser)]
+        if rows:
+            parts.append("| argument | |\n| --- | --- |\n" + "".join(rows) + "\n")
+    parts.append("## Environment variables\n\n| variable | |\n| --- | --- |\n")
+    parts.extend(_row(f"`{name}`", text) for name, text in ENVIRONMENT.items())
+    return "".join(parts)
+
+
+def _commands(parser: argparse.ArgumentParser, before: str) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    """(name, help, parser) of every command below ``parser`` that does something itself, in the order of ``--help``."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            help_of = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, inner in action.choices.items():
+                deeper = list(_commands(inner, f"{before}{name} "))
+                yield from deeper or [(before + name, help_of[name], inner)]
+
+
+def _own_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Positional arguments, then options; without ``--help``."""
+    shown = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    return sorted(shown, key=lambda action: bool(action.option_strings))
+
+
+def _usage(name: str, parser: argparse.ArgumentParser) -> str:
+    arguments = _own_arguments(parser)
+    needed = [f"{act.option_strings[0]} {_values(act)}" for act in arguments if act.option_strings and act.required]
+    optional = ["[OPTIONS]"] if any(action.option_strings and not action.required for action in arguments) else []
+    positional = [_values(action) for action in arguments if not action.option_strings]
+    return " ".join(["python -m hetero_mpi", name, *optional, *needed, *positional])
+
+
+def _argument_row(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+    text = (action.help or "") % {**vars(action), "prog": parser.prog}
+    if action.option_strings and action.required:
+        text = f"required{': ' if text else ''}{text}"
+    others = [
+        other.option_strings[-1]
+        for group in parser._mutually_exclusive_groups
+        if action in group._group_actions
+        for other in group._group_actions
+        if other is not action
+    ]
+    if others:
+        text += f"; not with {', '.join(f'`{other}`' for other in others)}"
+    spelled = f"{', '.join(action.option_strings)} {_values(action)}".strip()  # such as -o, --output DIR
+    return _row(f"`{spelled}`", text)
+
+
+def _values(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return ""
+    name = "|".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _plain(text: str) -> str:
+    """A docstring as one line of Markdown."""
+    return " ".join(text.replace("``", "`").split())
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")

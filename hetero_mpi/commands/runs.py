@@ -30,11 +30,7 @@ def report(run: Path, output: Path | None) -> list[str]:
 
 
 def compare(runs: list[Path]) -> list[str]:
-    """Runs side by side.
-
-    Raises:
-        UserError: fewer than two, or one is no run.
-    """
+    """Runs side by side. Raises UserError: fewer than two, or one is no run."""
     if len(runs) < 2:
         raise UserError(f"compare needs two runs or more (got {len(runs)}): compare RUN RUN")
     return comparison_lines([read_run(run) for run in runs])

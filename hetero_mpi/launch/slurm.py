@@ -117,12 +117,7 @@ def entries(found: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, .
 def heterogeneous_command(
     launcher: Launcher, hosts: Sequence[Host], ranks: int | None, program: Sequence[str], given: Sequence[str]
 ) -> CommandLine:
-    """The command line for ``python -m hetero_mpi PROGRAM`` over the components of a heterogeneous job.
-
-    Args:
-        hosts: as ``entries`` returns them.
-        ranks: None: as many as tasks.
-    """
+    """The command line for ``python -m hetero_mpi PROGRAM`` over a heterogeneous job's ``entries``. ``ranks`` None: all tasks."""
     from hetero_mpi.launch.hosts.hosts_toml import ranks_of
     from hetero_mpi.launch.launcher.hosts_command import hosts_command, prefix_of
     from hetero_mpi.launch.launcher.relay import write_relay

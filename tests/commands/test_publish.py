@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.commands.publish import write_gguf
+from hetero_mpi.commands.export import write_gguf
 from hetero_mpi.errors import UserError
 from tests.support.mpi import ROOT
 
@@ -140,7 +140,7 @@ def hub() -> Iterator[tuple[str, type[_Hub]]]:
 PUSH = """
 import sys
 from pathlib import Path
-from hetero_mpi.commands.publish import push
+from hetero_mpi.commands.export import push
 print(push(Path(sys.argv[1]), "org/mine"))
 """
 

@@ -302,7 +302,7 @@ REFERENCE = Path(__file__).parents[2] / "jobs" / "reference.toml"
 
 def test_the_reference_file_is_the_code() -> None:
     assert REFERENCE.read_text(encoding="utf-8") == reference_text(), (
-        "run: python -m hetero_mpi.commands.reference > jobs/reference.toml"
+        "run: python -m hetero_mpi reference > jobs/reference.toml"
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hetero_mpi.comm.ranks.versions import own_source
-from hetero_mpi.launch.doctor import checks, doctor_report, probe
+from hetero_mpi.launch.doctor import checks, probe
 from hetero_mpi.launch.doctor import examine as doctor
 from hetero_mpi.launch.doctor.device_checks import check_devices, check_shares
-from hetero_mpi.launch.doctor.link_checks import MANY, Link, check_links
+from hetero_mpi.launch.doctor.links import MANY, Link, check_links
 from hetero_mpi.launch.doctor.probe import HostFacts
 from hetero_mpi.launch.doctor.probe_client import Examined, Probe, Target
 from hetero_mpi.launch.doctor.rank_checks import _interfaces_of
@@ -78,7 +78,7 @@ def severities(check: Any, *places: Examined) -> list[str]:
 def test_two_good_hosts_pass_every_check() -> None:
     addresses = (("eth0", "10.77.0.2", "255.255.255.0"),)
     places = [place(local=True), place("mac", "10.77.0.2", host="mac", addresses=addresses)]
-    findings = [finding for check in doctor_report.CHECKS for finding in check(places)]
+    findings = [finding for check in checks.CHECKS for finding in check(places)]
     findings += [*check_links([Link("rtx", "mac", 1e-4, 1e8), Link("mac", "rtx", 1e-4, 1.1e8)], "TCP")]
     findings += checks.check_clocks({"rtx": 0.0, "mac": 0.01})
     assert {finding.severity for finding in findings} == {Severity.FINE}

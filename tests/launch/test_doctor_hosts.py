@@ -20,9 +20,9 @@ import pytest
 
 from hetero_mpi.launch.doctor import examine as doctor
 from hetero_mpi.launch.doctor import probe
+from hetero_mpi.launch.doctor.links import listen, measure
 from hetero_mpi.launch.doctor.probe import MARK, REQUIRED
 from hetero_mpi.launch.doctor.probe_client import Probe, ProbeError, Target
-from hetero_mpi.launch.doctor.tcp_probe import listen, measure
 from hetero_mpi.launch.hosts.authenticated import NotAuthentic
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
 from tests.support.rack import NETWORK, Rack

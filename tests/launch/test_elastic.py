@@ -18,7 +18,7 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.agent import launch_agent, remote_command
-from hetero_mpi.launch.supervisor.elastic_command import without_option
+from hetero_mpi.launch.supervisor.elastic import without_option
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.launch.supervisor.host_agent import RunDirectory
 from hetero_mpi.report.run_files.metrics import read_metrics
@@ -265,7 +265,7 @@ def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 def test_hosts_are_reached_as_the_launcher_reaches_them(
     family: str, given: str, variables: dict[str, str], agent: str
 ) -> None:
-    assert shlex.join(launch_agent(family, shlex.split(given), variables)) == agent
+    assert shlex.join(launch_agent(family, shlex.split(given), variables)[0]) == agent
 
 
 def test_commands_survive_the_way_through_a_login(tmp_path: Path) -> None:

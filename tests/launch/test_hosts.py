@@ -15,7 +15,7 @@ from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MpiLibrary
 from hetero_mpi.device.choice import DEVICE_VARIABLE, Cores, VisibleDevices, Wish, cores_of, device_of, wish
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.hosts.agent import without_agent
+from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.hosts_toml import Host, ranks_of, read_hosts
 from hetero_mpi.launch.hosts.interface import LocalAddress
@@ -27,7 +27,6 @@ from hetero_mpi.launch.launcher.launcher import Launcher
 from hetero_mpi.launch.launcher.relay import relay_script, write_relay
 from hetero_mpi.launch.supervisor import heartbeat_server
 from hetero_mpi.launch.supervisor.elastic import Supervisor
-from hetero_mpi.launch.supervisor.elastic_command import Commands
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.elastic import Cluster, Elastic, Running, hosts_of_starts
@@ -214,8 +213,8 @@ def test_the_agent_puts_each_hosts_prefix_into_the_command(tmp_path: Path, monke
 
 def test_options_of_the_launch_agent_are_taken_out() -> None:
     words = ["--mca", "pml", "ob1", "--prtemca", "plm_ssh_agent", "x", "-q"]
-    assert without_agent("Open MPI", words) == ["--mca", "pml", "ob1", "-q"]
-    assert without_agent("MPICH", ["-launcher", "ssh", "-launcher-exec", "x", "-q"]) == ["-q"]
+    assert launch_agent("Open MPI", words, {})[1] == ["--mca", "pml", "ob1", "-q"]
+    assert launch_agent("MPICH", ["-launcher", "ssh", "-launcher-exec", "x", "-q"], {})[1] == ["-q"]
 
 
 def test_ranks_that_see_the_same_cards_take_different_ones() -> None:
@@ -260,12 +259,11 @@ def test_a_supervisor_keeps_the_entries_of_the_hosts_that_answer(network: None, 
     program = ["train", "job.toml", "--run-dir", "runs/x"]
     supervisor = Supervisor(options, OPEN_MPI, program, tmp_path / "run", trains=True)
     box, other = supervisor.heartbeats.watched
-    commands = Commands(options, OPEN_MPI, tuple(program), tmp_path / "run", tmp_path, supervisor.entries)
-    line = str(commands.of_start("name.1", [other, box], 3, True, False))
+    line = str(supervisor.command("name.1", [other, box], 3, resume=False, scratch=tmp_path))
     assert line.index("/c/bin/python") < line.index("/a/bin/python") and "/b/bin/python" not in line
     assert f"{VARIABLE}=name.1" in line and f"-x {VARIABLE}" in line
     assert line.count(f"train job.toml --run-dir {tmp_path}/run") == 2 and "runs/x" not in line
-    line = str(commands.of_start("name.2", [box], 2, False, True))
+    line = str(supervisor.command("name.2", [box], 2, resume=True, scratch=tmp_path))
     assert "/a/bin/python" in line and "/b/bin/python" in line and "/c/bin/python" not in line
     assert line.count("--resume any") == 2
 

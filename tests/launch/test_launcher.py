@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.cli import parser
+from hetero_mpi.cli import add_launch_options, parser
 from hetero_mpi.comm.ranks.library import MpiLibrary
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.command import main
@@ -20,7 +20,6 @@ from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface, re
 from hetero_mpi.launch.launcher import launcher as launching
 from hetero_mpi.launch.launcher.error_stream import ErrorStream
 from hetero_mpi.launch.launcher.launcher import Launcher, build_command, launcher_version
-from hetero_mpi.launch.options import add_arguments
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 
 OPEN_MPI = Launcher(Path("/opt/bin/mpirun"), "Open MPI", MpiLibrary("Open MPI", "Open MPI", "5.0.11"))
@@ -199,7 +198,7 @@ def test_launcher_of_another_mpi_is_not_taken(tmp_path: Path, monkeypatch: pytes
 
 def parse(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_launch_options(parser)
     return parser.parse_args(words)
 
 

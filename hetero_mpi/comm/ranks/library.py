@@ -13,7 +13,7 @@ from dataclasses import dataclass
 OPEN_MPI = "Open MPI"
 MPICH = "MPICH"
 JOINED_VARIABLE = "HETERO_MPI_JOINED"
-"""Environment variable: to this file a rank writes a line when it has joined the others (``launch.launcher.early_deaths``)."""
+"""Environment variable: to this file a rank writes a line when it has joined the others (``launch.launcher.launcher``)."""
 
 _VERSION = r"(\d+(?:\.\d+)*\w*)"
 # Order matters: MPICH's descendants also mention MPICH in their text.

@@ -1,15 +1,22 @@
-"""The checks of ``doctor`` except those of devices and links: pure functions from facts about hosts to findings."""
+"""The checks of ``doctor``, their order, and what is printed of their findings.
+
+A check is a pure function from facts about hosts to findings. Those of devices and of links have modules of their own.
+"""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, parse_library_version
 from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, MUST_MATCH, version_problem
+from hetero_mpi.errors import ExitCode
+from hetero_mpi.launch.doctor.device_checks import check_devices, check_self_tests, check_shares, self_test_lines
 from hetero_mpi.launch.doctor.probe import HostFacts
-from hetero_mpi.launch.doctor.probe_client import Examined
-from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
+from hetero_mpi.launch.doctor.probe_client import Examined, answered
+from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, as_json, lines_of, would_fail
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface
 from hetero_mpi.report import units
 from hetero_mpi.shipped import pip_argument
@@ -28,12 +35,29 @@ LATE_S = 0.5
 """Difference of clocks above which logs and timelines of several hosts are hard to read."""
 
 
-Check = Callable[[Sequence[Examined]], Iterator[Finding]]
+@dataclass(frozen=True)
+class DoctorOptions:
+    """The options of ``doctor``."""
+
+    hostfile: str | None = None
+    hosts: str | None = None
+    mpirun_args: tuple[str, ...] = ()
+    """The launcher's options, which may name a launch agent."""
+    run_dir: str = "runs"
+    json: bool = False
+    self_test: bool = False
+    """Test every device: does it compute what the CPU does?"""
 
 
-def answered(places: Sequence[Examined]) -> list[tuple[Examined, HostFacts]]:
-    """The places that have answered, each with its facts."""
-    return [(place, place.facts) for place in places if place.facts is not None]
+def report(options: DoctorOptions, findings: Sequence[Finding], places: Sequence[Examined]) -> int:
+    """Print the findings as the options say; returns the exit code."""
+    fails = would_fail(findings)
+    if options.json:
+        facts = {place.title: known.to_dict() for place, known in answered(places)}
+        print(json.dumps({"would_fail": fails, "findings": as_json(findings), "facts": facts}, indent=1))
+    else:
+        print("\n".join([*lines_of(findings), *self_test_lines(places)]))
+    return int(ExitCode.FAILED if fails else ExitCode.DONE)
 
 
 def check_reach(places: Sequence[Examined]) -> Iterator[Finding]:
@@ -91,7 +115,11 @@ def check_packages(places: Sequence[Examined]) -> Iterator[Finding]:
 def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:
     """Do the versions agree, by the rules that a run starts with (``comm.ranks.versions``)?"""
     for name in (*MUST_MATCH, "torch", "Python"):
-        found = [(place.title, version) for place, facts in answered(places) if (version := version_of(facts, name))]
+        told = [
+            (place.title, library_of(facts) if name == MPI_LIBRARY else facts.versions.get(name, "absent"))
+            for place, facts in answered(places)
+        ]
+        found = [(title, version) for title, version in told if version not in ("absent", NO_LIBRARY)]  # told elsewhere
         if not found:
             continue
         titles, versions = [title for title, _ in found], [{name: version} for _, version in found]
@@ -102,12 +130,6 @@ def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:
             yield Finding(name, FAILS, f"differs: {text}", problem.splitlines()[-1])
         else:
             yield Finding(name, FINE, text)
-
-
-def version_of(facts: HostFacts, name: str) -> str:
-    """Version of a package, of Python or of the MPI library; "" where it is absent, which another check reports."""
-    version = library_of(facts) if name == MPI_LIBRARY else facts.versions.get(name, "absent")
-    return "" if version in ("absent", NO_LIBRARY) else version
 
 
 def _by_version(found: Sequence[tuple[str, str]]) -> str:
@@ -196,7 +218,11 @@ def check_fault_tolerance(places: Sequence[Examined]) -> Iterator[Finding]:
 def check_hosts_differ(places: Sequence[Examined]) -> Iterator[Finding]:
     """Two machines must not have one name: Open MPI takes them for one machine then."""
     for name in dict.fromkeys(facts.host for _, facts in answered(places)):
-        same = [(place, _own_addresses(facts)) for place, facts in answered(places) if facts.host == name]
+        same = [
+            (place, {address for interface, address, _ in facts.addresses if not interface.startswith(INSIDE)})
+            for place, facts in answered(places)
+            if facts.host == name
+        ]
         for number, (place, addresses) in enumerate(same):
             earlier = [other for other, others in same[:number] if not addresses & others]
             if earlier and addresses:
@@ -204,11 +230,6 @@ def check_hosts_differ(places: Sequence[Examined]) -> Iterator[Finding]:
                 text = f"two machines are both called {name}: Open MPI takes them for one"
                 yield Finding("names", FAILS, text, remedy, (earlier[0].title, place.title))
                 break
-
-
-def _own_addresses(facts: HostFacts) -> set[str]:
-    """Addresses that only this machine has: not those of loopback and of Docker's bridge."""
-    return {address for interface, address, _ in facts.addresses if not interface.startswith(INSIDE)}
 
 
 def check_addresses(places: Sequence[Examined]) -> Iterator[Finding]:
@@ -298,3 +319,20 @@ def check_disks(places: Sequence[Examined]) -> Iterator[Finding]:
                 yield Finding("disk", FAILS if fails else SLOW, text, _ROOM_REMEDIES[name], (place.title,))
             else:
                 yield Finding("disk", FINE, f"{free} free for {what} ({room['path']})", where=(place.title,))
+
+
+CHECKS = (
+    check_reach,
+    check_addresses,
+    check_hosts_differ,
+    check_packages,
+    check_versions,
+    check_mpi,
+    check_fault_tolerance,
+    check_devices,
+    check_self_tests,
+    check_shares,
+    check_interfaces,
+    check_disks,
+)
+"""In the order in which they are reported. Each looks at all hosts."""

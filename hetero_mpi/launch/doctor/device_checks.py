@@ -7,9 +7,8 @@ from typing import Any
 
 from hetero_mpi import __version__
 from hetero_mpi.device.self_test_process import SelfTest, text_of
-from hetero_mpi.launch.doctor.checks import answered
 from hetero_mpi.launch.doctor.probe import HostFacts
-from hetero_mpi.launch.doctor.probe_client import Examined
+from hetero_mpi.launch.doctor.probe_client import Examined, answered
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
 from hetero_mpi.report import units
 
@@ -49,16 +48,12 @@ def check_self_tests(places: Sequence[Examined]) -> Iterator[Finding]:
     """The results of the devices' self-tests, where they were asked for."""
     for place, facts in answered(places):
         for test in map(SelfTest.from_dict, facts.self_tests):
-            name, problems, of = (
-                f"{test.label} {test.about.get('device', '')}".strip(),
-                test.problems,
-                len(test.results),
-            )
+            name, problems = f"{test.label} {test.about.get('device', '')}".strip(), test.problems
             if problems:
-                text = f"{name}: {len(problems)} of {of} checks failed, {problems[0]}"
+                text = f"{name}: {len(problems)} of {len(test.results)} checks failed, {problems[0]}"
                 yield Finding("self-test", Severity.FAILS, text, test.remedy(), (place.title,))
             else:
-                text = f"{name}: in {of} checks it computed what the CPU does in fp64"
+                text = f"{name}: in {len(test.results)} checks it computed what the CPU does in fp64"
                 yield Finding("self-test", Severity.FINE, text, where=(place.title,))
 
 

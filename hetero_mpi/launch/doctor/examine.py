@@ -22,13 +22,13 @@ from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, launched_as
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.doctor import checks
-from hetero_mpi.launch.doctor.doctor_report import CHECKS, DoctorOptions, report
-from hetero_mpi.launch.doctor.link_checks import SLOW_BYTES_PER_S, Link, check_links
+from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
+from hetero_mpi.launch.doctor.links import SLOW_BYTES_PER_S, Link, check_links
 from hetero_mpi.launch.doctor.probe import HostFacts, devices_to_test
 from hetero_mpi.launch.doctor.probe_client import Examined, Probe, ProbeError, Target
 from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, merged
-from hetero_mpi.launch.hosts.hostfile import read_hostfile
+from hetero_mpi.launch.hosts.hostfile import read_hostfile, slots_by_host
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, network_of, resolve, source_address
 from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher
 
@@ -62,7 +62,7 @@ def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Examined]
         targets, unknown = targets_of(options, launcher)
     except ImportError as error:
         raise UserError(f"{error}: ask about this machine alone first (`doctor` without a host file).") from None
-    agent = launch_agent(launcher.family if launcher else OPEN_MPI, options.mpirun_args, os.environ)
+    agent, _ = launch_agent(launcher.family if launcher else OPEN_MPI, options.mpirun_args, os.environ)
     if not options.json:
         names = ", ".join(target.title for target in targets)
         print(f"doctor: asking {names} (importing torch there may take a minute)", file=sys.stderr, flush=True)
@@ -117,7 +117,6 @@ def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[
     :raises UserError: the file cannot be read, or breaks rules.
     """
     here = launcher.prefix if launcher else ""
-    common = Target("", "", "", False, prefix=here)
     if options.hosts is not None:
         from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # these bring pydantic
         from hetero_mpi.launch.launcher.hosts_command import prefix_of
@@ -141,12 +140,10 @@ def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[
             for host in read_hosts(options.hosts)
         ]
     elif options.hostfile is not None:
-        slots: dict[str, int] = {}
-        for line in read_hostfile(options.hostfile):
-            slots[line.name] = slots.get(line.name, 0) + (line.slots or 1)
-        wanted = [replace(common, title=name, name=name, ranks=count) for name, count in slots.items()]
+        slots = slots_by_host(read_hostfile(options.hostfile))
+        wanted = [Target(name, "", name, False, prefix=here, ranks=count) for name, count in slots.items()]
     else:
-        return [replace(common, title=socket.gethostname(), name="localhost", address="127.0.0.1", local=True)], []
+        return [Target(socket.gethostname(), "127.0.0.1", "localhost", True, prefix=here)], []
     return _with_addresses(wanted)
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
 from hetero_mpi.device.self_test_process import self_test
-from hetero_mpi.launch.doctor.tcp_probe import listen, measure
+from hetero_mpi.launch.doctor.links import listen, measure
 from hetero_mpi.launch.hosts.authenticated import AuthenticatedServer, NotAuthentic
 
 MARK = "hetero_mpi probe: "
@@ -39,8 +39,8 @@ REQUIRED = (
     "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2", "rich",
 )  # fmt: skip
 """Modules that a run imports; a test compares them with pyproject.toml."""
-LAUNCHER_PARTS = ("prted", "orted", "hydra_pmi_proxy")
-"""The programs that launchers start on other hosts: Open MPI 5's, 4's, MPICH's."""
+TOOLS = ("prted", "orted", "hydra_pmi_proxy", "mpirun", "mpiexec", "python3", "ssh")
+"""Programs that are looked for; the first three are those that launchers start on other hosts: Open MPI 5's, 4's, MPICH's."""
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LD_LIBRARY_PATH", "PYTHONPATH",
     "OMP_NUM_THREADS", "HETERO_MPI_DEVICE", "OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES",
@@ -81,7 +81,7 @@ class HostFacts:
     path: str
     """``PATH`` as a command without a login gets it."""
     tools: dict[str, str]
-    """Paths of ``LAUNCHER_PARTS``, ``python3`` and others, beside this Python or on ``PATH``; only those that exist."""
+    """Paths of ``TOOLS``, beside this Python or on ``PATH``; only of those that exist."""
     variables: dict[str, str]
     drivers: dict[str, str]
     """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``."""
@@ -114,26 +114,34 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
         prefix: directory where MPI is expected; searched before this environment and ``PATH``. "": only these.
         work: directory in which ranks are to start; "": anywhere.
     """
+    addresses: tuple[tuple[str, str, str], ...] = ()
+    free_bytes = 0
+    if _is_there("psutil"):
+        import psutil
+
+        from hetero_mpi.launch.hosts.interface import local_addresses
+
+        addresses = tuple((item.interface, item.address, item.netmask) for item in local_addresses())
+        free_bytes = int(psutil.virtual_memory().available)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kfd = Path("/dev/kfd")
+    may_open = "open" if os.access(kfd, os.R_OK | os.W_OK) else "closed"
     return HostFacts(
         host=socket.gethostname(),
         python=sys.executable,
         prefix=sys.prefix,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_bytes=_free_memory_bytes(),
-        addresses=_addresses(),
+        memory_bytes=free_bytes,
+        addresses=addresses,
         versions={**own_versions("absent"), PACKAGE: own_source()},
         missing=tuple(name for name in REQUIRED if not _is_there(name)),
         path=os.environ.get("PATH", ""),
-        tools=_tools(prefix),
+        tools={name: found for name in TOOLS if (found := _tool(name, prefix))},
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         drivers=drivers(),
-        kfd="absent"
-        if not Path("/dev/kfd").exists()
-        else "open"
-        if os.access("/dev/kfd", os.R_OK | os.W_OK)
-        else "closed",
-        directories={"run": _room(Path(directory)), "cache": _room(_cache()), "work": _work(work)},
+        kfd=may_open if kfd.exists() else "absent",
+        directories={"run": _room(Path(directory)), "cache": _room(cache), "work": _work(work)},
         mpi=try_mpi() if deeply else {},
         torch=try_torch() if deeply else {},
     )
@@ -215,27 +223,6 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _addresses() -> tuple[tuple[str, str, str], ...]:
-    if not _is_there("psutil"):
-        return ()
-    from hetero_mpi.launch.hosts.interface import local_addresses
-
-    return tuple((item.interface, item.address, item.netmask) for item in local_addresses())
-
-
-def _free_memory_bytes() -> int:
-    if not _is_there("psutil"):
-        return 0
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
-def _tools(prefix: str) -> dict[str, str]:
-    names = (*LAUNCHER_PARTS, "mpirun", "mpiexec", "python3", "ssh")
-    return {name: found for name in names if (found := _tool(name, prefix))}
-
-
 def _tool(name: str, prefix: str = "") -> str:
     folders = [Path(prefix)] if prefix else []
     for folder in (*folders, Path(sys.prefix)):
@@ -245,9 +232,7 @@ def _tool(name: str, prefix: str = "") -> str:
 
 
 _WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
-"""Windows puts this file into WSL where NVIDIA's driver is installed. ``/dev/dxg`` is no such sign: it exists for every vendor's
-GPU.
-"""
+"""Windows puts it into WSL where NVIDIA's driver is installed. ``/dev/dxg`` is no such sign: it exists for every vendor's GPU."""
 
 
 def drivers() -> dict[str, str]:
@@ -266,25 +251,17 @@ def drivers() -> dict[str, str]:
     return found
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
 def _room(path: Path) -> dict[str, Any]:
     """Free bytes where ``path`` is or would be created, and why it cannot be written ("": it can)."""
-    there = path.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    path = path.absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
     problem = "" if os.access(there, os.W_OK | os.X_OK) else f"this user may not write to {there}"
-    return {"path": str(path.absolute()), "free_bytes": shutil.disk_usage(there).free, "problem": problem}
+    return {"path": str(path), "free_bytes": shutil.disk_usage(there).free, "problem": problem}
 
 
 def _work(path: str) -> dict[str, Any]:
-    return {
-        "path": path,
-        "free_bytes": 0,
-        "problem": "" if not path or Path(path).is_dir() else "there is no such directory",
-    }
+    problem = "" if not path or Path(path).is_dir() else "there is no such directory"
+    return {"path": path, "free_bytes": 0, "problem": problem}
 
 
 class Server:

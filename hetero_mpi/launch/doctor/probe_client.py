@@ -53,6 +53,11 @@ class Examined(Target):
     """Where there are no facts: the last line of the launch agent, or of Python there."""
 
 
+def answered(places: Sequence[Examined]) -> list[tuple[Examined, HostFacts]]:
+    """The places that have answered, each with its facts."""
+    return [(place, place.facts) for place in places if place.facts is not None]
+
+
 class ProbeError(RuntimeError):
     """A probe did not answer; the text says what it printed instead."""
 

@@ -14,8 +14,8 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch.doctor import checks
-from hetero_mpi.launch.doctor.doctor_report import CHECKS, DoctorOptions, report
-from hetero_mpi.launch.doctor.link_checks import Link, check_links
+from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
+from hetero_mpi.launch.doctor.links import Link, check_links
 from hetero_mpi.launch.doctor.probe import HostFacts, fault_tolerance, gather, self_tests, try_torch
 from hetero_mpi.launch.doctor.probe_client import Examined
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, merged, would_fail

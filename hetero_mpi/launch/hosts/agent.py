@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
 
@@ -23,31 +22,36 @@ _COMPLAINT_BYTES = 20_000
 _HYDRA_KINDS = ("-launcher", "--launcher", "-bootstrap", "--bootstrap")
 
 
-def launch_agent(family: str, given: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The agent that the launcher of this MPI family will use: from its options, else from its environment variables, else ssh.
+def launch_agent(
+    family: str, given: Sequence[str], environment: Mapping[str, str]
+) -> tuple[tuple[str, ...], list[str]]:
+    """(the agent that the launcher of this MPI family will use, the launcher's options without those that name it).
 
-    ``given``: the user's options for the launcher.
+    It is taken from the options, else from environment variables, else it is ssh. ``given``: the user's options for the launcher.
     """
-    named = _open_mpi(given, environment) if family == OPEN_MPI else _mpich(given, environment)
-    if named is None or named.split(":")[0].strip() in ("ssh", "ssh -x"):
-        return _SSH
-    # Open MPI takes alternatives, separated by colons, and uses the first that is there.
-    return tuple(shlex.split(named.split(":")[0]))
+    named, kept = _named(family, given)
+    if named is None:
+        parameters = [f"{prefix}_MCA_{parameter}" for prefix in ("PRTE", "OMPI") for parameter in _PARAMETERS]
+        variables = parameters if family == OPEN_MPI else ["HYDRA_LAUNCHER_EXEC"]
+        named = next((environment[name] for name in variables if name in environment), "ssh")
+    first = named.split(":")[0]  # Open MPI takes alternatives, separated by colons, and uses the first that is there
+    return _SSH if first.strip() in ("ssh", "ssh -x") else tuple(shlex.split(first)), kept
 
 
-def _open_mpi(given: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    for option, parameter, value in zip(given, given[1:], given[2:], strict=False):
-        if option in _PARAMETER_OPTIONS and parameter in _PARAMETERS:
-            return value
-    names = [f"{prefix}_MCA_{parameter}" for prefix in ("PRTE", "OMPI") for parameter in _PARAMETERS]
-    return next((environment[name] for name in names if name in environment), None)
-
-
-def _mpich(given: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    for option, value in pairwise(given):
-        if option in _HYDRA_OPTIONS:
-            return value
-    return environment.get("HYDRA_LAUNCHER_EXEC")
+def _named(family: str, given: Sequence[str]) -> tuple[str | None, list[str]]:
+    """(the agent that the launcher's options name, the other options)."""
+    named, kept, rest = None, list[str](), list(given)
+    while rest:
+        option, *values = rest[:3]
+        if family == OPEN_MPI and option in _PARAMETER_OPTIONS and values[:1] and values[0] in _PARAMETERS:
+            named, rest = named or "".join(values[1:]) or None, rest[3:]
+        elif family != OPEN_MPI and option in _HYDRA_OPTIONS:
+            named, rest = named or "".join(values[:1]) or None, rest[2:]
+        elif family != OPEN_MPI and option in _HYDRA_KINDS:
+            rest = rest[2:]
+        else:
+            kept.append(rest.pop(0))
+    return named, kept
 
 
 def remote_command(
@@ -132,16 +136,3 @@ class Helper:
                 with contextlib.suppress(OSError):
                     stream.close()
         self._complaints.close()
-
-
-def without_agent(family: str, given: Sequence[str]) -> list[str]:
-    """The user's options for the launcher, without those that name a launch agent."""
-    kept, rest = [], list(given)
-    while rest:
-        if family == OPEN_MPI and rest[0] in _PARAMETER_OPTIONS and rest[1:2] and rest[1] in _PARAMETERS:
-            rest = rest[3:]
-        elif family != OPEN_MPI and rest[0] in (*_HYDRA_OPTIONS, *_HYDRA_KINDS):
-            rest = rest[2:]
-        else:
-            kept.append(rest.pop(0))
-    return kept

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
+
+from hetero_mpi.report import units
+from hetero_mpi.report.lines import wrapped
 
 WIDTH = 132
 _INDENT = 20
@@ -56,34 +59,17 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     for finding in findings:
         start = f"{finding.severity.value:<5} {finding.subject}"
         places = f"{', '.join(finding.where)}: " if finding.where else ""
-        lines += _paragraph(f"{start:<{_INDENT}}", places + finding.text)
+        lines += wrapped(f"{start:<{_INDENT}}", places + finding.text, WIDTH)
         for remedy in finding.remedy.splitlines():
-            lines += _paragraph(" " * (_INDENT - 3) + "-> ", remedy)
-    counts = {severity: sum(finding.severity is severity for finding in findings) for severity in Severity}
+            lines += wrapped(" " * (_INDENT - 3) + "-> ", remedy, WIDTH)
+    counts = Counter(finding.severity for finding in findings)
     if counts[Severity.FAILS]:
-        lines.append(f"A run would fail: {_number(counts[Severity.FAILS], 'finding')} marked FAIL.")
-    elif counts[Severity.SLOW]:
-        lines.append(f"A run would work; {_number(counts[Severity.SLOW], 'warning')}.")
-    else:
-        lines.append("All is well.")
-    return lines
+        return [*lines, f"A run would fail: {units.plural(counts[Severity.FAILS], 'finding')} marked FAIL."]
+    if counts[Severity.SLOW]:
+        return [*lines, f"A run would work; {units.plural(counts[Severity.SLOW], 'warning')}."]
+    return [*lines, "All is well."]
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """The findings as JSON-able values."""
     return [{**asdict(finding), "severity": finding.severity.value} for finding in findings]
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _paragraph(start: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * _INDENT,
-        break_on_hyphens=False,
-        break_long_words=False,
-    ) or [start]

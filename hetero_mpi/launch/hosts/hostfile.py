@@ -10,6 +10,7 @@ Both common styles are read, so that one file serves both MPIs::
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def _parse_line(content: str, place: str) -> HostEntry:
     name, *options = content.split()
     slots: int | None = None
     style: str | None = None
-    if ":" in name and name.count(":") == 1:
+    if name.count(":") == 1:
         name, _, count = name.partition(":")
         slots, style = _slots(count, place), "MPICH"
     for option in options:
@@ -88,20 +89,20 @@ def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> N
         )
 
 
-def host_list(entries: Iterable[HostEntry]) -> str:
-    """The hosts as one word that both launchers read: ``rtx:2,mac:1`` (1 where the file gives no number)."""
-    slots: dict[str, int] = {}
+def slots_by_host(entries: Iterable[HostEntry]) -> Counter[str]:
+    """Host -> slots of all its entries, in their order (1 where the file gives no number)."""
+    slots = Counter[str]()
     for entry in entries:
-        slots[entry.name] = slots.get(entry.name, 0) + (entry.slots or 1)
-    return ",".join(f"{name}:{count}" for name, count in slots.items())
+        slots[entry.name] += entry.slots or 1
+    return slots
+
+
+def host_list(entries: Iterable[HostEntry]) -> str:
+    """The hosts as one word that both launchers read: ``rtx:2,mac:1``."""
+    return ",".join(f"{name}:{count}" for name, count in slots_by_host(entries).items())
 
 
 def format_hostfile(entries: Iterable[HostEntry], family: str) -> str:
     """The text of a host file in the style of an MPI family (``Open MPI`` or ``MPICH``)."""
-    lines = []
-    for entry in entries:
-        if entry.slots is None:
-            lines.append(entry.name)
-        else:
-            lines.append(f"{entry.name} slots={entry.slots}" if family == OPEN_MPI else f"{entry.name}:{entry.slots}")
-    return "\n".join(lines) + "\n"
+    between = " slots=" if family == OPEN_MPI else ":"
+    return "".join(f"{one.name}\n" if one.slots is None else f"{one.name}{between}{one.slots}\n" for one in entries)

@@ -95,7 +95,9 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
         problems.append(f'{path}: names no host; write [[host]] and below it address = "10.0.0.11" for each')
     found: list[Host] = []
     for number, entry in enumerate(entries, start=1):
-        kept = {key: value for key, value in entry.items() if not _is_left_empty(key, value)}
+        fields = {key: Host.model_fields.get(key) for key, value in entry.items() if value == ""}
+        empty = [key for key, field in fields.items() if field is not None and may_be_empty(field)]
+        kept = {key: value for key, value in entry.items() if key not in empty}
         rules = dict(_rules(kept))
         for key, rule in rules.items():
             shown = f" = {as_toml(kept[key])}" if key in kept else ""
@@ -108,10 +110,7 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
 
 
 def tables_of(path: Path) -> dict[str, Any]:
-    """The contents of a hosts file, unchecked.
-
-    :raises UserError: no such file, or no TOML.
-    """
+    """The contents of a hosts file, unchecked. Raises UserError: no such file, or no TOML."""
     try:
         return toml.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -121,11 +120,6 @@ def tables_of(path: Path) -> dict[str, Any]:
     except toml.TomlError as error:
         hint = "" if path.suffix == ".toml" else " (`name slots=2` lines are for --hostfile)"
         raise UserError(f"{path}: a hosts file must be TOML: {error}{hint}") from None
-
-
-def _is_left_empty(key: str, value: Any) -> bool:
-    field = Host.model_fields.get(key)
-    return value == "" and field is not None and may_be_empty(field)
 
 
 def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -48,10 +48,7 @@ def local_addresses() -> tuple[LocalAddress, ...]:
 
 
 def resolve(name: str) -> str:
-    """The IPv4 address of a host name.
-
-    :raises UserError: the name has none.
-    """
+    """The IPv4 address of a host name. Raises UserError: the name has none."""
     try:
         return str(socket.getaddrinfo(name, None, family=socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError) as error:

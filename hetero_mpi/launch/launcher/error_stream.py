@@ -40,9 +40,7 @@ class ErrorStream:
         self._reading = Background("passing on the launcher's stderr", self._read)
 
     def finish(self, code: int) -> int:
-        """The job's exit code, when the launcher has ended with ``code``. Boxes that were held back are printed where the job has
-        given no reason.
-        """
+        """The job's exit code, when the launcher ended with ``code``. Prints held boxes where the job has given no reason."""
         self._reading.finish(_PATIENCE_S)
         if code not in _TOLD:
             _write(self._held)

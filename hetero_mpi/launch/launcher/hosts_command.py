@@ -15,11 +15,10 @@ from pathlib import Path
 
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.hosts.agent import launch_agent, without_agent
+from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hosts_toml import Host
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface, local_addresses, resolve
-from hetero_mpi.launch.launcher.early_deaths import ending_all
-from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher, add_mpich, add_open_mpi, summary
+from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher, add_mpich, add_open_mpi, ending_all, summary
 from hetero_mpi.launch.launcher.relay import relay_script, write_relay
 from hetero_mpi.launch.wireguard.mesh import Mesh, check_bound, mpi_options
 
@@ -131,7 +130,7 @@ def _other_prefixes(launcher: Launcher, shares: Shares, own: set[str], addresses
 def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str], given: list[str]) -> list[str]:
     """Make the relay script the launch agent. Returns the user's options without the agent that the script now calls."""
     here = launcher.prefix
-    agent = launch_agent(launcher.family, given, os.environ)
+    agent, others = launch_agent(launcher.family, given, os.environ)
     relay = str(write_relay(relay_script(agent, here, prefixes)))
     reason = "MPI is installed elsewhere on " + ", ".join(f"{host} ({there})" for host, there in prefixes.items())
     if launcher.family == MPICH:
@@ -140,4 +139,4 @@ def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str
         # The other hosts' daemons must not start one another: this agent is only here.
         option, name = launcher.agent_option
         command.add(reason, option, f"{name}_agent", relay, option, f"{name}_no_tree_spawn", "1", "--prefix", here)
-    return without_agent(launcher.family, given)
+    return others

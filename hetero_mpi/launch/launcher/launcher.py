@@ -21,12 +21,11 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, MpiLibrary, parse_library_version
+from hetero_mpi.comm.ranks.library import JOINED_VARIABLE, MPICH, OPEN_MPI, MpiLibrary, parse_library_version
 from hetero_mpi.device.memory_kills import memory_kills, memory_kills_text
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, host_list, read_hostfile
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, choose_interface, local_addresses, resolve
-from hetero_mpi.launch.launcher.early_deaths import ending_all
 from hetero_mpi.launch.launcher.error_stream import ErrorStream
 
 _NAMES = {
@@ -215,6 +214,24 @@ def build_command(
         add_mpich(command, choice)
     command.arguments += [*mpirun_args, *ending_all(program, mpirun_args)]
     return command
+
+
+# Under a launcher that lets ranks die (--with-ft ulfm), nobody can outlive a death before MPI is initialised: it is not reported,
+# and the other ranks wait inside MPI's start for ever. So each rank is started by a shell. It forks a child that reads from a pipe,
+# and then becomes the rank, which alone holds the pipe's other end. A line from the pipe says that the rank has joined. An end
+# without a line is a death: the child reports it and kills the launcher, or its daemon there, which ends the job everywhere.
+_UNTIL_JOINED = (
+    'd=$(mktemp -d) && mkfifo "$d/p" || exit; '
+    '(read -r joined < "$d/p"; [ "$joined" ] || { echo "rank $OMPI_COMM_WORLD_RANK on $(uname -n) ended before it had joined '
+    'the other ranks, so all are ended: look above for its last words, and at that host for its environment" >&2; '
+    "sleep 2; kill $PPID; }) & "  # a daemon passes the words on before it ends
+    f'exec 9> "$d/p"; rm -r "$d"; export {JOINED_VARIABLE}=9; exec "$@"'
+)
+
+
+def ending_all(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
+    """The command line of a rank, changed so that its death before joining ends the job also where the launcher lets ranks die."""
+    return ["sh", "-c", _UNTIL_JOINED, "sh", *program] if "--with-ft" in mpirun_args else list(program)
 
 
 def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:

@@ -36,12 +36,7 @@ exec {agent} "$host" "$command"
 
 
 def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str]) -> str:
-    """The text of the script.
-
-    Args:
-        prefix: where MPI is installed here.
-        prefixes: host, as the launcher names it -> where MPI is installed there.
-    """
+    """The text of the script. ``prefix``: where MPI is installed here; ``prefixes``: host, as the launcher names it -> there."""
     # As sed takes them between ``#``: a replacement, a basic regular expression.
     replacements = {host: re.sub(r"[\\&#]", r"\\\g<0>", there) for host, there in prefixes.items()}
     pattern = re.sub(r"[\\.\[\]*^$#]", r"\\\g<0>", prefix)
@@ -55,10 +50,7 @@ def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str])
 
 
 def write_relay(script: str) -> Path:
-    """Write the script into the cache directory; returns its path.
-
-    :raises UserError: the cache directory cannot be written.
-    """
+    """Write the script into the cache directory; returns its path. Raises UserError: the cache directory cannot be written."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi"
     path = folder / f"launch-agent-{hashlib.sha256(script.encode()).hexdigest()[:12]}.sh"
     try:

@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,21 +24,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.device.memory_kills import memory_kills_text
+from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch.hosts.agent import launch_agent
-from hetero_mpi.launch.hosts.processes import end_starts
+from hetero_mpi.launch.hosts.hostfile import format_hostfile
+from hetero_mpi.launch.hosts.processes import VARIABLE, end_starts
 from hetero_mpi.launch.launcher.launcher import (
     ASKED_TEXT,
     AT_ONCE,
     AT_ONCE_TEXT,
+    CommandLine,
     Launcher,
     announce,
     ask_to_end,
     begin,
+    build_command,
     handling,
 )
-from hetero_mpi.launch.supervisor.elastic_command import Commands
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.launch.supervisor.event_log import EventLog
 from hetero_mpi.launch.supervisor.heartbeat_server import HeartbeatServer, WatchedHost
@@ -67,9 +72,7 @@ class StartOutcome:
 class Supervisor:
     """Runs a job to its end, over as many starts as it takes.
 
-    Args:
-        program: the words after ``python -m hetero_mpi``: ``train job.toml ...``.
-        trains: does it take steps (not under ``--dry-run``)?
+    ``program``: the words after ``python -m hetero_mpi``: ``train ...``. ``trains``: does it take steps (not under ``--dry-run``)?
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Supervisor:
         self.name = secrets.token_hex(6)
         self.hosts, self.entries = options.hosts(), options.entries()
         self.run_dir = run_dir
-        agent = launch_agent(launcher.family, options.mpirun_args, os.environ)
+        agent, _ = launch_agent(launcher.family, options.mpirun_args, os.environ)
         entries = {entry.address: entry for entry in reversed(self.entries)}
         self.heartbeats = HeartbeatServer(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, entries)
         self.events = EventLog(run_dir, self.name)
@@ -153,9 +156,7 @@ class Supervisor:
         start = f"{self.name}.{self.starts}"
         ranks, resume, copies = self._ranks(watched), *self._state(watched)
         self._wait_for_lock(watched[0])
-        commands = Commands(self.options, self.launcher, self.program, self.run_dir, scratch, self.entries)
-        complete = len(watched) == len(self.hosts)
-        command = commands.of_start(start, watched, ranks, complete, bool(resume or copies))
+        command = self.command(start, watched, ranks, bool(resume or copies), scratch)
         text = f"start {self.starts}: {ranks} rank{'s' if ranks > 1 else ''} on {', '.join(p.name for p in watched)}"
         if self.stepped:
             text += f", {_from_where(resume, copies)}"
@@ -181,6 +182,43 @@ class Supervisor:
             self._led = watched[0].name
         return outcome, progress.seen
 
+    def command(
+        self, start: str, watched: Sequence[WatchedHost], ranks: int, resume: bool, scratch: Path
+    ) -> CommandLine:
+        """The command line of one start: the user's, for the hosts that answer.
+
+        Args:
+            start: its name, which all its processes bear.
+            watched: the hosts, the leader's first.
+            resume: from the newest state; else as the user's command line says.
+            scratch: directory for host files.
+        """
+        words = list(self.program)
+        if resume:
+            words = [*without_option(words, "--resume", needs_value=False), "--resume", "any"]
+        if len(watched) < len(self.hosts):
+            for option in ("--plan", "--profile"):  # made for all hosts
+                words = without_option(words, option)
+        given = [*self.options.mpirun_args, *(["-x", VARIABLE] if self.launcher.family == OPEN_MPI else [])]
+        if (path := self.options.hosts_file) is not None:
+            from hetero_mpi.launch.hosts.hosts_toml import ranks_of  # brings pydantic
+            from hetero_mpi.launch.launcher.hosts_command import hosts_command
+            from hetero_mpi.launch.wireguard.mesh import read_mesh
+
+            there = [entry for host in watched for entry in self.entries if entry.address == host.name]
+            # Rank 0 may start in another directory than this process, which looks for the run's files here.
+            words = [*without_option(words, "--run-dir"), "--run-dir", str(self.run_dir)]
+            command = hosts_command(self.launcher, ranks_of(there, ranks, path), words, given, read_mesh(path))
+        else:
+            hosts = None
+            if self.options.hostfile is not None:
+                hosts = str(scratch / f"hosts-{start}")
+                write_whole(Path(hosts), format_hostfile([host.entry for host in watched], self.launcher.family))
+            program = [sys.executable, "-m", "hetero_mpi", *words]
+            command = build_command(self.launcher, ranks, hosts, program, given)
+        command.environment[VARIABLE] = start
+        return command
+
     def _cannot_lead(self, outcome: StartOutcome, progressed: bool, watched: Sequence[WatchedHost]) -> bool:
         """Was the start refused because a new host leads, and is there another host that may lead?
 
@@ -205,9 +243,7 @@ class Supervisor:
     def _believed(
         self, outcome: StartOutcome, watched: Sequence[WatchedHost], unreachable: Sequence[WatchedHost]
     ) -> StartOutcome:
-        """``outcome`` if the job is complete; else that of a broken job. Open MPI's launcher may report success when it loses a
-        machine.
-        """
+        """``outcome`` if the job is complete, else a broken job's: Open MPI may report success when it loses a machine."""
         step = max(host.run.get("step", 0) for host in watched)
         last = max(host.run.get("last", 0) for host in watched)
         if not self.trains or (not unreachable and 0 < last <= step):
@@ -285,9 +321,7 @@ class Supervisor:
         return newest, max(host.run.get("copies", 0) for host in watched)
 
     def _wait_for_lock(self, leader: WatchedHost) -> None:
-        """Wait until no rank on a lost host holds the run directory, if it is shared: its host agent ends the rank, or the file
-        server drops the dead machine's locks.
-        """
+        """Wait until no lost rank holds a shared run directory: its host agent ends it, or the file server drops its locks."""
         told, deadline = False, time.monotonic() + _LOCK_S
         while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.heartbeats.locked(leader):
             if not told:
@@ -306,9 +340,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal that asks for an end: ``_attend`` passes the first on, and ends the job at a second one of
-        ``AT_ONCE``.
-        """
+        """Note a signal that asks for an end: ``_attend`` passes the first on, and ends the job at a second one of ``AT_ONCE``."""
         if not self.signals or number in AT_ONCE:
             self.signals.append(number)
 
@@ -341,3 +373,17 @@ def _from_where(checkpoint: int, copies: int) -> str:
     if copies > checkpoint:
         found.append(f"the copies on disk, of up to step {copies}, if they are whole")
     return f"from {' or '.join(found)}"
+
+
+def without_option(words: Sequence[str], option: str, needs_value: bool = True) -> list[str]:
+    """A command line without an option and its value, which may begin with "-" only if the option ``needs_value``."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip and (needs_value or not word.startswith("-")):
+            skip = False
+            continue
+        skip = word == option
+        if not skip and not word.startswith(f"{option}="):
+            kept.append(word)
+    return kept

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, read_hostfile
+from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, read_hostfile, slots_by_host
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host
@@ -32,10 +32,7 @@ class ElasticOptions:
     """Show the command of every start, with reasons."""
 
     def check(self) -> None:
-        """Check the options.
-
-        :raises UserError: a number out of range, or a machine where this does not work.
-        """
+        """Check the options. Raises UserError: a number out of range, or a machine where this does not work."""
         if "SLURM_JOB_ID" in os.environ:
             raise UserError(
                 "--elastic does not work inside a SLURM job: SLURM ends the whole allocation when it loses a node, this "
@@ -56,24 +53,18 @@ class ElasticOptions:
         path = self.hosts_file or self.hostfile
         if path is None:
             return (HostEntry("localhost", self.ranks),)
-        merged: dict[str, int] = {}
-        unlike = [HostEntry(host.address, host.slots) for host in self.entries()]
-        for entry in unlike or read_hostfile(path):
-            if entry.slots is None:
-                raise UserError(
-                    f"--elastic must know how many ranks fit on the hosts that are left: write `{entry.name} slots=1` "
-                    f"(or more) for {entry.name} in {path}."
-                )
-            merged[entry.name] = merged.get(entry.name, 0) + entry.slots
-        entries = tuple(HostEntry(name, slots) for name, slots in merged.items())
+        listed = [HostEntry(host.address, host.slots) for host in self.entries()] or read_hostfile(path)
+        if unknown := [entry.name for entry in listed if entry.slots is None]:
+            raise UserError(
+                f"--elastic must know how many ranks fit on the hosts that are left: write `{unknown[0]} slots=1` "
+                f"(or more) for {unknown[0]} in {path}."
+            )
+        entries = tuple(HostEntry(name, slots) for name, slots in slots_by_host(listed).items())
         check_slots(entries, self.ranks, path)
         return entries
 
     def entries(self) -> tuple[Host, ...]:
-        """The entries of the hosts file; none without one.
-
-        :raises UserError: it cannot be read, or breaks rules.
-        """
+        """The entries of the hosts file; none without one. Raises UserError: it cannot be read, or breaks rules."""
         if self.hosts_file is None:
             return ()
         from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # brings pydantic

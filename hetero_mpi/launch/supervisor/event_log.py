@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.processes import VARIABLE
 from hetero_mpi.report.run_files.line_files import LineFile
-from hetero_mpi.report.run_files.run_directory import refuse_links
+from hetero_mpi.report.run_files.run_directory import opened_in
 
 EVENTS_NAME = "events.jsonl"
 
@@ -43,22 +42,12 @@ def _line(event: str, text: str, values: dict[str, Any]) -> str:
 class EventLog:
     """Appends to ``RUN/events.jsonl``. Every line has ``unix_s``, ``event`` and ``text``, and the event's own values.
 
-    ``supervisor``: its name, which is in all its events, and in the environment of its starts.
-
-    :raises UserError: the run directory cannot be written, or has a link that leads out of it.
+    ``supervisor``: its name, which is in all its events, and in the environment of its starts. Raises as ``opened_in``.
     """
 
     def __init__(self, run_dir: Path, supervisor: str) -> None:
         self.path, self._supervisor = run_dir / EVENTS_NAME, supervisor
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            refuse_links(run_dir)  # the run does so too, but this file is written before it starts
-            self.path.open("a").close()
-        except OSError as error:
-            raise UserError(
-                f"the run directory must be a directory this user can write to; {run_dir} is not: {error.strerror}. "
-                "Choose another with output.run_dir or --run-dir."
-            ) from None
+        opened_in(run_dir, EVENTS_NAME).close()  # the run looks as well, but this file is written before it starts
         self._file = LineFile(self.path, _print)
 
     def tell(self, event: str, text: str, **values: Any) -> None:

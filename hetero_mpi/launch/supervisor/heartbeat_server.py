@@ -6,7 +6,6 @@ cable is back, so no host is given up sooner than ``timeout_s``.
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.launch.hosts.agent import Helper
-from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines, AuthenticatedServer
+from hetero_mpi.launch.hosts.authenticated import AuthenticatedServer
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.interface import local_addresses, resolve, source_address
 from hetero_mpi.launch.supervisor.host_agent import CALL_S, RUN_STATE, AgentOrders, as_line
@@ -105,7 +104,7 @@ class HeartbeatServer:
         self._looked_s = time.monotonic()
         # Callers without the token get no answer, so the port may be open to networks that hosts are yet to come from.
         address = "127.0.0.1" if all(host.local for host in self.watched) else ""
-        self._server = AuthenticatedServer(address, self._serve, _CALLER_S)
+        self._server = AuthenticatedServer(address, lambda _, lines: lines.write(self._answer(lines.read())), _CALLER_S)
 
     def __enter__(self) -> HeartbeatServer:
         return self
@@ -128,7 +127,7 @@ class HeartbeatServer:
         """
         began, abandoned = time.monotonic(), set(given_up)
         for host in self.watched:
-            if host.number in abandoned or not self._listening(host):
+            if host.number in abandoned or host.ended() or time.monotonic() - host.heard_s >= _MUTE_S:
                 self._start_agent(host)
         while True:
             answered = [host for host in self.watched if host.heard_s > began]
@@ -181,9 +180,6 @@ class HeartbeatServer:
         with self._lock:
             self._keep = start
 
-    def _listening(self, host: WatchedHost) -> bool:
-        return not host.ended() and time.monotonic() - host.heard_s < _MUTE_S
-
     def _start_agent(self, host: WatchedHost) -> None:
         host.close()
         with self._lock:
@@ -194,10 +190,7 @@ class HeartbeatServer:
         host.helper = Helper(
             self._agent, host.name, host.local, python, "hetero_mpi.launch.supervisor.host_agent", directory
         )
-        host.helper.write(as_line(self._orders(host)))
-
-    def _orders(self, host: WatchedHost) -> AgentOrders:
-        return AgentOrders(
+        orders = AgentOrders(
             token=self._server.token,
             address=("127.0.0.1" if host.local else source_address(host.address)) or "127.0.0.1",
             port=self._server.port,
@@ -207,9 +200,7 @@ class HeartbeatServer:
             timeout_s=self.timeout_s,
             run_dir=str(self._run_dir),
         )
-
-    def _serve(self, _: socket.socket, lines: AuthenticatedLines) -> None:
-        lines.write(self._answer(lines.read()))
+        host.helper.write(as_line(orders))
 
     def _answer(self, report: dict[str, Any]) -> dict[str, Any]:
         """The answer to a caller that has the token."""

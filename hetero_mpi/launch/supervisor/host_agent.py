@@ -122,15 +122,11 @@ class HostAgent:
 
 
 class RunDirectory:
-    """A run directory as the supervisor needs to know it; only files that have changed are read again."""
+    """A run directory as the supervisor needs to know it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._seen: tuple[int, int] = (0, 0)
-        self._step = self._base = 0
-        self._run: Any = {}
-        """What ``run.json`` says; it is replaced when a run begins and ends."""
-        self._run_seen: tuple[int, int] = (0, 0)
+        self._file = self._base = 0
 
     def state(self) -> dict[str, int]:
         """``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run begins a new file); ``base``: the step
@@ -140,7 +136,7 @@ class RunDirectory:
         checkpoint, copies = _newest(self.directory / "checkpoints", _CHECKPOINT), 0
         with contextlib.suppress(OSError):
             copies = max((_newest(folder, _COPY) for folder in (self.directory / "copies").iterdir()), default=0)
-        told = step, self._base, self._told("last_step"), self._seen[0], checkpoint, copies
+        told = step, self._base, self._told("last_step"), self._file, checkpoint, copies
         return dict(zip(RUN_STATE, told, strict=True))
 
     def locked(self) -> bool:
@@ -158,26 +154,19 @@ class RunDirectory:
     def _last_step(self) -> int:
         try:
             with (self.directory / "metrics.jsonl").open("rb") as file:
-                size = file.seek(0, 2)
-                now = (os.fstat(file.fileno()).st_ino, size)
-                if now[0] != self._seen[0]:
-                    self._base = self._told("starts", -1, "step")
-                if now != self._seen:
-                    file.seek(max(0, size - _TAIL_BYTES))
-                    self._seen, self._step = now, last_step(file.read())
+                inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, 2)
+                if inode != self._file:
+                    self._file, self._base = inode, self._told("starts", -1, "step")
+                file.seek(max(0, size - _TAIL_BYTES))
+                return last_step(file.read())
         except OSError:
-            self._seen, self._step = (0, 0), 0
-        return self._step
+            self._file = 0
+            return 0
 
     def _told(self, *keys: str | int) -> int:
         """A number in ``run.json``, which the run writes before it begins its metrics; 0: there is none."""
-        path = self.directory / "run.json"
         try:
-            status = path.stat()
-            now = status.st_ino, status.st_mtime_ns
-            if now != self._run_seen:
-                self._run, self._run_seen = json.loads(path.read_text(encoding="utf-8")), now
-            value = self._run
+            value = json.loads((self.directory / "run.json").read_text(encoding="utf-8"))
             for key in keys:
                 value = value[key]
             return int(value)

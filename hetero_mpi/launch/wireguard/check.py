@@ -7,10 +7,9 @@ where fewer bytes passed the mesh than were sent is a failure. The address is no
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -39,7 +38,7 @@ class Passed:
     other: str
     interface: str
     """The mesh's interface on that host."""
-    counted: dict[str, tuple[int, int]]
+    counted: Mapping[str, Sequence[int]]
 
 
 def verify(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
@@ -73,22 +72,19 @@ def verify(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
             _exchange(transport, world.rank, partner[world.rank])
         world.meet_asleep()  # what was sent has arrived everywhere
         if world.rank in partner:
+            after = _counters()
             counted = {
-                name: (after[0] - before[name][0], after[1] - before[name][1])
-                for name, after in _counters().items()
-                if name in before
+                name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in {*before} & {*after}
             }
             other = world.hosts[partner[world.rank]]
             seen.append(Passed(world.host, other, interfaces[world.rank], counted))
         world.meet_asleep()  # nobody begins the next round before all have read their counters
-    gathered = world.all_gather_json([[own.host, own.other, own.interface, own.counted] for own in seen])
-    return findings_of([_from_json(values) for ranks_own in gathered for values in ranks_own], mesh)
+    gathered = world.all_gather_json([vars(own) for own in seen])
+    return findings_of([Passed(**values) for ranks_own in gathered for values in ranks_own], mesh)
 
 
 def is_tunnel(interface: str) -> bool:
-    """Can an interface be WireGuard's, in the kernel or in user space? Such an interface has no link layer, unlike a cable or
-    Wi-Fi.
-    """
+    """Can an interface be WireGuard's, in the kernel or in user space? Unlike a cable or Wi-Fi, such a one has no link layer."""
     if sys.platform == "darwin":
         return interface.startswith("utun")
     try:
@@ -120,10 +116,7 @@ def findings_of(passed: Sequence[Passed], mesh: Mesh, message_bytes: int = MESSA
 
 
 def mesh_of(world: World, path: str | Path) -> Mesh | None:
-    """``[mesh]`` of a hosts file that rank 0 has; the other hosts need not. Collective.
-
-    :raises UserError: as ``read_mesh`` does.
-    """
+    """``[mesh]`` of a hosts file that rank 0 has; the other hosts need not. Collective. Raises UserError: as ``read_mesh`` does."""
     values = None
     with world.led("reading the hosts file"):
         if world.rank == 0:
@@ -167,11 +160,6 @@ def _counters() -> dict[str, tuple[int, int]]:
     import psutil
 
     return {name: (item.bytes_sent, item.bytes_recv) for name, item in psutil.net_io_counters(pernic=True).items()}
-
-
-def _from_json(values: list[Any]) -> Passed:
-    host, other, interface, counted = values
-    return Passed(host, other, interface, {name: (int(both[0]), int(both[1])) for name, both in counted.items()})
 
 
 def _megabytes(number: int) -> str:

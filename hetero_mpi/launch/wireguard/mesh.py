@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
-from hetero_mpi.disk import atomic_write
+from hetero_mpi.disk import atomic_write, unwritable_told
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, broken_keys
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
@@ -71,10 +71,7 @@ class MeshHost:
 
 
 def read_mesh(path: str | Path) -> Mesh | None:
-    """``[mesh]`` of a hosts file, if it has one.
-
-    :raises UserError: the file cannot be read, or the table breaks rules.
-    """
+    """``[mesh]`` of a hosts file, if it has one. Raises UserError: the file cannot be read, or the table breaks rules."""
     values = tables_of(Path(path)).get("mesh")
     if values is None:
         return None
@@ -150,11 +147,7 @@ def _problems(machines: Mapping[str, Host], mesh: Mesh) -> Iterator[str]:
 
 def _file_name(title: str, taken: Sequence[str]) -> str:
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", title).lstrip(".-") or "host"
-    number = 2
-    unique = name
-    while unique in taken:
-        unique, number = f"{name}-{number}", number + 1
-    return unique
+    return next(one for one in (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3))) if one not in taken)
 
 
 def init(path: Path, directory: Path) -> list[str]:
@@ -166,7 +159,7 @@ def init(path: Path, directory: Path) -> list[str]:
     """
     hosts, mesh = read_hosts(path), read_mesh(path) or Mesh()
     found = members(hosts, mesh, path)
-    try:
+    with unwritable_told(directory, "choose another -o."):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         keys = {member: _private_key(directory / f"{member.name}.conf") for member in found}
         public = {member: _wg("pubkey", given=key) for member, key in keys.items()}
@@ -174,8 +167,6 @@ def init(path: Path, directory: Path) -> list[str]:
             _write(directory / f"{member.name}.conf", configuration(member, key, public, mesh))
         _write(directory / "hosts.toml", hosts_inside(hosts, found, mesh, path))
         _write(directory / "mpi-options.txt", _options_text(mesh))
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written ({error.strerror}): choose another -o.") from None
     return _next_steps(found, mesh, directory)
 
 
@@ -254,9 +245,7 @@ def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]
 
 
 def check_up(mesh: Mesh, addresses: Mapping[str, Iterable[str]], path: str | Path) -> Finding:
-    """A finding about whether the mesh is up on every host, found without MPI. ``addresses``: host -> the IPv4 addresses it
-    reports.
-    """
+    """Is the mesh up on every host? Found without MPI. ``addresses``: host -> the IPv4 addresses that it reports."""
     without = [host for host, own in addresses.items() if not any(mesh.holds(address) for address in own)]
     if without:
         text = f"the hosts file has a [mesh], and no interface there has an address in {mesh.network}"
