@@ -262,7 +262,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    add = _command(commands, "init", _init, "copy a job and its data to start from; without a name: what there is")
+    text = "copy a job and its data to start from; without a name: what there is"
+    add = _command(commands, "init", _init, text).add_argument
     add("name", nargs="?", metavar="NAME", help="of a job that comes with the program, such as quickstart")
     where = "the job goes into DIR/jobs (default: here)"
     add("directory", nargs="?", type=Path, default=Path(), metavar="DIR", help=where)
@@ -271,15 +272,14 @@ def parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_serve(commands)
     text = "start ranks with the launcher that belongs to the loaded MPI library"
-    launch = commands.add_parser("launch", help=text)
-    launch.set_defaults(run=_launch)
-    add_launch_options(launch)
+    add_launch_options(_command(commands, "launch", _launch, text))
     _add_doctor(commands)
     _add_mesh(commands)
     _add_offline_commands(commands)
     _add_looking_back(commands)
 
-    add = _command(commands, "export", _export, "turn a run or a checkpoint into a Hugging Face or PEFT directory")
+    text = "turn a run or a checkpoint into a Hugging Face or PEFT directory"
+    add = _command(commands, "export", _export, text).add_argument
     add("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory or checkpoint file")
     add("target", type=Path, metavar="OUT", help="directory to write")
     add("--merge", action="store_true", help="add the adapter to its base weights: a whole model")
@@ -292,19 +292,17 @@ def parser() -> argparse.ArgumentParser:
     add("--push", metavar="ORG/NAME", help="upload OUT to the Hugging Face hub, too, as a private model")
 
     text = "print a job file that documents every key, or the pages of reference"
-    reference = commands.add_parser("reference", help=text)
-    reference.set_defaults(run=_reference)
-    form = reference.add_mutually_exclusive_group()
+    form = _command(commands, "reference", _reference, text).add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="the same as Markdown, which is docs/job.md")
     form.add_argument("--commands", action="store_true", help="all commands and options as Markdown: docs/commands.md")
     return top
 
 
-def _command(commands: Commands, name: str, run: Callable[..., int], text: str) -> Add:
-    """Declare a command; returns what adds arguments to it."""
+def _command(commands: Commands, name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+    """Declare a command; returns its parser."""
     command = commands.add_parser(name, help=text)
     command.set_defaults(run=run)
-    return command.add_argument
+    return command
 
 
 def _add_set(add: Add) -> None:
@@ -319,7 +317,8 @@ def _add_schedule(add: Add) -> None:
 
 
 def _add_train(commands: Commands) -> None:
-    add = _command(commands, "train", _train, "train a model: mpirun -np 3 python -m hetero_mpi train job.toml")
+    text = "train a model: mpirun -np 3 python -m hetero_mpi train job.toml"
+    add = _command(commands, "train", _train, text).add_argument
     add("job", type=Path, metavar="JOB", help="job file (TOML); jobs/reference.toml documents every key")
     _add_set(add)
     add("--run-dir", metavar="DIR", help="run directory, instead of [output] run_dir")
@@ -334,7 +333,7 @@ def _add_train(commands: Commands) -> None:
 
 def _add_generate(commands: Commands) -> None:
     text = "continue a prompt; under mpirun the model is split over the ranks"
-    add = _command(commands, "generate", _generate, text)
+    add = _command(commands, "generate", _generate, text).add_argument
     _add_source(add)
     add("--prompt", required=True, metavar="TEXT")
     most = "at most so many (by default 128, or what the model's positions allow)"
@@ -353,7 +352,7 @@ def _add_source(add: Add) -> None:
 
 def _add_serve(commands: Commands) -> None:
     text = "answer over HTTP as OpenAI's API does; under mpirun the model is split over the ranks"
-    add = _command(commands, "serve", _serve, text)
+    add = _command(commands, "serve", _serve, text).add_argument
     _add_source(add)
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="of rank 0 to listen on (default %(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="(default %(default)s; 0: any free one)")
@@ -406,8 +405,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
 
 def _add_doctor(commands: Commands) -> None:
     text = "is everything in place for a run? Exit code 0: yes; 1: a run would fail"
-    doctor = commands.add_parser("doctor", help=text)
-    doctor.set_defaults(run=_doctor)
+    doctor = _command(commands, "doctor", _doctor, text)
     files = doctor.add_mutually_exclusive_group()
     files.add_argument("--hostfile", metavar="FILE", help="look at these hosts too, as for launch")
     files.add_argument("--hosts", metavar="FILE", help="look at the entries of this hosts.toml, as for launch")
@@ -423,38 +421,38 @@ def _add_mesh(commands: Commands) -> None:
     mesh = commands.add_parser("mesh", help="private links between hosts, by WireGuard (docs/wireguard.md)")
     actions = mesh.add_subparsers(title="actions", required=True, metavar="ACTION")
     text = "write keys and WireGuard configurations for the machines of a hosts.toml"
-    add = _command(actions, "init", _mesh_init, text)
+    add = _command(actions, "init", _mesh_init, text).add_argument
     add("hosts", type=Path, metavar="HOSTS", help="hosts.toml with the addresses outside of the mesh")
     where = "where to (default %(default)s)"
     add("-o", "--output", type=Path, default=Path("mesh"), metavar="DIR", help=where)
     text = "under a launcher: do MPI's messages go through the mesh? Exit code 1: no"
-    add = _command(actions, "verify", _mesh_verify, text)
+    add = _command(actions, "verify", _mesh_verify, text).add_argument
     add("hosts", type=Path, metavar="HOSTS", help="the hosts.toml that `mesh init` wrote")
 
 
 def _add_offline_commands(commands: Commands) -> None:
     """``profile`` and what can be asked of its file without the cluster: ``inspect``, ``plan``, ``simulate``."""
     text = "measure these ranks and their links: mpirun -np 3 ... profile job.toml"
-    add = _command(commands, "profile", _profile, text)
+    add = _command(commands, "profile", _profile, text).add_argument
     add("job", type=Path, metavar="JOB", help="job file (TOML)")
     add("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (TOML)")
     add("--reprofile", action="store_true", help="measure anew, whatever was measured before")
     _add_set(add)
 
-    add = _command(commands, "inspect", _inspect, "show a profile, a plan or a checkpoint")
+    add = _command(commands, "inspect", _inspect, "show a profile, a plan or a checkpoint").add_argument
     file = "what it is, is seen by its content; or a shipped profile's name"
     add("file", type=Path, metavar="FILE", help=file)
     add("-o", "--output", type=Path, metavar="PNG", help="a profile's picture (default: beside it)")
     add("--all", dest="every", action="store_true", help="a row for each of many ranks, hosts and links")
 
-    add = _command(commands, "plan", _plan, "plan a job for the cluster of a profile; needs no cluster")
+    add = _command(commands, "plan", _plan, "plan a job for the cluster of a profile; needs no cluster").add_argument
     add("-o", "--output", type=Path, metavar="FILE", help="write the plan, to be edited and given to train")
     add("--explain", action="store_true", help="also answer what-if questions, by planning again")
     add("--json", dest="as_json", action="store_true", help="print one JSON object instead of tables")
     _add_question(add)
 
     text = "predict a step: timeline, trace, why ranks wait; needs no cluster"
-    add = _command(commands, "simulate", _simulate, text)
+    add = _command(commands, "simulate", _simulate, text).add_argument
     where = "where pictures and trace go (default: RUN_DIR/simulation)"
     add("-o", "--output", type=Path, metavar="DIR", help=where)
     add("--blocking-sends", action="store_true", help="as if ranks computed nothing while they send")
@@ -474,16 +472,17 @@ def _add_question(add: Add) -> None:
 
 def _add_looking_back(commands: Commands) -> None:
     """``report``, ``compare`` and ``baseline``: what a run was like, and what it was good for."""
-    add = _command(commands, "report", _report, "write a run's report: one HTML file; train does so at its end")
+    text = "write a run's report: one HTML file; train does so at its end"
+    add = _command(commands, "report", _report, text).add_argument
     add("run_dir", type=Path, metavar="RUN", help="run directory")
     add("-o", "--output", type=Path, metavar="FILE", help="(default: RUN/report.html)")
 
     text = "runs side by side: jobs, plans, speed, loss after equally many tokens"
-    add = _command(commands, "compare", _compare, text)
+    add = _command(commands, "compare", _compare, text).add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
 
     text = "was it worth adding the other devices? The best one alone, same tokens"
-    add = _command(commands, "baseline", _baseline, text)
+    add = _command(commands, "baseline", _baseline, text).add_argument
     job = "job file (TOML); left out: the run's, or the profile's own model"
     add("job", type=Path, nargs="?", metavar="JOB", help=job)
     profile = "a profile, or a run, whose measured times count"

@@ -43,7 +43,7 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False, make_fo
 
 
 @contextlib.contextmanager
-def unwritable_told(place: Path, remedy: str = "name another place with -o") -> Iterator[None]:
+def writing(place: Path, remedy: str = "name another place with -o") -> Iterator[None]:
     """A block that writes ``place``, whose OSError becomes a UserError."""
     try:
         yield

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from hetero_mpi.disk import unwritable_told
+from hetero_mpi.disk import writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.shipped import shipped_folder
@@ -45,7 +45,7 @@ def init(name: str, directory: Path) -> list[str]:
     lines = []
     for path in [*own, *others]:
         target = directory / "jobs" / path
-        with unwritable_told(target, f"name another directory: init {name} DIR"):
+        with writing(target, f"name another directory: init {name} DIR"):
             if not (there := target.exists()):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(shipped_folder("jobs") / path, target)
@@ -63,13 +63,8 @@ def _purpose(name: str) -> str:
     """The first comment of a job file."""
     if name == SLURM:
         return "Batch scripts for SLURM: one node, several, unlike ones, many jobs (docs/slurm.md)."
-    return (
-        (shipped_folder("jobs") / f"{name}.toml")
-        .read_text(encoding="utf-8")
-        .splitlines()[0]
-        .removeprefix("# ")
-        .rstrip(":;")
-    )
+    text = (shipped_folder("jobs") / f"{name}.toml").read_text(encoding="utf-8")
+    return text.partition("\n")[0].removeprefix("# ").rstrip(":;")
 
 
 def _files(name: str) -> tuple[list[Path], list[Path]]:
@@ -100,7 +95,6 @@ def _next(name: str, needed: list[Path]) -> list[str]:
     if name == SLURM:
         return ["sbatch jobs/one_node.sbatch JOB"]
     first = [path for path in needed if path.suffix == ".toml"]
-    own = shutil.which("hetero-mpi")
-    is_on_path = own is not None and Path(own).parent == Path(sys.executable).parent
+    is_on_path = Path(shutil.which("hetero-mpi") or "").parent == Path(sys.executable).parent
     program = "hetero-mpi" if is_on_path else f"{shlex.quote(sys.executable)} -m hetero_mpi"
     return [f"{program} launch -np 3 -- train jobs/{path}" for path in [*first, Path(f"{name}.toml")]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi import toml
-from hetero_mpi.disk import unwritable_told
+from hetero_mpi.disk import writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_directory
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, with_memory
@@ -110,7 +110,7 @@ def plan(
     answers = list(what_ifs(own, question.profile, question.request, lost.free_links_s)) if explain else []
     otherwise = differences(chosen.plan, question.request) if given is not None else []
     if output is not None:
-        with unwritable_told(output):
+        with writing(output):
             save_plan(chosen, output)
     if as_json:
         tokens = chosen.plan.global_batch * chosen.plan.sequence_length
@@ -164,7 +164,7 @@ def simulation(
     used, ranks = len(result.busy_s), len(question.profile.devices)
     title = f"predicted step: {units.seconds(result.step_s)}, {used} of {ranks} ranks, {question.loaded.name}"
     figure = timeline([Panel(title, result.events)], labels)
-    with unwritable_told(folder):
+    with writing(folder):
         written = [save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg")]
         written.append(save_trace(result.events, folder / "trace.json", labels))
     tokens = chosen.plan.global_batch * chosen.plan.sequence_length

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.disk import unwritable_told
+from hetero_mpi.disk import writing
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_profile
@@ -55,7 +55,7 @@ def profile(world: World, job: Path | LoadedJob, output: Path, reprofile: bool) 
     measured = measure(world, job, reprofile)
     with world.led("writing the profile"):
         if world.rank == 0:
-            with unwritable_told(output):
+            with writing(output):
                 save_profile(measured, output)
             say(f"Written: {output}")
     return 0

@@ -80,18 +80,19 @@ def mean_idling(causes: Sequence[Idling]) -> Idling:
 
 
 def rank_rows(
-    profile: ClusterProfile, seconds: Callable[[DeviceProfile], tuple[float, float]]
-) -> list[tuple[str, ...]]:
-    """A row per kind of rank: number of ranks and hosts, forward and backward times, memory and the reason for it."""
+    profile: ClusterProfile, block_s: Mapping[int, Sequence[float]], kind: Callable[[DeviceProfile], Hashable],
+    name: Callable[[Sequence[int]], str],
+) -> list[tuple[str, ...]]:  # fmt: skip
+    """A row per kind of rank: its ranks as ``name`` writes them, hosts, forward and backward times, memory and its reason."""
     rows: list[tuple[str, ...]] = []
-    for kind, devices in grouped(profile.devices, device_text).items():
+    for devices in grouped(profile.devices, kind).values():
         hosts = sorted({device.host for device in devices})
-        forward, backward = zip(*map(seconds, devices), strict=True)
+        forward, backward = zip(*(block_s[device.rank] for device in devices), strict=True)
         reasons = dict.fromkeys(device.memory_reason for device in devices)
         rows.append((
-            f"{len(devices)} ranks" if len(devices) > 1 else f"rank {devices[0].rank}",
-            hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts",
-            kind,
+            name([device.rank for device in devices]),
+            units.shortened(hosts[0]) if len(hosts) == 1 else f"{len(hosts)} hosts",
+            device_text(devices[0]),
             least_most(forward, units.seconds),
             least_most(backward, units.seconds),
             least_most([device.memory_bytes for device in devices], units.size),

@@ -35,23 +35,16 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
     With more than ``MOST_ROWS`` ranks, ranks of a host that look alike share a row; if those rows are still too many, ranks of one
     kind of device do.
     """
-    tokens = profile.model.sequence_length
-    alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
-    for device in profile.devices:
-        row = (
-            units.shortened(device.host),
-            device_text(device),
-            units.seconds(_block_s(profile, device, Op.F)),
-            units.seconds(_block_s(profile, device, Op.B)),
-            units.size(device.memory_bytes),
-            device.memory_reason,
-        )
-        own_row = device.rank if len(profile.devices) <= MOST_ROWS else 0
-        alike.setdefault((own_row, row), []).append(device.rank)
-    rows = [(units.numbers(members), *row) for (_, row), members in alike.items()]
+    ranks, tokens = len(profile.devices), profile.model.sequence_length
+    block_s = {device.rank: [_block_s(profile, device, op) for op in (Op.F, Op.B)] for device in profile.devices}
+
+    def looks(device: DeviceProfile) -> tuple[str, ...]:
+        texts = (*map(units.seconds, block_s[device.rank]), units.size(device.memory_bytes), device.memory_reason)
+        return str(device.rank) if ranks <= MOST_ROWS else "", device.host, device_text(device), *texts
+
+    rows = rank_rows(profile, block_s, looks, units.numbers)
     if len(rows) > MOST_ROWS:
-        rows = rank_rows(profile, lambda device: (_block_s(profile, device, Op.F), _block_s(profile, device, Op.B)))
-    ranks = len(profile.devices)
+        rows = rank_rows(profile, block_s, device_text, _how_many)
     lines = [f"Ranks: {ranks}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
     lines += table(("rank", *_places(profile), "forward", "backward", "memory", "why so much"), rows)
     lines += wrapped("  ", f"forward and backward: one block, one sequence of {tokens:,} tokens, {profile.model.dtype}")
@@ -59,6 +52,10 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
     for note in profile.notes:
         lines += wrapped("  ", note)
     return [*lines, *(line for remark in doubt_remarks(profile) for line in wrapped("  ", remark))]
+
+
+def _how_many(ranks: Sequence[int]) -> str:
+    return f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def doubt_remarks(profile: ClusterProfile, named: str = "this profile") -> list[str]:

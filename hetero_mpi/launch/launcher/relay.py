@@ -14,8 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hetero_mpi.disk import atomic_write
-from hetero_mpi.errors import UserError
+from hetero_mpi.disk import atomic_write, writing
 
 _SCRIPT = """#!/bin/sh
 # AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on HOST, with the place where MPI is installed there.
@@ -53,14 +52,10 @@ def write_relay(script: str) -> Path:
     """Write the script into the cache directory; returns its path. Raises UserError: the cache directory cannot be written."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi"
     path = folder / f"launch-agent-{hashlib.sha256(script.encode()).hexdigest()[:12]}.sh"
-    try:
+    remedy = "set XDG_CACHE_HOME to a directory that you can write to, for the launch agent of hosts with different MPI prefixes"
+    with writing(folder, remedy):
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
             draft.write_text(script, encoding="utf-8")
             draft.chmod(0o755)
-    except OSError as error:
-        raise UserError(
-            f"{folder}: the launch agent for hosts with different MPI prefixes cannot be written there "
-            f"({error.strerror}): set XDG_CACHE_HOME to a directory that you can write to."
-        ) from None
     return path

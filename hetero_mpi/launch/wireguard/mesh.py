@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
-from hetero_mpi.disk import atomic_write, unwritable_told
+from hetero_mpi.disk import atomic_write, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, broken_keys
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
@@ -159,7 +159,7 @@ def init(path: Path, directory: Path) -> list[str]:
     """
     hosts, mesh = read_hosts(path), read_mesh(path) or Mesh()
     found = members(hosts, mesh, path)
-    with unwritable_told(directory, "choose another -o."):
+    with writing(directory, "choose another -o."):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         keys = {member: _private_key(directory / f"{member.name}.conf") for member in found}
         public = {member: _wg("pubkey", given=key) for member, key in keys.items()}

@@ -25,7 +25,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as MplPath
 from matplotlib.textpath import text_to_path
 
-from hetero_mpi.disk import unwritable_told
+from hetero_mpi.disk import writing
 
 COLOURS: dict[str, tuple[str, str]] = {
     "paper": ("#fdfdfc", "#16181c"),
@@ -162,15 +162,16 @@ class Sheet:
         radius: float = 6, dashed: bool = False, title: str | None = None,
     ) -> None:  # fmt: skip
         """Draw a box. ``title``: shown by a browser under the pointer."""
-        rounding = min(radius, width / 2, height / 2)
+        style = f"round,pad=0,rounding_size={min(radius, width / 2, height / 2)}"
+        line = COLOURS[edge][0] if edge else "none"
         look: dict[str, Any] = {
-            "facecolor": COLOURS[fill][0],
-            "edgecolor": COLOURS[edge][0] if edge else "none",
-            "linewidth": 1,
+            "fc": COLOURS[fill][0],
+            "ec": line,
+            "lw": 1,
+            "ls": "--" if dashed else "-",
+            "url": title,
         }
-        style = f"round,pad=0,rounding_size={rounding}"
-        patch = FancyBboxPatch((x, y), width, height, style, linestyle="--" if dashed else "-", url=title, **look)
-        self._axes.add_patch(self._above(patch))
+        self._axes.add_patch(self._above(FancyBboxPatch((x, y), width, height, style, **look)))
 
     def text(
         self, x: float, y: float, text: str, size: float = 12, colour: str = "ink", anchor: str = "left", bold: bool = False,
@@ -243,7 +244,7 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
 
 def save(figure: Figure, path: Path, label: str) -> Path:
     """Write a figure; the ending of the name gives the format. Raises UserError: it cannot be written."""
-    with unwritable_told(path, "name another place with -o or --run-dir"):
+    with writing(path, "name another place with -o or --run-dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".svg":
             path.write_text(svg(figure, label), encoding="utf-8")

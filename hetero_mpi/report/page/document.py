@@ -9,7 +9,7 @@ import jinja2
 from markupsafe import Markup
 
 import hetero_mpi
-from hetero_mpi.disk import unwritable_told, write_whole
+from hetero_mpi.disk import write_whole, writing
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.report import units
 from hetero_mpi.report.figures.style import palette_css
@@ -39,7 +39,7 @@ def report_html(run: PastRun) -> str:
 
 def write_report(run: PastRun, path: Path) -> Path:
     """Write the page atomically. Raises UserError: the file cannot be written."""
-    with unwritable_told(path):
+    with writing(path):
         write_whole(path, report_html(run))
     return path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hetero_mpi.job.rules import EIGHT_BIT
@@ -12,89 +12,73 @@ from hetero_mpi.report.past_run import PastRun
 
 def job_rows(run: PastRun) -> list[tuple[str, str]]:
     """(what, setting); rows of which the run says nothing are left out."""
-    if not run.job:
-        return []
-    rows = (("method", _method(run)), ("model", _model(run)), ("data", _data(run)), ("steps", _steps(run)),
-            ("optimizer", _optimizer(run)), ("dtype", _dtype(run)), ("seed", _said(run.setting("train", "seed"))))  # fmt: skip
-    return [row for row in rows if row[1]]
+
+    def told(text: str, table: str, key: str) -> str:
+        said = _said(run.setting(table, key))
+        return text.format(said) if said else ""
+
+    held_out, config = run.setting("data", "held_out"), run.setting("model", "config")
+    own_held_out = f"{units.percent(held_out)} of the sequences held out" if isinstance(held_out, (int, float)) else ""
+    new = (
+        f"a new {_said(config.get('model_type'))} model".replace("  ", " ")
+        if isinstance(config, dict)
+        else _said(config)
+    )
+    by_plan = run.setting("train", "micro_batch") == "auto"
+    adamw = "AdamW in 8 bits" if run.setting("train", "optimizer") == EIGHT_BIT else "AdamW"
+    betas = [_said(beta) for key in ("beta1", "beta2") if (beta := run.setting("train", key)) is not None]
+    asked, used = told("{}", "train", "dtype"), run.profile.model.dtype if run.profile is not None else ""
+    rows = {
+        "method": _method(run, told),
+        "model": [told("{}", "model", "path"), told("made by {}", "model", "factory"), new],
+        "data": [
+            told("text {}", "data", "text"),
+            told("records {}", "data", "records"),
+            told("sequences of {} tokens", "data", "sequence_length"),
+            {True: "packed", False: "one document per sequence"}.get(run.setting("data", "packing"), ""),
+            told("evaluated on {}", "data", "evaluation") or own_held_out,
+        ],
+        "steps": [
+            told("{} steps", "train", "steps"),
+            told("{} sequences per step", "train", "global_batch"),
+            "micro-batches as the plan has them" if by_plan else told("micro-batches of {}", "train", "micro_batch"),
+        ],
+        "optimizer": [
+            told(f"{adamw}, peak learning rate {{}}", "train", "learning_rate"),
+            told("schedule {}", "train", "schedule"),
+            told("{} steps of warm-up", "train", "warmup_steps"),
+            f"betas {' and '.join(betas)}" if betas else "",
+            told("epsilon {}", "train", "epsilon"),
+            told("weight decay {}", "train", "weight_decay"),
+            told("gradients clipped to norm {}", "train", "clip_norm"),
+        ],
+        "dtype": [f"{used} ({asked})" if asked and used and asked != used else asked or used],
+        "seed": [told("{}", "train", "seed")],
+    }
+    joined = {what: ", ".join(filter(None, parts)) for what, parts in rows.items()}
+    return [(what, text) for what, text in joined.items() if text and run.job]
 
 
-def _method(run: PastRun) -> str:
+def _method(run: PastRun, told: Callable[[str, str, str], str]) -> list[str]:
     method = run.setting("adapter", "method")
     if method != "lora":
-        return "full training of all weights" if method == "none" else ""
+        return ["full training of all weights"] if method == "none" else []
     nf4 = run.setting("model", "quantization") == "nf4"
     doubled = ", double quantization" if run.setting("model", "double_quantization") else ""
-    return _joined(
+    return [
         f"LoRA on NF4 weights{doubled}" if nf4 else "LoRA",
-        _filled("rank {}", run.setting("adapter", "rank")),
-        _filled("alpha {}", run.setting("adapter", "alpha")),
-        _filled("dropout {}", run.setting("adapter", "dropout")),
+        told("rank {}", "adapter", "rank"),
+        told("alpha {}", "adapter", "alpha"),
+        told("dropout {}", "adapter", "dropout"),
         *(key for key in ("rslora", "dora") if run.setting("adapter", key)),
-        _filled("targets {}", run.setting("adapter", "targets")),
-        _filled("from {}", run.setting("adapter", "path")),
-    )
+        told("targets {}", "adapter", "targets"),
+        told("from {}", "adapter", "path"),
+    ]
 
 
-def _model(run: PastRun) -> str:
-    path, factory, config = (run.setting("model", key) for key in ("path", "factory", "config"))
-    if isinstance(config, dict):
-        config = f"a new {_said(config.get('model_type'))} model".replace("  ", " ")
-    return _joined(_said(path), _filled("made by {}", factory), _said(config))
-
-
-def _data(run: PastRun) -> str:
-    share = run.setting("data", "held_out")
-    own = f"{units.percent(share)} of the sequences held out" if isinstance(share, (int, float)) else ""
-    return _joined(
-        _filled("text {}", run.setting("data", "text")),
-        _filled("records {}", run.setting("data", "records")),
-        _filled("sequences of {} tokens", run.setting("data", "sequence_length")),
-        {True: "packed", False: "one document per sequence"}.get(run.setting("data", "packing"), ""),
-        _filled("evaluated on {}", run.setting("data", "evaluation")) or own,
-    )
-
-
-def _steps(run: PastRun) -> str:
-    micro_batch = run.setting("train", "micro_batch")
-    return _joined(
-        _filled("{} steps", run.setting("train", "steps")),
-        _filled("{} sequences per step", run.setting("train", "global_batch")),
-        "micro-batches as the plan has them" if micro_batch == "auto" else _filled("micro-batches of {}", micro_batch),
-    )
-
-
-def _optimizer(run: PastRun) -> str:
-    name = "AdamW in 8 bits" if run.setting("train", "optimizer") == EIGHT_BIT else "AdamW"
-    return _joined(
-        _filled(f"{name}, peak learning rate {{}}", run.setting("train", "learning_rate")),
-        _filled("schedule {}", run.setting("train", "schedule")),
-        _filled("{} steps of warm-up", run.setting("train", "warmup_steps")),
-        _filled("betas {}", [b for key in ("beta1", "beta2") if (b := run.setting("train", key)) is not None], " and "),
-        _filled("epsilon {}", run.setting("train", "epsilon")),
-        _filled("weight decay {}", run.setting("train", "weight_decay")),
-        _filled("gradients clipped to norm {}", run.setting("train", "clip_norm")),
-    )  # fmt: skip
-
-
-def _dtype(run: PastRun) -> str:
-    asked, used = _said(run.setting("train", "dtype")), run.profile.model.dtype if run.profile is not None else ""
-    return f"{used} ({asked})" if asked and used and asked != used else asked or used
-
-
-def _joined(*parts: str) -> str:
-    return ", ".join(part for part in parts if part)
-
-
-def _filled(text: str, value: Any, between: str = ", ") -> str:
-    """``text`` with the value in it; empty where the value is missing."""
-    said = _said(value, between)
-    return text.format(said) if said else ""
-
-
-def _said(value: Any, between: str = ", ") -> str:
+def _said(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return between.join(map(_said, value))
+        return ", ".join(map(_said, value))
     if value is None:
         return ""
     return format(value, {int: ",", float: "g"}.get(type(value), ""))

@@ -201,20 +201,15 @@ def speed(run: PastRun) -> Section:
 
 def usage(run: PastRun, predicted: SimulatedStep | None) -> Section:
     """A bar per rank: what it spent its time on, and the predicted share of computing."""
-    measured = {rank: used for rank, used in last_usage(run.rank_steps).items() if used.seconds > 0}
     busy = _busy(predicted)
+    spent = {
+        rank: tuple((name, getattr(used, field) / used.seconds, colour) for field, name, colour in SPENT)
+        for rank, used in last_usage(run.rank_steps).items()
+        if used.seconds > 0
+    }
     ranks = [
-        RankUsage(
-            f"rank {rank}",
-            place_text(run.profile, rank),
-            tuple(
-                (name, getattr(measured[rank], field) / measured[rank].seconds, colour) for field, name, colour in SPENT
-            )
-            if rank in measured
-            else (),
-            busy.get(rank),
-        )
-        for rank in sorted(measured or busy)
+        RankUsage(f"rank {rank}", place_text(run.profile, rank), spent.get(rank, ()), busy.get(rank))
+        for rank in sorted(spent or busy)
     ]
     drawn = usage_bars(ranks) if ranks else None
     return Section("What the ranks do", USAGE_NOTE, times=True, picture=_picture(drawn, "what the ranks do"))

@@ -64,30 +64,21 @@ class Usage:
 
     def and_step(self, events: Iterable[Event], seconds: float) -> Usage:
         """This usage and one more step, which took ``seconds``."""
-        spent = dict.fromkeys(("computing_s", "activations_s", "gradients_s", "copies_s", "sums_s"), 0.0)
-        sent = received = 0
+        grown = {**asdict(self), "steps": self.steps + 1, "seconds": self.seconds + seconds}
         for event in events:
             lasted, op = event.end_s - event.start_s, event.action.op
             copied = event.copied_s if isinstance(event, MeasuredEvent) else 0.0
-            spent["copies_s"] += copied
+            grown["copies_s"] += copied
             if op in COMPUTE or op is Op.STEP:
-                spent["computing_s"] += lasted
+                grown["computing_s"] += lasted
             elif op in (Op.RECV_F, Op.RECV_B):
-                spent["activations_s" if op is Op.RECV_F else "gradients_s"] += lasted - copied
-                received += event.bytes
+                grown["activations_s" if op is Op.RECV_F else "gradients_s"] += lasted - copied
+                grown["received_bytes"] += event.bytes
             elif op is Op.REDUCE:
-                spent["sums_s"] += lasted
+                grown["sums_s"] += lasted
             else:
-                sent += event.bytes
-        grown: dict[str, Any] = {name: getattr(self, name) + more for name, more in spent.items()}
-        return replace(
-            self,
-            steps=self.steps + 1,
-            seconds=self.seconds + seconds,
-            sent_bytes=self.sent_bytes + sent,
-            received_bytes=self.received_bytes + received,
-            **grown,
-        )
+                grown["sent_bytes"] += event.bytes
+        return Usage(**grown)
 
 
 @dataclass(frozen=True)
