@@ -249,10 +249,7 @@ def _collectively(work: Callable[[World], T]) -> T:
 def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> offline.PlanQuestion:
     """A job and a profile that fits it, as the planner is asked. As ``offline.ask``, of values."""
     loaded = job if isinstance(job, Job) else Job.load(job)
-    named = "the given profile" if isinstance(profile, ClusterProfile) else str(profile)
-    profile = (
-        profile_from_dict(profile_to_dict(profile), named)
-        if isinstance(profile, ClusterProfile)
-        else load_profile(profile)
-    )
-    return offline.question(loaded, profile, named)
+    if not isinstance(profile, ClusterProfile):
+        return offline.question(loaded, load_profile(profile), str(profile))
+    checked = profile_from_dict(profile_to_dict(profile), "the given profile")
+    return offline.question(loaded, checked)

@@ -84,12 +84,7 @@ def _on_all_ranks(command: Callable[[World], int]) -> int:
 
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-    def guarded(world: World) -> int:
-        world.doing = "importing torch and transformers"
-        return command(world)
-
-    return run_guarded(guarded)
+    return run_guarded(command)
 
 
 def _read_early(world: World, path: Path, overrides: Sequence[str]) -> LoadedJob | Path:
@@ -100,20 +95,21 @@ def _read_early(world: World, path: Path, overrides: Sequence[str]) -> LoadedJob
     with world.led("reading the job"):
         if world.rank == 0:
             job = load_job(path, overrides)
-    world.doing = "importing torch and transformers"
     return job
 
 
-def _eager_imports() -> AbstractContextManager[None]:
+def _eager_imports(world: World | None = None) -> AbstractContextManager[None]:
     from hetero_mpi.model.eager_imports import eager_imports
 
+    if world is not None:
+        world.doing = "importing torch and transformers"
     return eager_imports()
 
 
 def _train(job: Path, overrides: Sequence[str], schedule: str | None, **options: Any) -> int:
     def command(world: World) -> int:
         loaded = _read_early(world, job, _with_schedule(overrides, schedule))
-        with _eager_imports():
+        with _eager_imports(world):
             from hetero_mpi.runtime.run import train
             from hetero_mpi.runtime.setup.setup import TrainOptions
 
@@ -124,7 +120,7 @@ def _train(job: Path, overrides: Sequence[str], schedule: str | None, **options:
 
 def _generate(**options: Any) -> int:
     def command(world: World) -> int:
-        with _eager_imports():
+        with _eager_imports(world):
             from hetero_mpi.runtime.generate.generate import GenerateOptions, generate
 
         return generate(world, GenerateOptions(**options))
@@ -134,7 +130,7 @@ def _generate(**options: Any) -> int:
 
 def _serve(**options: Any) -> int:
     def command(world: World) -> int:
-        with _eager_imports():
+        with _eager_imports(world):
             from hetero_mpi.runtime.serve.serve import ServeOptions, serve
 
         return serve(world, ServeOptions(**options))
@@ -145,7 +141,7 @@ def _serve(**options: Any) -> int:
 def _profile(job: Path, overrides: Sequence[str], output: Path, reprofile: bool) -> int:
     def command(world: World) -> int:
         loaded = _read_early(world, job, overrides)
-        with _eager_imports():
+        with _eager_imports(world):
             from hetero_mpi.commands.profile import profile
 
         return profile(world, loaded, output, reprofile)
@@ -154,10 +150,9 @@ def _profile(job: Path, overrides: Sequence[str], output: Path, reprofile: bool)
 
 
 def _mesh_verify(hosts: Path) -> int:
-    from hetero_mpi.comm.ranks.mpi_start import run_guarded
     from hetero_mpi.launch.wireguard.check import verify_command
 
-    return run_guarded(lambda world: verify_command(world, hosts))
+    return _on_all_ranks(lambda world: verify_command(world, hosts))
 
 
 # On one machine.

@@ -89,22 +89,17 @@ def _checkpoint(source: Path, best: bool) -> Path:
     if not directory.is_dir():
         raise UserError(f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)")
     if best:
-        return _best(directory)
+        if found := lowest_held_out(directory):
+            return found[0]
+        raise UserError(
+            f"{directory}: no checkpoint knows its held-out loss; let [checkpoint] every be a multiple of [train] evaluate_every, "
+            "or set [train] patience"
+        )
     path, skipped = newest_good(directory)
     if path is None:
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped) or "it is empty"
         raise UserError(f"{directory}: no whole checkpoint ({reasons})")
     return path
-
-
-def _best(directory: Path) -> Path:
-    found = lowest_held_out(directory)
-    if not found:
-        raise UserError(
-            f"{directory}: no checkpoint knows its held-out loss; let [checkpoint] every be a multiple of [train] evaluate_every, "
-            "or set [train] patience"
-        )
-    return found[0]
 
 
 def _open(reader: CheckpointReader, path: Path) -> ExportSource:

@@ -205,10 +205,7 @@ def _check_model(profile: ClusterProfile, chain: TransformersChain, tied: bool, 
             f"Set num_hidden_layers = {blocks} in [model.config]"
         )
     if tied != profile.model.tied:
-        trains = {
-            True: "trains a matrix that embedding and head share",
-            False: "trains no matrix shared by embedding and head",
-        }
+        trains = {own: f"trains {'a' if own else 'no'} matrix that embedding and head share" for own in (True, False)}
         raise UserError(
             f"stand-in and model must agree on tied ends: {path} {trains[profile.model.tied]}, this job {trains[tied]}. "
             f"Set tie_word_embeddings = {str(profile.model.tied).lower()} in [model.config]"
