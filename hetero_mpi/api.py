@@ -232,7 +232,7 @@ def _named(job: Job | str | Path) -> Job | Path:
 
 def _collectively(work: Callable[[World], T]) -> T:
     # Imported here: these bring mpi4py, without which plans can be made.
-    from hetero_mpi.comm.ranks.embedded import collectively
+    from hetero_mpi.comm.ranks.mpi_start import collectively
     from hetero_mpi.report.run_files.logs import setup_logging
 
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.

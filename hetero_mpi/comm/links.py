@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from statistics import median
 
 import numpy as np
@@ -80,9 +80,8 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
                 elif world.rank == destination:
                     _answer(transport, source)
         world.meet_asleep()  # a pair that is done must not disturb one that shares its NIC
-    gathered = world.all_gather_json([asdict(samples) for samples in own])
-    everything = [_from_json(values) for ranks_own in gathered for values in ranks_own]
-    return sorted(everything, key=lambda samples: (samples.source, samples.destination))
+    rows = sorted(row for ranks_own in world.all_gather_json([astuple(one) for one in own]) for row in ranks_own)
+    return [LinkSamples(a, b, same_host, tuple(sizes), tuple(seconds)) for a, b, same_host, sizes, seconds in rows]
 
 
 def measure_flows(
@@ -207,11 +206,6 @@ def _flow_rate(world: World, transport: Transport, pairs: Sequence[tuple[int, in
     world.meet_asleep()
     longest_s = max(float(seconds) for seconds in world.all_gather_json(own_s))
     return _FLOW_MESSAGES * sum(sizes) / longest_s
-
-
-def _from_json(values: dict[str, object]) -> LinkSamples:
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return LinkSamples(**fields)  # type: ignore[arg-type]
 
 
 def fit_line(sample_bytes: Sequence[float], sample_s: Sequence[float]) -> tuple[float, float]:

@@ -17,13 +17,7 @@ from typing import Any
 
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.back_off import Pause
-from hetero_mpi.comm.transport import (
-    Message,
-    Request,
-    TransportError,
-    length_problem,
-    part_length_problem,
-)
+from hetero_mpi.comm.transport import Message, Request, TransportError, length_problem
 
 Then = Callable[[], None]
 
@@ -129,7 +123,8 @@ class MpiProgress:
         if request not in self.requests:
             return
         if part.receives and arrived_bytes != part.expected_bytes:
-            self.end(request, _wrong_length(request, arrived_bytes - part.expected_bytes))
+            arrived_bytes += request.buffer.size - part.expected_bytes
+            self.end(request, length_problem(request, f"{arrived_bytes} bytes"))
         elif part.then is not None:
             part.then()
         elif self.requests[request] > 1:
@@ -176,23 +171,11 @@ class MpiProgress:
         }
         self._give_up()
         for request in list(self.requests):
-            guilty = isinstance(request, Message) and (request.peer, request.tag) in truncated
-            self.end(request, _too_long(request) if guilty and request.kind == "receive" else error)  # type: ignore[attr-defined]
+            receives = isinstance(request, Message) and request.kind == "receive"
+            guilty = receives and (request.peer, request.tag) in truncated  # type: ignore[attr-defined]
+            self.end(request, length_problem(request, "more bytes") if guilty else error)
 
     def _give_up(self) -> None:
         _ABANDONED.extend(handle for handle in self._handles if handle != self._mpi.REQUEST_NULL)
         self._handles.clear()
         self._parts.clear()
-
-
-def _wrong_length(request: Request, difference_bytes: int) -> TransportError:
-    if isinstance(request, Message):
-        return length_problem(request.buffer.size, request.buffer.size + difference_bytes)
-    return part_length_problem()
-
-
-def _too_long(request: Request) -> TransportError:
-    return TransportError(
-        f"the message has more than the buffer's {request.buffer.size} bytes: "
-        "sender and receiver must agree on the length"
-    )

@@ -29,7 +29,6 @@ from hetero_mpi.comm.transport import (
     Exchange,
     Group,
     Message,
-    Numbers,
     Ready,
     Request,
     Transport,
@@ -55,9 +54,8 @@ class MpiTransport(Transport):
 
     ``threaded=False`` makes the same calls on the caller's thread: ``wait`` polls, nothing moves outside it. For
     debugging, and for MPI libraries that allow no second thread. ``hosts``: of every rank, so that exchanges leave each host as
-    seldom as can be (``group_paths``); by default all are on one.
-
-    :raises UserError: ``threaded`` with a library that grants neither THREAD_MULTIPLE nor THREAD_SERIALIZED.
+    seldom as can be (``group_paths``); by default all are on one. Raises UserError: ``threaded`` with a library that grants neither
+    THREAD_MULTIPLE nor THREAD_SERIALIZED.
     """
 
     def __init__(
@@ -107,17 +105,7 @@ class MpiTransport(Transport):
     def dissolve(self, group: Group) -> None:
         del self._groups[group.number], self._exchanges[group]
 
-    def reduce_scatter(
-        self, group: Group, parts: Sequence[Numbers], ready: Ready | None = None, arrived: Arrived | None = None
-    ) -> Request:
-        return self._exchange(Exchange(group, parts, True, ready, arrived))
-
-    def all_gather(
-        self, group: Group, parts: Sequence[Buffer], ready: Ready | None = None, arrived: Arrived | None = None
-    ) -> Request:
-        return self._exchange(Exchange(group, parts, False, ready, arrived))
-
-    def _exchange(self, request: Exchange) -> Request:
+    def exchange(self, request: Exchange) -> Request:
         assert request.group in self._exchanges, f"{request.group} was not made by this transport"
         return self._post(request)
 
@@ -159,10 +147,9 @@ class MpiTransport(Transport):
         held: list[Request] = []
         behind = set()
         for request in self._held:
-            route = _route(request)
             try:
-                if route in behind or not (request.ready is None or request.ready()):
-                    behind.add(route)
+                if request.route in behind or not (request.ready is None or request.ready()):
+                    behind.add(request.route)
                     held.append(request)
                     continue
             except Exception as error:
@@ -181,10 +168,7 @@ class MpiTransport(Transport):
             return self._progress.poll() or started
 
     def wait(self, request: Request) -> None:
-        """See ``Transport.wait``.
-
-        :raises RankLost: some rank has died, whether or not the request has to do with it.
-        """
+        """See ``Transport.wait``. Raises RankLost: some rank has died, whether or not the request has to do with it."""
         if not request.completed:
             self.waiting.append(request)
             pause, check = Pause(), ulfm.Check()
@@ -230,14 +214,6 @@ class MpiTransport(Transport):
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         # After a failure nobody may be left to take the messages: do not wait for them.
         self._close(CLOSE_S if error is None else 0.0)
-
-
-def _route(request: Request) -> Group | tuple[int, int]:
-    """The key within which requests start in order."""
-    if isinstance(request, Exchange):
-        return request.group
-    assert isinstance(request, Message)
-    return request.peer, request.tag
 
 
 class _CommunicationThread:

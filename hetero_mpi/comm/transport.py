@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -59,10 +59,15 @@ class Group:
 
 
 class Request:
-    """A message or exchange under way. It is completed once, by any thread; any number of threads may wait for it."""
+    """A message or exchange under way. It is completed once, by any thread; any number of threads may wait for it.
 
-    def __init__(self, buffer: NDArray[Any], ready: Ready | None = None, arrived: Arrived | None = None) -> None:
-        self.buffer, self.ready, self._arrived = buffer, ready, arrived
+    ``route``: the key within which requests start in order.
+    """
+
+    def __init__(
+        self, buffer: NDArray[Any], route: Any, ready: Ready | None = None, arrived: Arrived | None = None
+    ) -> None:
+        self.buffer, self.route, self.ready, self._arrived = buffer, route, ready, arrived
         self.error: BaseException | None = None
         self._ended_s: float | None = None
 
@@ -105,10 +110,8 @@ class Message(Request):
         arrived: Arrived | None = None,
     ) -> None:
         check_buffer(buffer, writable=kind == "receive")
-        super().__init__(buffer, ready, arrived)
-        self.kind = kind
-        self.peer = peer
-        self.tag = tag
+        super().__init__(buffer, (peer, tag), ready, arrived)
+        self.kind, self.peer, self.tag = kind, peer, tag
 
     def __str__(self) -> str:
         direction = "to" if self.kind == "send" else "from"
@@ -127,7 +130,7 @@ class Exchange(Request):
         arrived: Arrived | None = None,
     ) -> None:
         check_parts(group, parts, np.float32 if sums else np.uint8)
-        super().__init__(parts[0], ready, arrived)
+        super().__init__(parts[0], group, ready, arrived)
         self.group, self.parts, self.sums = group, tuple(parts), sums
 
     def __str__(self) -> str:
@@ -166,6 +169,10 @@ class Transport(Protocol):
         """The group's number is free again. Every member calls it, with no exchange of the group under way on any."""
         ...
 
+    def exchange(self, request: Exchange) -> Request:
+        """Start an exchange, once its ``ready()`` says that the bytes are there."""
+        ...
+
     def reduce_scatter(
         self, group: Group, parts: Sequence[Numbers], ready: Ready | None = None, arrived: Arrived | None = None
     ) -> Request:
@@ -174,19 +181,18 @@ class Transport(Protocol):
 
         ``arrived`` is called when the sums are there, before the request is complete; never if anything went wrong.
         """
-        ...
+        return self.exchange(Exchange(group, parts, True, ready, arrived))
 
     def all_gather(
         self, group: Group, parts: Sequence[Buffer], ready: Ready | None = None, arrived: Arrived | None = None
     ) -> Request:
         """Start to bring every member's own part to all others, once ``ready()`` says that this member's is there; else as
         ``reduce_scatter``."""
-        ...
+        return self.exchange(Exchange(group, parts, False, ready, arrived))
 
     def wait(self, request: Request) -> None:
-        """Return when the request is complete.
-
-        :raises TransportError: the message had another length, MPI failed, or the transport was closed meanwhile.
+        """Return when the request is complete. Raises TransportError: the message had another length, MPI failed, or the transport
+        was closed meanwhile.
         """
         ...
 
@@ -206,9 +212,8 @@ class Transport(Protocol):
 
 
 def check_buffer(buffer: Buffer, writable: bool) -> None:
-    """Refuse a buffer that could not be moved without a copy.
-
-    :raises ValueError: not a one-dimensional contiguous uint8 array, or read-only where it must be written.
+    """Refuse a buffer that could not be moved without a copy. Raises ValueError: not a one-dimensional contiguous uint8 array, or
+    read-only where it must be written.
     """
     if buffer.ndim != 1 or buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
         raise ValueError(
@@ -220,9 +225,8 @@ def check_buffer(buffer: Buffer, writable: bool) -> None:
 
 
 def check_parts(group: Group, parts: Sequence[Part], dtype: type[np.generic]) -> None:
-    """Refuse what could not be exchanged in place.
-
-    :raises ValueError: not a one-dimensional, contiguous, writable array of ``dtype`` for each member.
+    """Refuse what could not be exchanged in place. Raises ValueError: not a one-dimensional, contiguous, writable array of
+    ``dtype`` for each member.
     """
     if len(parts) != len(group.ranks):
         raise ValueError(f"Every member of {group} owns one part (parts: {len(parts)}).")
@@ -235,9 +239,8 @@ def check_parts(group: Group, parts: Sequence[Part], dtype: type[np.generic]) ->
 
 
 def check_group(rank: int, size: int, group: Group, earlier: dict[int, Group]) -> None:
-    """Refuse ranks that are no group of this job, or a number that is in use for another group.
-
-    :raises ValueError: with the rule and the values.
+    """Refuse ranks that are no group of this job, or a number that is in use for another group. Raises ValueError: with the rule
+    and the values.
     """
     ranks = group.ranks
     if list(ranks) != sorted(set(ranks)) or rank not in ranks or ranks[0] < 0 or ranks[-1] >= size:
@@ -249,7 +252,7 @@ def check_group(rank: int, size: int, group: Group, earlier: dict[int, Group]) -
         raise ValueError(f"Every group needs a number of its own (number: {group.number}, taken by ranks {taken}).")
 
 
-SENDS_AHEAD = 2
+AHEAD = 2
 """Messages under way at once: enough to keep the link busy, few enough to bound memory."""
 
 
@@ -258,21 +261,37 @@ def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffe
     under_way: deque[Request] = deque()
     for message in messages:
         under_way.append(transport.send(*message))
-        if len(under_way) == SENDS_AHEAD:
+        if len(under_way) == AHEAD:
             transport.wait(under_way.popleft())
     while under_way:
         transport.wait(under_way.popleft())
 
 
-def length_problem(expected: int, arrived: int) -> TransportError:
-    """The error for a message whose length differs from its buffer's."""
-    return TransportError(
-        f"the message has {arrived} bytes, the buffer {expected}: sender and receiver must agree on the length"
-    )
+def receive_in_order(
+    transport: Transport, messages: Iterable[tuple[int, int, Buffer]], ahead: int = AHEAD
+) -> Iterator[Buffer]:
+    """Receive messages (source, tag, buffer), of which ``ahead`` are posted at once. Each is valid until the next one is taken: an
+    iterator may give buffer ``i`` again as buffer ``i + ahead``."""
+    under_way: deque[Request] = deque()
+    for message in messages:
+        under_way.append(transport.post_receive(*message))
+        if len(under_way) == ahead:
+            yield _arrived(transport, under_way.popleft())
+    while under_way:
+        yield _arrived(transport, under_way.popleft())
 
 
-def part_length_problem() -> TransportError:
-    """The error for members that start exchanges of different lengths, or in different orders."""
-    return TransportError(
-        "the members do not agree on the length: all must start the group's exchanges in the same order"
-    )
+def _arrived(transport: Transport, request: Request) -> Buffer:
+    transport.wait(request)
+    return request.buffer
+
+
+def length_problem(request: Request, arrived: str) -> TransportError:
+    """The error for a request whose length is not that of the other ends. ``arrived``: in words, such as ``90 bytes``."""
+    if isinstance(request, Exchange):
+        text = "the members do not agree on the length: all must start the group's exchanges in the same order"
+    else:
+        text = (
+            f"the message has {arrived}, the buffer {request.buffer.size}: sender and receiver must agree on the length"
+        )
+    return TransportError(text)

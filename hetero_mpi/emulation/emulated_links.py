@@ -28,7 +28,7 @@ import numpy as np
 
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.comm.transport import Arrived, Buffer, Exchange, Group, Message, Numbers, Ready, Request, Transport
+from hetero_mpi.comm.transport import Arrived, Buffer, Exchange, Group, Message, Ready, Request, Transport
 from hetero_mpi.emulation.emulated_nics import Nics
 
 STAMP_TAG = 1 << 14
@@ -159,15 +159,8 @@ class EmulatedTransport(Transport):
     def dissolve(self, group: Group) -> None:
         self.inner.dissolve(group)
 
-    def reduce_scatter(
-        self, group: Group, parts: Sequence[Numbers], ready: Ready | None = None, arrived: Arrived | None = None
-    ) -> Request:
-        return self._held(self.inner.reduce_scatter(group, parts, ready, arrived), group, self.exchange_s(True))
-
-    def all_gather(
-        self, group: Group, parts: Sequence[Buffer], ready: Ready | None = None, arrived: Arrived | None = None
-    ) -> Request:
-        return self._held(self.inner.all_gather(group, parts, ready, arrived), group, self.exchange_s(False))
+    def exchange(self, request: Exchange) -> Request:
+        return self._held(self.inner.exchange(request), request.group, self.exchange_s(request.sums))
 
     def _held(self, request: Request, group: Group, duration_s: float) -> Request:
         """The exchange, which is to last so long."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.comm.ranks import interfaces
+from hetero_mpi.comm.ranks import library
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 
 HEAD, OTHER = f"a{os.getpid()}", f"b{os.getpid()}"
@@ -128,14 +128,14 @@ def test_ranks_keep_to_the_interface_of_the_launcher_s_daemon(
     speeds: dict[str, int], told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = {"cable0"} & set(speeds)
-    monkeypatch.setattr(interfaces, "_interfaces_of", lambda process: (used, set(speeds) - used))
-    monkeypatch.setattr(interfaces, "_card_speed", speeds.__getitem__)
+    monkeypatch.setattr(library, "_interfaces_of", lambda process: (used, set(speeds) - used))
+    monkeypatch.setattr(library, "_card_speed", speeds.__getitem__)
     environment = {"OMPI_COMM_WORLD_SIZE": "2"}
-    interfaces.keep_to_the_launcher_s_interfaces(environment)
+    library.keep_to_the_launcher_s_interfaces(environment)
     assert environment.get("OMPI_MCA_btl_tcp_if_include") == told
     for chosen in ({"OMPI_MCA_btl_tcp_if_exclude": "x"}, {"OMPI_MCA_btl_tcp_if_include": "x"}):
         asked = {"OMPI_COMM_WORLD_SIZE": "2", **chosen}
-        interfaces.keep_to_the_launcher_s_interfaces(asked)
+        library.keep_to_the_launcher_s_interfaces(asked)
         assert asked == {"OMPI_COMM_WORLD_SIZE": "2", **chosen}, "the user has said it"
 
 

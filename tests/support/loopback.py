@@ -26,7 +26,6 @@ from hetero_mpi.comm.transport import (
     TransportError,
     check_group,
     length_problem,
-    part_length_problem,
 )
 
 Route = tuple[int, int, int]
@@ -64,7 +63,7 @@ class LoopbackNetwork:
         send, receive = (request, partner) if request.kind == "send" else (partner, request)
         error = None
         if send.buffer.size != receive.buffer.size:
-            error = length_problem(receive.buffer.size, send.buffer.size)
+            error = length_problem(receive, f"{send.buffer.size} bytes")
         else:
             np.copyto(receive.buffer, send.buffer)
         receive.complete(error)
@@ -80,7 +79,7 @@ class LoopbackNetwork:
             members = [queue.popleft() for queue in queues.values()]
         error = None
         if len({(member.sums, *(part.size for part in member.parts)) for member in members}) > 1:
-            error = part_length_problem()
+            error = length_problem(members[0], "")
         else:
             for place, owner in enumerate(members):
                 others = [member for member in members if member is not owner]
@@ -137,23 +136,12 @@ class LoopbackTransport(Transport):
         """See ``Transport``."""
         del self._groups[group.number]
 
-    def reduce_scatter(
-        self, group: Group, parts: Sequence[Numbers], ready: Ready | None = None, arrived: Arrived | None = None
-    ) -> Request:
+    def exchange(self, request: Exchange) -> Request:
         """See ``Transport``."""
-        return self._exchange(Exchange(group, parts, True, arrived=arrived), ready)
-
-    def all_gather(
-        self, group: Group, parts: Sequence[Buffer], ready: Ready | None = None, arrived: Arrived | None = None
-    ) -> Request:
-        """See ``Transport``."""
-        return self._exchange(Exchange(group, parts, False, arrived=arrived), ready)
-
-    def _exchange(self, request: Exchange, ready: Ready | None) -> Request:
         assert self._groups.get(request.group.number) == request.group, (
             f"{request.group} was not made by this transport"
         )
-        _wait_for(ready)
+        _wait_for(request.ready)
         self._remember(request)
         self._network._exchange(self.rank, request)
         return request

@@ -40,9 +40,7 @@ class Heartbeat:
 
     def beat(self, word: Any) -> None:
         """Receive what has come, and send ``word`` to rank 0 (rank 0: all reports to everybody). A peer that has not yet taken the
-        last message is left out.
-
-        :raises RankLost: some rank has died.
+        last message is left out. Raises RankLost: some rank has died.
         """
         with ulfm.losses():
             self._take_all()

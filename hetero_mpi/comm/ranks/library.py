@@ -1,20 +1,28 @@
-"""The loaded MPI library and the launcher of this process, identified from text and environment variables only.
+"""The loaded MPI library and the launcher of this process, found without initialising MPI.
 
-Both are found without initialising MPI. A launcher of one MPI with a library of another would silently start N separate worlds of
-one rank, or end in the library's abort. Here that becomes a message with a remedy.
+A launcher of one MPI with a library of another would silently start N separate worlds of one rank, or end in the library's abort.
+Here that becomes a message with a remedy.
+
+By default Open MPI's ranks offer each other all interfaces of their machines. An interface that leads nowhere (a VPN), or that has
+the same address everywhere (Docker's bridge), ends the job or makes it hang. The parent of the ranks, the launcher's daemon, is
+connected to the other hosts already; its connections show which interfaces work.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 OPEN_MPI = "Open MPI"
 MPICH = "MPICH"
 JOINED_VARIABLE = "HETERO_MPI_JOINED"
 """Environment variable: to this file a rank writes a line when it has joined the others (``launch.launcher.launcher``)."""
 
+_INCLUDE, _EXCLUDE = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"
+_DEVICES = Path("/sys/class/net")
 _VERSION = r"(\d+(?:\.\d+)*\w*)"
 # Order matters: MPICH's descendants also mention MPICH in their text.
 _LIBRARY_PATTERNS: tuple[tuple[str, str, str], ...] = (
@@ -107,3 +115,42 @@ def _mismatch(launched: LaunchedAs, but: str) -> str:
         "launcher and library must belong together. Start with "
         f"`python -m hetero_mpi launch -np {launched.size} -- ...`, which finds the launcher of this library."
     )
+
+
+def keep_to_the_launcher_s_interfaces(environment: MutableMapping[str, str]) -> None:
+    """Set Open MPI's variable for the interfaces to those over which the launcher's daemon talks. Called before MPI is initialised.
+
+    Nothing is set in three cases: the user has chosen; the daemon talks to no other host; or another NIC of this machine is as
+    fast, so that it is not known which of the two is meant for data.
+    """
+    if "OMPI_COMM_WORLD_SIZE" not in environment or _INCLUDE in environment or _EXCLUDE in environment:
+        return
+    used, others = _interfaces_of(os.getppid())
+    if not used or any(_card_speed(name) >= max(map(_card_speed, used)) for name in others if _card_speed(name) > 0):
+        return
+    environment[_INCLUDE] = ",".join(sorted(used))
+
+
+def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
+    """(interfaces over which a process talks to other hosts, all others but the loopback)."""
+    import psutil
+
+    try:
+        connections = psutil.Process(process).net_connections("tcp4")
+    except (psutil.Error, OSError):
+        return set(), set()
+    talking = {one.laddr.ip for one in connections if one.status == psutil.CONN_ESTABLISHED}
+    held = {name: {item.address for item in items} for name, items in psutil.net_if_addrs().items()}
+    loopback = {name for name, addresses in held.items() if "127.0.0.1" in addresses}
+    used = {name for name, addresses in held.items() if addresses & talking} - loopback
+    return used, set(held) - used - loopback
+
+
+def _card_speed(interface: str, devices: Path = _DEVICES) -> int:
+    """Mbit/s of a NIC; 0 where the interface is no NIC (bridge, tunnel) or does not tell (Wi-Fi)."""
+    if not (devices / interface / "device").exists():
+        return 0
+    try:
+        return max(0, int((devices / interface / "speed").read_text()))
+    except (OSError, ValueError):
+        return 0

@@ -1,4 +1,5 @@
-"""Start and end of every MPI command: how a process becomes a rank of the job, and how it leaves.
+"""How a process becomes a rank of the job, and how it leaves: a command, which ends with its work (``run_guarded``), or a user's
+program, which goes on after it (``collectively``).
 
 A wrong launcher or a missing library is found before MPI starts. Whatever happens later, all ranks end together and the cause is
 printed once (``leave`` does that).
@@ -10,29 +11,33 @@ import atexit
 import os
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from types import TracebackType
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.collectives import Collectives
-from hetero_mpi.comm.ranks.interfaces import keep_to_the_launcher_s_interfaces
 from hetero_mpi.comm.ranks.leave import end_alone, end_together, leave_now
 from hetero_mpi.comm.ranks.library import (
     JOINED_VARIABLE,
     MpiLibrary,
     foreign_launcher_problem,
+    keep_to_the_launcher_s_interfaces,
     launched_as,
     parse_library_version,
     world_size_problem,
 )
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, version_problem
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.errors import UserError
+from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.text import printable
 
+T = TypeVar("T")
 _RECORD_BYTES = 256
 HOST_MEMORY_ONLY = {
     "OMPI_MCA_opal_cuda_support": "0",
@@ -82,6 +87,57 @@ def run_guarded(main: Callable[[World], int]) -> int:
     return _leave(world, code)
 
 
+def collectively(work: Callable[[World], T]) -> T:
+    """Run ``work`` on all ranks of a user's program together and return its result. Collective; the first call initialises MPI.
+    Raises UserError: the same on all ranks. Any other exception, or a problem of one rank alone while others go on, is printed with
+    rank, host and action, and ends all ranks.
+    """
+    world = _world_of_program()
+    done: list[T] = []
+    problem: UserError | None = None
+    try:
+        done.append(work(world))
+    except CollectiveUserError:
+        raise
+    except UserError as error:
+        problem = error
+    except BaseException as error:
+        end_alone(world, error)
+    finally:
+        world.doing = "between calls of hetero_mpi"
+    text = end_together(world, str(problem) if problem else None, problem.exit_code if problem else 0)
+    if text is not None:
+        raise CollectiveUserError(text, (problem or UserError).exit_code) from problem
+    return done[0]
+
+
+@cache
+def _world_of_program() -> World:
+    """The first call joins it, and is collective."""
+    world, shown, failed = join(), sys.excepthook, threading.Event()
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Ends all ranks, as the others would wait for this one for ever."""
+        failed.set()
+        if isinstance(error, CollectiveUserError):  # on all ranks: one tells it
+            if world.rank == 0:
+                error.__cause__, error.__suppress_context__ = None, True  # the text says what is to be known
+                shown(kind, error, trace)
+        elif isinstance(error, Exception) and world.size > 1:
+            end_alone(world, error)
+        else:
+            shown(kind, error, trace)
+
+    def leave() -> None:
+        """Without ``MPI_Finalize`` where ranks have died, as it would wait for them without end."""
+        if world.bereaved:
+            leave_now(ExitCode.FAILED if failed.is_set() else ExitCode.DONE)
+
+    sys.excepthook = uncaught
+    atexit.register(leave)
+    return world
+
+
 def _leave(world: World, code: int) -> int:
     """End this process's part in MPI; returns ``code``, or does not return where ranks have died."""
     if world.bereaved:
@@ -91,10 +147,9 @@ def _leave(world: World, code: int) -> int:
 
 
 def join() -> World:
-    """Initialise MPI (once) and return the world. Collective.
-
-    :raises UserError: no MPI library can be loaded, the launcher belongs to another MPI than the library (so that the world has the
-        wrong size), or ranks run different sources of this package. Every process finds that out by itself.
+    """Initialise MPI (once) and return the world. Collective. Raises UserError: no MPI library can be loaded, the launcher belongs
+    to another MPI than the library (so that the world has the wrong size), or ranks run different sources of this package. Every
+    process finds that out by itself.
     """
     _be_polite(os.environ)
     for name, value in HOST_MEMORY_ONLY.items():

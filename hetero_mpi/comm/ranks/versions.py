@@ -23,12 +23,7 @@ Rule = Literal["exact", "minor"]
 
 MPI_LIBRARY = "MPI library"
 PACKAGE = "hetero_mpi"
-MUST_MATCH: dict[str, Rule] = {
-    PACKAGE: "exact",
-    "transformers": "minor",
-    "peft": "minor",
-    MPI_LIBRARY: "minor",
-}
+MUST_MATCH: dict[str, Rule] = {PACKAGE: "exact", "transformers": "minor", "peft": "minor", MPI_LIBRARY: "minor"}
 """``exact``: the whole version; ``minor``: up to the second number (5.23.0 and 5.23.1 agree)."""
 
 

@@ -118,9 +118,8 @@ class World(Collectives):
             yield thing
 
     def agree(self, problem: str | None) -> None:
-        """If any rank has a problem, every rank raises it.
-
-        :raises CollectiveUserError: each distinct problem once, with its ranks and hosts.
+        """If any rank has a problem, every rank raises it. Raises CollectiveUserError: each distinct problem once, with its ranks
+        and hosts.
         """
         _raise(self._gathered([problem, UserError.exit_code] if problem is not None else None))
 
@@ -131,9 +130,8 @@ class World(Collectives):
         return None if text is None else [text, next(each[1] for each in outcomes if each)]
 
     def share_problem(self, problem: CollectiveUserError | None) -> None:
-        """If some ranks, such as those of a subset, have ended with the same error together, every rank raises it.
-
-        :raises CollectiveUserError: that of the first rank that has one.
+        """If some ranks, such as those of a subset, have ended with the same error together, every rank raises it. Raises
+        CollectiveUserError: that of the first rank that has one.
         """
         _raise(next(filter(None, self.all_gather_json(_outcome(problem))), None), problem)
 
@@ -219,9 +217,8 @@ class World(Collectives):
     def sleep_until_released(self, ended: Callable[[], bool] = lambda: False) -> Any:
         """Wait for rank 0's ``release`` and return its value. Sleeps between looks, where MPI's own waiting would spin on a core.
 
-        ``ended``: has this rank been asked to end? Rank 0 is told so, once.
-
-        :raises CollectiveUserError: the error that the other ranks end with.
+        ``ended``: has this rank been asked to end? Rank 0 is told so, once. Raises CollectiveUserError: the error that the other
+        ranks end with.
         """
         from mpi4py import MPI
 
@@ -241,9 +238,8 @@ class World(Collectives):
         return word
 
     def check_versions(self, own: Mapping[str, str]) -> None:
-        """Refuse differing software. ``own``: this rank's name -> version; the MPI library's is added.
-
-        :raises CollectiveUserError: a name in ``MUST_MATCH`` differs between ranks; with the values and the remedy.
+        """Refuse differing software. ``own``: this rank's name -> version; the MPI library's is added. Raises CollectiveUserError:
+        a name in ``MUST_MATCH`` differs between ranks; with the values and the remedy.
         """
         versions = self.all_gather_json({MPI_LIBRARY: self.library, **own})
         problem = version_problem(versions, self.hosts)
