@@ -13,7 +13,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -77,7 +76,6 @@ class Arrival:
     Args:
         buffer: host memory that it is received into.
         tensor: what the stage will see: the buffer, or a tensor on the device.
-        copying: of the device.
 
     Attributes:
         arrived_s: when it was seen to be in host memory (``time.perf_counter``), once it was waited for.
@@ -195,16 +193,6 @@ class Inbox:
         )
 
 
-@dataclass
-class _Leaving:
-    """A tensor whose sends are posted."""
-
-    host: torch.Tensor
-    tensor: torch.Tensor
-    """Kept: the device reads it until it is copied."""
-    requests: list[Request] = field(default_factory=list)
-
-
 class Outbox:
     """Tensors sent in micro-batch order to one rank.
 
@@ -227,25 +215,27 @@ class Outbox:
         self.copied_s = 0.0
         self.buffers = HostBuffers(backend, dtype)
         self._copying = backend.copying()
-        self._sent: deque[_Leaving] = deque()
+        self._sent: deque[tuple[torch.Tensor, torch.Tensor, list[Request]]] = deque()
+        """Host memory, the tensor (kept, as the device reads it until it is copied), and its sends."""
 
     def put(self, tensor: torch.Tensor) -> int:
         """Start sending; returns the bytes. The tensor's memory is kept until it has left."""
-        while self._sent and all(request.completed for request in self._sent[0].requests):
+        while self._sent and all(request.completed for request in self._sent[0][2]):
             self._take_back()
         begin = time.perf_counter()
         tensor = tensor.detach().contiguous()
         host = self.buffers.lend(tensor.shape) if self.copies else tensor
-        leaving, content = _Leaving(host, tensor), host_bytes(host)
+        requests: list[Request] = []
+        content = host_bytes(host)
         if self.copies:
             self._copying.after_compute()
         for piece in _pieces(content.nbytes, self.piece_bytes):
             ready = None
             if self.copies:
                 ready = self._copying.copy(_bytes_of(host)[piece], _bytes_of(tensor)[piece]).done
-            leaving.requests.append(self.transport.send(self.destination, self.tag, content[piece], ready))
+            requests.append(self.transport.send(self.destination, self.tag, content[piece], ready))
         self.copied_s = time.perf_counter() - begin if self.copies else 0.0
-        self._sent.append(leaving)
+        self._sent.append((host, tensor, requests))
         return content.nbytes
 
     def flush(self) -> None:
@@ -254,8 +244,8 @@ class Outbox:
             self._take_back()
 
     def _take_back(self) -> None:
-        leaving = self._sent.popleft()
-        for request in leaving.requests:
+        host, _, requests = self._sent.popleft()
+        for request in requests:
             self.transport.wait(request)
         if self.copies:
-            self.buffers.give_back(leaving.host)
+            self.buffers.give_back(host)

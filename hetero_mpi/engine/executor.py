@@ -154,11 +154,6 @@ class Executor:
     """Runs the actions of a rank: those of its stages, all of one pipeline.
 
     Args:
-        stages: this rank's share of the model, in chain order.
-        places: where they stand in the plan.
-        pipeline: the pipeline they belong to.
-        actions: this rank's list.
-        transport: how tensors reach the neighbours.
         whole_step: what REDUCE and STEP do.
         finished: is told each layer whose gradients are whole while its stage's last backward still runs, the last layer first.
         emulation: makes actions and messages of steps last as those of other devices.

@@ -23,17 +23,12 @@ def memory_explained(doing: Callable[[], str], predicted: RankMemory | None, bac
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(shortage_text(doing(), predicted, backend, str(error))) from error
-
-
-def shortage_text(doing: str, predicted: RankMemory | None, backend: Backend, cause: str) -> str:
-    """What a person needs to put it right."""
-    used = f"{units.size(backend.peak_bytes())} were used at the peak"
-    if predicted is not None:
-        used += f", {units.size(predicted.peak_bytes)} predicted of {units.size(predicted.usable_bytes)} usable"
-    first = cause.strip().splitlines()[0] if cause.strip() else "no memory left"
-    return (
-        f"ran out of memory in {doing}: {used} ({first}). Lower [train] micro_batch or [data] sequence_length, "
-        f"set [train] recompute = true, or let the planner give this rank less: raise [plan] memory_reserve, or set [cluster] "
-        f"memory_bytes to what its ranks really have"
-    )
+        used = f"{units.size(backend.peak_bytes())} were used at the peak"
+        if predicted is not None:
+            used += f", {units.size(predicted.peak_bytes)} predicted of {units.size(predicted.usable_bytes)} usable"
+        first = next(iter(str(error).strip().splitlines()), "no memory left")
+        raise UserError(
+            f"ran out of memory in {doing()}: {used} ({first}). Lower [train] micro_batch or [data] sequence_length, "
+            f"set [train] recompute = true, or let the planner give this rank less: raise [plan] memory_reserve, or set [cluster] "
+            f"memory_bytes to what its ranks really have"
+        ) from error

@@ -45,10 +45,7 @@ class Recorder:
     The constructor, and a call with a step that is recorded, are collective over the active ranks.
 
     Args:
-        trainer: this rank's.
-        world: the active ranks.
         transport: of all ranks; no message is under way.
-        directory: the run's.
         first, last: steps done before this plan's first, and at the end of the run.
     """
 

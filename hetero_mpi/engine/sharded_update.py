@@ -16,11 +16,11 @@ embedding's, which adds it to its own; then layer 0 is summed over the pipelines
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from hetero_mpi.comm.transport import Group, Request, Transport
+from hetero_mpi.comm.transport import Arrived, Group, Ready, Request, Transport
 from hetero_mpi.device.backend import HOST, Backend, host_bytes
 from hetero_mpi.device.copying import Copied, Copying
 from hetero_mpi.emulation.pace import ActionPacer
@@ -52,12 +52,8 @@ class ShardedUpdate:
     """A rank's part in the exchanges of a step.
 
     Args:
-        rank: this rank's number in the plan.
-        last_layer: of the chain.
         shared: as ``shared_layers`` says, of the whole plan.
         tied: its end of the matrix, if that is tied and trained.
-        optimizer: holds the gradients and the values.
-        transport: of messages and exchanges.
         pace: in an emulation, told which layer's exchange starts. A rank then sums one layer at a time, as simulated.
     """
 
@@ -202,13 +198,8 @@ class _SharedLayer:
         """The gradients are those of this rank: sum them as soon as they are in host memory."""
         self._whole = False
         assert self._values is None, "a backward has ended whose forward did not take the new values"
-        ready = arrived = None
-        if self._copies:
-            self._out.after_compute()
-            ready = self._out.copy(self._host, self._flat.gradients).done
-            arrived = self._bring_sums if self._back.beside else None
         parts = [self._host[part].numpy() for part in self._flat.parts]
-        self.request = transport.reduce_scatter(self.group, parts, ready, arrived)
+        self.request = transport.reduce_scatter(self.group, parts, *self._copied_beside(slice(None), self._bring_sums))
 
     def wait(self, transport: Transport) -> None:
         """Return when they are summed; what this thread gives the device from now on sees that."""
@@ -225,14 +216,8 @@ class _SharedLayer:
     def publish(self, transport: Transport) -> None:
         """The parameters that this rank owns have new values: send them as soon as they are in host memory."""
         self._flat.pack(self._place)
-        ready = arrived = None
-        if self._copies:
-            self._out.after_compute()
-            own = self._flat.values[self._place]
-            ready = self._out.copy(self._host[own], self._flat.gradients[own]).done
-            arrived = self._bring_values if self._back.beside else None
-        parts = [host_bytes(self._host[part]) for part in self._flat.values]
-        self._values = transport.all_gather(self.group, parts, ready, arrived)
+        parts, own = [host_bytes(self._host[part]) for part in self._flat.values], self._flat.values[self._place]
+        self._values = transport.all_gather(self.group, parts, *self._copied_beside(own, self._bring_values))
 
     def take(self, transport: Transport) -> None:
         """Return when new values that are on their way are in the parameters, once."""
@@ -244,7 +229,15 @@ class _SharedLayer:
             self._flat.unpack(place)
         self._flat.gradients.zero_()
 
-    def _arrive(self, request: Request, transport: Transport, bring: Callable[[], None]) -> None:
+    def _copied_beside(self, part: slice, bring: Arrived) -> tuple[Ready | None, Arrived | None]:
+        """Where the buffer is exchanged in a copy, copy ``part`` there; (says when it is there, brings back what comes)."""
+        if not self._copies:
+            return None, None
+        self._out.after_compute()
+        ready = self._out.copy(self._host[part], self._flat.gradients[part]).done
+        return ready, bring if self._back.beside else None
+
+    def _arrive(self, request: Request, transport: Transport, bring: Arrived) -> None:
         transport.wait(request)
         if self._copies:
             if not self._back.beside:

@@ -6,7 +6,6 @@ The embedding's rank has the matrix. Both ways lead through host memory that is 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 import torch
 
@@ -19,28 +18,12 @@ _GRADIENT = 1 << 12
 _WEIGHT = _GRADIENT + 1
 
 
-@dataclass(frozen=True)
-class TiedEnds:
-    """Who holds the two ends of a tied matrix in a rank's own pipeline."""
-
-    embedding: int
-    head: int
-    name: str
-    """Of the embedding's parameter."""
-
-    @property
-    def apart(self) -> bool:
-        return self.embedding != self.head
-
-
 class TiedMatrix:
     """One rank's end, or both.
 
     Args:
-        rank: this rank, one of the ends.
-        ends: of its own pipeline.
-        optimizer: has the gradients and the values.
-        transport: of the messages.
+        embedding, head: the ranks of the two ends in its pipeline.
+        name: of the embedding's parameter.
         whole: messages are not cut: in an emulation each piece would wait for a link's latency.
 
     Attributes:
@@ -48,20 +31,23 @@ class TiedMatrix:
         receives: it is the embedding, and the head is elsewhere.
     """
 
-    def __init__(self, rank: int, ends: TiedEnds, optimizer: Optimizer, transport: Transport, whole: bool) -> None:
-        self.ends, self.optimizer, self.transport = ends, optimizer, transport
-        self.sends, self.receives = ends.apart and rank == ends.head, ends.apart and rank == ends.embedding
+    def __init__(
+        self, rank: int, embedding: int, head: int, name: str, optimizer: Optimizer, transport: Transport, whole: bool
+    ) -> None:
+        self.embedding, self.head, self.name = embedding, head, name
+        self.optimizer, self.transport = optimizer, transport
+        self.sends, self.receives = embedding != rank == head, head != rank == embedding
         self._piece_bytes = sys.maxsize if whole else PIECE_BYTES
         self._backend, self._done = optimizer.stage.backend, False
         stage, dtype = optimizer.stage, torch.float32
-        matrix = stage.tied_head if self.sends else stage.parameters[ends.name]
+        matrix = stage.tied_head if self.sends else stage.parameters[name]
         assert matrix is not None
         self._copying = self._backend.copying()
         self._host: torch.Tensor | None = None
         """What is received, unless that can be received where it belongs."""
         if self.receives or (self.sends and self._backend.device != HOST):
             self._host = self._backend.host_buffer(matrix.shape, matrix.dtype if self.sends else dtype)
-        other, tag = (ends.embedding, _GRADIENT) if self.sends else (ends.head, _WEIGHT)
+        other, tag = (embedding, _GRADIENT) if self.sends else (head, _WEIGHT)
         sent = dtype if self.sends else stage.dtype
         self._outbox = Outbox(transport, other, tag, self._backend, sent, self._piece_bytes)
         self._share: Arrival | None = None
@@ -71,7 +57,7 @@ class TiedMatrix:
         self._done = False
         if self.receives:
             assert self._host is not None
-            self._share = self._arrival(self.ends.head, _GRADIENT, self._host, self._host)
+            self._share = self._arrival(self.head, _GRADIENT, self._host, self._host)
 
     def join(self) -> None:
         """The head's gradient is whole. Once in a step: the head sends it, the embedding adds it to its own."""
@@ -81,7 +67,7 @@ class TiedMatrix:
         if self.sends:
             self._outbox.put(self.optimizer.tied_gradient())
             return
-        own = self.optimizer.gradient(self.ends.name)
+        own = self.optimizer.gradient(self.name)
         if self._share is None:
             own.add_(self.optimizer.tied_gradient())
         else:
@@ -98,12 +84,12 @@ class TiedMatrix:
         """Bring the embedding's values to the head's copy. Both ends call it."""
         stage = self.optimizer.stage
         if self.receives:
-            self._outbox.put(stage.parameters[self.ends.name])
+            self._outbox.put(stage.parameters[self.name])
             self._outbox.flush()
         elif self.sends:
             assert stage.tied_head is not None
             head = stage.storage_of(stage.tied_head)
-            coming = self._arrival(self.ends.embedding, _WEIGHT, head if self._host is None else self._host, head)
+            coming = self._arrival(self.embedding, _WEIGHT, head if self._host is None else self._host, head)
             coming.wait()
             coming.release()
 

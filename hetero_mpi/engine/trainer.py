@@ -29,7 +29,7 @@ from hetero_mpi.engine.placement import (
     training_share,
 )
 from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, shared_layers
-from hetero_mpi.engine.tied import TiedEnds, TiedMatrix
+from hetero_mpi.engine.tied import TiedMatrix
 from hetero_mpi.engine.wire import format_of
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.frozen_weight_cache import Kept
@@ -97,10 +97,10 @@ class Trainer:
         stream_folder: Path | None = None,
         group: HostGroup | None = None,
     ) -> None:
-        """Build this rank's stages. Local: ranks need not come here together.
+        """Build this rank's stages. Local: ranks need not come here together. Raises UserError: the model's files do not fit, or
+        the memory does not suffice.
 
         Args:
-            rank: this rank's number in the plan.
             world: the active ranks (``active_ranks``), for collective calls.
             start: where weights come from; None: left to be filled from a checkpoint.
             emulation: makes steps last as on other devices.
@@ -109,9 +109,6 @@ class Trainer:
             memory: what is predicted for this rank; None: not known.
             stream_folder: where a streamed stage that computes in host memory keeps its frozen weights; None: in memory.
             group: the ranks that hold its stage together; None: this rank alone.
-
-        Raises:
-            UserError: the model's files do not fit, or the memory does not suffice.
         """
         self.rank, self.world, self.transport = rank, world, transport
         self.emulation = emulation
@@ -185,8 +182,9 @@ class Trainer:
         here = any(self.rank in ranks for ranks in ends)
         if tied is not None and self.tuning.full and here and (self.group is None or self.has_part(tied[1])):
             apart = (self.rank, self.rank) if ends[0] == ends[1] else (ends[0][0], ends[1][0])
-            both = TiedEnds(*apart, tied[1])
-            self.tied = TiedMatrix(self.rank, both, self.optimizer, self.end_transport, pace is not None)
+            self.tied = TiedMatrix(
+                self.rank, *apart, tied[1], self.optimizer, self.end_transport, whole=pace is not None
+            )
         self.update = ShardedUpdate(
             self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.end_transport, pace
         )
@@ -224,22 +222,16 @@ class Trainer:
         return self.group is None or self.group.member == 0
 
     def step(
-        self,
-        step: int,
-        batch: Batch,
-        asked: Callable[[], bool] = lambda: False,
-        along: NDArray[np.float64] = _NOTHING,
+        self, step: int, batch: Batch, asked: Callable[[], bool] = lambda: False, along: NDArray[np.float64] = _NOTHING
     ) -> StepResult:
-        """One optimizer step, or, when loss or gradients are not finite, none on any rank. Collective.
+        """One optimizer step, or, when loss or gradients are not finite, none on any rank. Collective. Raises UserError: this rank
+        (alone) ran out of memory.
 
         Args:
             step: number of the step, from 0.
             batch: at most ``plan.global_batch`` rows of at most ``plan.sequence_length`` tokens, or samples.
             asked: has this rank been asked to end the run? The step decision tells all ranks.
             along: numbers that travel with the decision, as many on every active rank, so that they cost no message.
-
-        Raises:
-            UserError: this rank (alone) ran out of memory.
         """
         self._fits(batch)
         self._step, self._asked, self._along = step, asked, along
@@ -328,12 +320,7 @@ class Trainer:
         )
 
     def _data(
-        self,
-        step: int,
-        batch: Batch,
-        sizes: tuple[int, ...],
-        first_samples: tuple[int, ...],
-        method: Method | None,
+        self, step: int, batch: Batch, sizes: tuple[int, ...], first_samples: tuple[int, ...], method: Method | None
     ) -> StepData:
         pairs, comparison = batch.pairs, None
         first, last = self.stages[0].is_first, self.stages[-1].is_last
