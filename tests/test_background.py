@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hetero_mpi.background import Background, lines_of
-from hetero_mpi.runtime.replanner import Replanner
+from hetero_mpi.runtime.rebalance import Replanner
 
 
 def test_who_waits_is_given_the_result_or_the_error_with_its_action() -> None:
@@ -58,5 +58,5 @@ def test_planning_anew_that_fails_is_logged_and_leaves_the_plan(
     question: Any = SimpleNamespace(to_dict=dict)
     replanner = Replanner()
     replanner.ask(question)
-    assert replanner.take() is None and not replanner.busy
+    assert replanner.take() is None and not replanner.ready
     assert [record.message.startswith("planning anew") for record in caplog.records] == [True]

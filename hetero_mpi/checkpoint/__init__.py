@@ -1,8 +1,7 @@
 """Checkpoints: one self-describing HDF5 file per step, keyed by Hugging Face parameter names (docs/checkpoint.md)."""
 
-from hetero_mpi.checkpoint.checkpoint_error import CheckpointError
 from hetero_mpi.checkpoint.directory import checkpoint_path, lowest_held_out, newest_good, prune, set_aside
-from hetero_mpi.checkpoint.format import KINDS, MOMENT_BLOCK, PIECE_BYTES, Piece, piece_count, pieces
+from hetero_mpi.checkpoint.format import KINDS, MOMENT_BLOCK, PIECE_BYTES, CheckpointError, cut, piece_count, pieces
 from hetero_mpi.checkpoint.reader import CheckpointReader, verify
 from hetero_mpi.checkpoint.writer import CheckpointWriter
 
@@ -13,8 +12,8 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "CheckpointWriter",
-    "Piece",
     "checkpoint_path",
+    "cut",
     "lowest_held_out",
     "newest_good",
     "piece_count",

@@ -1,30 +1,45 @@
-"""A directory of checkpoints: their names, the newest whole one, and which may go."""
+"""A directory of checkpoints: their names, the newest whole one, and which may go. And local shards, ``RUN/copies/rank-0002/
+step-00000120.5f2c09aa.h5``: copies of the trained state on the disks of hosts.
+
+A *version* is all ranks' trained parameters and moments after one step. A *shard* is the part of a version that one rank writes, in
+the format of checkpoints: the rank's own part, and those of the ranks whose peer it is. All shards of a version, and no others,
+bear its id, so shards of different moments, or of the same step taken twice, never make one whole. This module knows names, headers
+and removal only. ``state`` writes shards, and ``runtime.origin`` finds out which version is whole.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import re
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 
-from hetero_mpi.checkpoint.checkpoint_error import CheckpointError
+from hetero_mpi.checkpoint.format import CheckpointError
 from hetero_mpi.checkpoint.reader import CheckpointReader, verify
 
 _NAME = re.compile(r"step-(\d{8,})\.h5")
+SHARDS_NAME = "copies"
+_RANK = re.compile(r"rank-(\d{4,})")
+_SHARD = re.compile(r"step-(\d{8,})\.([0-9a-f]{8})\.h5")
+_LEFTOVER = re.compile(r"\..*\.h5\.tmp-.*")
 
 
-def checkpoint_path(directory: str | os.PathLike[str], step: int) -> Path:
+def checkpoint_path(directory: Path, step: int) -> Path:
     """``DIRECTORY/step-00000120.h5`` for step 120."""
-    return Path(directory) / f"step-{step:08d}.h5"
+    return directory / f"step-{step:08d}.h5"
 
 
-def newest_good(directory: str | os.PathLike[str]) -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint that is whole, and the newer ones that were passed over, each with the reason.
 
     Every candidate is read through to compare its checksums. Without any checkpoint it is ``(None, [])``.
     """
     skipped: list[tuple[Path, str]] = []
-    for path in _newest_first(Path(directory)):
+    for path in _newest_first(directory):
         reason = verify(path)
         if reason is None:
             return path, skipped
@@ -32,9 +47,7 @@ def newest_good(directory: str | os.PathLike[str]) -> tuple[Path | None, list[tu
     return None, skipped
 
 
-def prune(
-    directory: str | os.PathLike[str], keep: int, keep_best: int = 0, just_written: Path | None = None
-) -> list[Path]:
+def prune(directory: Path, keep: int, keep_best: int = 0, just_written: Path | None = None) -> list[Path]:
     """Remove all checkpoints but the ones below; return what was removed.
 
     What stays: the ``keep`` newest, the ``keep_best`` with the lowest held-out loss of those that know theirs, and the newest
@@ -42,7 +55,7 @@ def prune(
     names one that this process has just written, and which therefore is whole.
     """
     assert keep >= 1, keep
-    found = _newest_first(Path(directory))
+    found = _newest_first(directory)
     if len(found) <= keep:
         return []
     good = just_written if just_written in found else newest_good(directory)[0]
@@ -54,12 +67,11 @@ def prune(
     return removed
 
 
-def set_aside(directory: str | os.PathLike[str], step: int) -> Path | None:
+def set_aside(directory: Path, step: int) -> Path | None:
     """Move checkpoints of later steps than ``step`` out of the way; return the directory they are in now, if any.
 
     They belong to a run that this one does not continue, and would count as its newest.
     """
-    directory = Path(directory)
     later = [path for path in _newest_first(directory) if _step_of(path) > step]
     if not later:
         return None
@@ -72,10 +84,10 @@ def set_aside(directory: str | os.PathLike[str], step: int) -> Path | None:
     return target
 
 
-def lowest_held_out(directory: str | os.PathLike[str]) -> list[Path]:
+def lowest_held_out(directory: Path) -> list[Path]:
     """Checkpoints that know their held-out loss, the lowest first, the newest first among equals; damaged ones do not count."""
     losses: list[tuple[float, Path]] = []
-    for path in _newest_first(Path(directory)):
+    for path in _newest_first(directory):
         try:
             with CheckpointReader(path) as reader:
                 loss = reader.held_out_loss()
@@ -96,3 +108,101 @@ def _step_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard's header. Its tensors have not been read yet."""
+
+    path: Path
+    version_id: str
+    """The id of its version."""
+    step: int
+    begun: str
+    """The id of its run (``new_run_id``)."""
+    writer: int
+    """The rank that wrote it."""
+    names: tuple[str, ...]
+    """Parameters and constants of the model of which every tensor is in it."""
+
+
+def new_run_id() -> str:
+    """The id of a run that begins now. ``--resume`` passes it from start to start. Of two ids, that of the run begun later is
+    larger.
+    """
+    return f"{int(time.time()):012d}-{token_hex(4)}"
+
+
+def new_version_id() -> str:
+    """A random id for the shards of one version."""
+    return token_hex(4)
+
+
+def shard_path(run_dir: Path, rank: int, step: int, version_id: str) -> Path:
+    """The path of a rank's shard."""
+    return run_dir / SHARDS_NAME / f"rank-{rank:04}" / f"step-{step:08d}.{version_id}.h5"
+
+
+def shards_on_disk(run_dir: Path) -> tuple[list[Shard], list[str]]:
+    """The shards on this host whose headers can be read, and remarks about the others."""
+    found, remarks = [], []
+    for path, _ in sorted(_named(run_dir)):
+        try:
+            with CheckpointReader(path) as reader:
+                said = reader.metadata
+                names = tuple(said["names"])
+                found.append(
+                    Shard(
+                        path, str(said["version_id"]), int(said["step"]), str(said["begun"]), int(said["rank"]), names
+                    )
+                )
+        except CheckpointError as error:
+            remarks.append(f"passed over {path}: {error}")
+        except (KeyError, TypeError, ValueError):
+            remarks.append(f"passed over {path}: a checkpoint, but no shard of a copy")
+    return found, remarks
+
+
+def keep_versions(run_dir: Path, kept: Collection[str], sweep: bool = False) -> None:
+    """Remove this host's shards of all versions but ``kept``. Any number of ranks may do so at once, with the same ``kept``.
+
+    ``sweep``: also remove what dead processes were writing; only while nobody writes.
+    """
+    for path, name in list(_named(run_dir)):
+        if name[2] not in kept:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+    if sweep:
+        for leftover, _ in _named(run_dir, _LEFTOVER):
+            with contextlib.suppress(OSError):
+                leftover.unlink(missing_ok=True)
+
+
+def remove_shards(run_dir: Path) -> None:
+    """Remove all shards on this host: the run is over, or another one begins. Any number of ranks may do so at once."""
+    keep_versions(run_dir, (), sweep=True)
+    for folder in (*_folders(run_dir), run_dir / SHARDS_NAME):
+        with contextlib.suppress(OSError):  # not there, or something of somebody else's in it
+            folder.rmdir()
+
+
+def _named(run_dir: Path, pattern: re.Pattern[str] = _SHARD) -> Iterator[tuple[Path, re.Match[str]]]:
+    """Files in the ranks' folders whose names match ``pattern``, with the match; of a shard: (step, version id)."""
+    for folder in _folders(run_dir):
+        for path in _listed(folder):
+            name = pattern.fullmatch(path.name)
+            if name is not None:
+                yield path, name
+
+
+def _folders(run_dir: Path) -> list[Path]:
+    """The folders of ranks."""
+    return [folder for folder in _listed(run_dir / SHARDS_NAME) if _RANK.fullmatch(folder.name)]
+
+
+def _listed(folder: Path) -> list[Path]:
+    """The entries of a folder; none where it does not exist, or another rank of the host removes it meanwhile."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

@@ -21,6 +21,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi.errors import UserError
+
 FORMAT = "hetero_mpi checkpoint"
 FORMAT_VERSION = 2
 """1: without the groups ``absmax1`` and ``absmax2``."""
@@ -51,6 +53,10 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("u1"),
 }
 """Tensor dtype -> numpy dtype of the array that holds its bits (numpy has no bfloat16: its bits travel as uint16)."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used or written; the message names the file, where known the dataset, and why."""
 
 
 def _bfloat16() -> Any:
@@ -148,3 +154,12 @@ def pieces(shape: tuple[int, ...], item_bytes: int, limit_bytes: int = PIECE_BYT
 def piece_count(piece: Piece) -> int:
     """Elements of a block."""
     return math.prod(piece[1])
+
+
+def cut(flat: NDArray[Any], shape: tuple[int, ...]) -> Iterator[NDArray[Any]]:
+    """The blocks (``pieces``) of a flat array of that shape, as views."""
+    begin = 0
+    for piece in pieces(shape, flat.itemsize):
+        end = begin + piece_count(piece)
+        yield flat[begin:end]
+        begin = end

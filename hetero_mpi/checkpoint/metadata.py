@@ -58,41 +58,32 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_scale(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_positive(value[0]) and _is_count(value[1])
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return _is_number(value[0]) and 0 < value[0] < math.inf and _is_count(value[1])
 
 
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value < math.inf
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _are_losses(value: Any) -> bool:
-    """An fp64 array; losses of skipped steps may be infinite or NaN."""
-    return isinstance(value, np.ndarray) and value.dtype == np.float64 and value.ndim == 1
-
-
-def _are_margins(value: Any) -> bool:
-    """Rows of as many numbers each, which may be NaN."""
-    return value is None or (isinstance(value, np.ndarray) and value.dtype == np.float32 and value.ndim == 2)
+def _is_array(value: Any, dtype: type[np.generic], dimensions: int) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == dimensions
 
 
 _COUNT: _Rule = _is_count, "a whole number, 0 or more"
 _TABLE: _Rule = lambda value: isinstance(value, dict), "a table"
 _TEXT: _Rule = lambda value: isinstance(value, str), "a text"
-_TEXT_OR_NONE: _Rule = _is_text_or_none, "a text, or nothing"
+_TEXT_OR_NONE: _Rule = lambda value: value is None or isinstance(value, str), "a text, or nothing"
 _NUMBER_OR_NONE: _Rule = lambda value: value is None or _is_number(value), "a number, or nothing"
 _RULES: dict[str, _Rule] = {
     "step": _COUNT,
     "updates": _COUNT,
-    "losses": (_are_losses, "a list of float64 numbers"),
+    "losses": (
+        lambda value: _is_array(value, np.float64, 1),
+        "a list of float64 numbers",
+    ),  # infinite or NaN: steps skipped
     "loss_scale": (_is_scale, "a positive number and a count"),
     "held_out_loss": (_is_number, "a number"),
     "lowest_loss": _NUMBER_OR_NONE,
     "higher_in_a_row": _COUNT,
-    "reference": (_are_margins, "a table of float32 numbers"),
+    "reference": (lambda value: value is None or _is_array(value, np.float32, 2), "a table of float32 numbers"),
     "job": _TABLE,
     "model_config": _TABLE,
     "versions": _TABLE,

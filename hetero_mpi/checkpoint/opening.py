@@ -19,8 +19,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hetero_mpi.checkpoint.checkpoint_error import CheckpointError
-from hetero_mpi.checkpoint.format import dtype_name
+from hetero_mpi.checkpoint.format import CheckpointError, dtype_name
 
 MOST_MEMBERS = 1 << 18
 """Datasets of one kind; the largest models of today have some 50,000 tensors."""

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.checkpoint import opening
-from hetero_mpi.checkpoint.checkpoint_error import CheckpointError
 from hetero_mpi.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,
@@ -24,6 +23,7 @@ from hetero_mpi.checkpoint.format import (
     PIECE_BYTES,
     SCALES,
     STORAGE,
+    CheckpointError,
     Summary,
     crc32,
     piece_count,
@@ -132,21 +132,12 @@ class CheckpointReader:
         """The tensor's bits and dtype, e.g. (float32 array, "float32") or (uint16 array, "bfloat16")."""
         with damage_named(self.path, f"{kind}/{name}"):
             stored = self._tensor(kind, name)
-            array = _array_of(stored)
-            summary = Summary(stored.dtype)
-            summary.add(array)
-            self._compare(kind, name, stored, summary)
+            array: NDArray[Any] = np.empty(stored.shape, STORAGE[stored.dtype])
+            self._compare(kind, name, stored, _read(stored, array.reshape(-1)))
         return array, stored.dtype
 
-    def check(self, kind: str, name: str) -> Stored:
-        """Compare a tensor's checksum and the range of its numbers, in pieces: any tensor in the memory of one piece."""
-        with damage_named(self.path, f"{kind}/{name}"):
-            stored = self._tensor(kind, name)
-            self._compare(kind, name, stored, _summary_of(stored))
-            return stored
-
     def check_all(self) -> CheckpointContents:
-        """Read everything once. Raises CheckpointError unless a run can go on from it."""
+        """Read everything once, in the memory of one piece. Raises CheckpointError unless a run can go on from it."""
         names = {kind: self.names(kind) for kind in KINDS}
         with damage_named(self.path):
             assert self.metadata is not None
@@ -168,8 +159,9 @@ class CheckpointReader:
                     own = found["parameters", name].shape
                     if stored.shape != (own if kind not in SCALES else (-(-math.prod(own) // MOMENT_BLOCK),)):
                         raise ValueError("its shape is not that of the parameter")
-        for kind, name in found:
-            self.check(kind, name)
+        for (kind, name), stored in found.items():
+            with damage_named(self.path, f"{kind}/{name}"):
+                self._compare(kind, name, stored, _read(stored))
         numbers = sum(math.prod(stored.shape) for (kind, _), stored in found.items() if kind == "parameters")
         dtypes = frozenset(stored.dtype for stored in found.values())
         return CheckpointContents(len(found), len(names["parameters"]), numbers, dtypes)
@@ -223,19 +215,12 @@ def verify(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def _array_of(stored: Stored) -> NDArray[Any]:
-    array: NDArray[Any] = np.empty(stored.shape, STORAGE[stored.dtype])
-    if array.size:
-        stored.id.read(h5py.h5s.ALL, h5py.h5s.ALL, array, stored.type)
-    return array
-
-
 def _metadata_value(stored: Stored) -> Any:
     """An array, a text or what a JSON text says."""
     content = opening.attribute(stored.id, "content")
     if content is None:
-        array = _array_of(stored)
-        _compare_checksum(stored, crc32(array))
+        array: NDArray[Any] = np.empty(stored.shape, STORAGE[stored.dtype])
+        _compare_checksum(stored, _read(stored, array.reshape(-1)).crc32)
         return array
     if stored.dtype != TEXT or stored.shape:
         raise TypeError("it is not a single text")
@@ -249,12 +234,14 @@ def _metadata_value(stored: Stored) -> Any:
     return json.loads(raw)
 
 
-def _summary_of(stored: Stored) -> Summary:
-    """Of a dataset that is read in pieces into one buffer."""
+def _read(stored: Stored, flat: NDArray[Any] | None = None) -> Summary:
+    """Read a dataset in pieces, into ``flat``, or each into the place of the one before it."""
     space, item, summary = stored.id.get_space(), STORAGE[stored.dtype], Summary(stored.dtype)
-    buffer: NDArray[Any] = np.empty(max(1, PIECE_BYTES // item.itemsize), item)
+    buffer: NDArray[Any] = np.empty(max(1, PIECE_BYTES // item.itemsize), item) if flat is None else flat
+    begin = 0
     for piece in pieces(stored.shape, item.itemsize):
-        part = buffer[: piece_count(piece)]
+        part = buffer[begin : begin + piece_count(piece)]
+        begin += 0 if flat is None else part.size
         memory = h5py.h5s.create_simple(part.shape) if stored.shape else h5py.h5s.create(h5py.h5s.SCALAR)
         if stored.shape:
             space.select_hyperslab(*piece)

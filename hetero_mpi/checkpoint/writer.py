@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hetero_mpi
-from hetero_mpi.checkpoint.checkpoint_error import CheckpointError
 from hetero_mpi.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,
@@ -22,10 +21,11 @@ from hetero_mpi.checkpoint.format import (
     LIBVER,
     METADATA,
     STORAGE,
+    CheckpointError,
     Summary,
     crc32,
+    cut,
     file_type,
-    piece_count,
     pieces,
 )
 from hetero_mpi.checkpoint.sink import Sink
@@ -62,7 +62,7 @@ class CheckpointWriter:
         """Parameters with infinities, which they may hold unless they are trained."""
 
     def __enter__(self) -> CheckpointWriter:
-        try:
+        with self._discarded_if_it_fails():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.path.parent)
             self._sink = Sink(self._appearing.enter_context(atomic_write(self.path, durable=True)))
@@ -73,12 +73,6 @@ class CheckpointWriter:
             for key, value in self.metadata.items():
                 _write_metadata(self._file[METADATA], key, value)
             self._sink.raise_error()
-        except OSError as error:
-            self._discard(error)
-            raise self._error(error) from error
-        except BaseException as error:
-            self._discard(error)
-            raise
         return self
 
     def write(self, kind: str, name: str, array: NDArray[Any], dtype: str) -> None:
@@ -89,7 +83,7 @@ class CheckpointWriter:
         """
         assert array.dtype == STORAGE[dtype], f"{name}: {dtype} is stored from {STORAGE[dtype]}, not from {array.dtype}"
         flat = np.asarray(array, order="C").reshape(-1)
-        self.write_pieces(kind, name, array.shape, dtype, _cut(flat, array.shape))
+        self.write_pieces(kind, name, array.shape, dtype, cut(flat, array.shape))
 
     def write_pieces(
         self, kind: str, name: str, shape: tuple[int, ...], dtype: str, coming: Iterable[NDArray[Any]]
@@ -110,7 +104,7 @@ class CheckpointWriter:
         if error is not None:
             self._discard(error)
             return
-        try:
+        with self._discarded_if_it_fails():
             assert self._sink is not None
             for name, summary in self._infinite.items():
                 self._refuse("parameters", name, summary.problem("parameters", name in self._file["moments1"]))
@@ -120,11 +114,15 @@ class CheckpointWriter:
             self._sink.sync()
             self._sink.close()
             self._appearing.close()
-        except OSError as failure:
-            self._discard(failure)
-            raise self._error(failure) from failure
-        except CheckpointError as failure:
-            self._discard(failure)
+
+    @contextlib.contextmanager
+    def _discarded_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._discard(error)
+            if isinstance(error, OSError):
+                raise self._error(error) from error
             raise
 
     def _refuse(self, kind: str, name: str, problem: str | None) -> None:
@@ -166,7 +164,7 @@ def _write_header(file: Any) -> None:
 def _write_metadata(group: Any, key: str, value: Any) -> None:
     if isinstance(value, np.ndarray):
         flat = np.asarray(value, order="C").astype(STORAGE[value.dtype.name], copy=False).reshape(-1)
-        _write_array(group, key, value.shape, value.dtype.name, _cut(flat, value.shape))
+        _write_array(group, key, value.shape, value.dtype.name, cut(flat, value.shape))
     elif isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**63):
         group.attrs[key] = np.asarray(value)
     elif isinstance(value, str):
@@ -189,15 +187,6 @@ def _write_array(group: Any, name: str, shape: tuple[int, ...], dtype: str, comi
         summary.add(array)
     dataset.attrs["crc32"] = np.uint32(summary.crc32)
     return summary
-
-
-def _cut(flat: NDArray[Any], shape: tuple[int, ...]) -> Iterable[NDArray[Any]]:
-    """The pieces of a flat array of that shape, as views."""
-    begin = 0
-    for piece in pieces(shape, flat.itemsize):
-        end = begin + piece_count(piece)
-        yield flat[begin:end]
-        begin = end
 
 
 def _write_text(group: Any, key: str, text: str, content: str) -> None:

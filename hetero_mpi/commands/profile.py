@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers.utils import logging as transformers_logging
-
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.disk import writing
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.profiling.cluster import profile_cluster
-from hetero_mpi.report.run_files.logs import say, setup_logging
+from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.tables import profile_lines
 from hetero_mpi.runtime.setup import setup
+from hetero_mpi.runtime.setup.profile_and_plan import subject_of
 
 
 def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProfile:
@@ -33,9 +31,7 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
     Raises:
         UserError: anything the user can put right, on all ranks together.
     """
-    setup_logging(None, world.rank, world.size)
-    transformers_logging.disable_progress_bar()
-    world.check_versions(own_versions(world.library))
+    setup.look_around(world)
     loaded, run_dir = setup.read_job(world, setup.TrainOptions(job))
     if loaded.job.cluster.emulate is not None:
         raise CollectiveUserError(
@@ -44,7 +40,7 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
         )
     with MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread) as transport:
         ready = setup.set_up(world, transport, loaded, run_dir)
-        subject, _ = setup.subject_of(ready)
+        subject, _ = subject_of(ready)
         measured = profile_cluster(world, transport, ready.backend, subject, ready.job.profile, say, reprofile)
     say(*profile_lines(measured))
     return measured

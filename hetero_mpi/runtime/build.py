@@ -28,10 +28,9 @@ from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.runtime.setup.custom_model import start_values
 from hetero_mpi.runtime.setup.material import model_directory
 from hetero_mpi.runtime.setup.setup import RunContext
-from hetero_mpi.state.checkpointing import load_adapter
-from hetero_mpi.state.file_supply import FileSupply, open_files
-from hetero_mpi.state.redistribute import Parcel, distribute, parcels
-from hetero_mpi.state.trained_tensors import set_parameter
+from hetero_mpi.state.checkpointing import load_adapter, send_parameters
+from hetero_mpi.state.file_supply import open_files
+from hetero_mpi.state.redistribute import Parcel
 
 
 @dataclass
@@ -68,16 +67,14 @@ class Share:
 
 
 def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossScale, kept: Kept | None = None) -> Share:
-    """A copy of ``share`` that has this rank's trainer. Collective over the active ranks.
+    """A copy of ``share`` that has this rank's trainer. Collective over the active ranks. Raises CollectiveUserError: files are
+    missing or do not fit the model, or the memory does not suffice.
 
     Args:
         resuming: the trained parameters are sent afterwards, so only frozen weights are loaded here. (A factory's model is sent
             whole.)
         loss_scale: the run's.
         kept: frozen weights that this rank already has in memory.
-
-    Raises:
-        CollectiveUserError: files are missing or do not fit the model, or the memory does not suffice.
     """
     assert share.members is not None
     members, plan = share.members, share.own_plan
@@ -89,10 +86,7 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
     if needs_start and directory is None:
         start = SeededStart(context.job.train.seed)
     elif needs_start and directory is not None:
-        files = supply = _open_files(context, members, plan, directory, kept or {})
-        start = supply.start
-        members.doing = "sending the model's files to ranks without them"
-        supply.serve()
+        start, files = _open_files(context, members, plan, directory, kept or {})
     with members.together("loading weights"), files:
         trainer = Trainer(
             context.world.rank,
@@ -109,7 +103,7 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
             kept,
             loss_scale,
             next((memory for memory in share.report.memory if memory.rank == context.world.rank), None),
-            _stream_folder(context),
+            _cache_root(context) or large_files_folder(),
             group,
         )
     return replace(share, trainer=trainer)
@@ -133,11 +127,6 @@ def _require_divisible(context: RunContext, plan: Plan) -> None:
             reason = refusal(context.chain, context.tuning, stage.shares, stage.experts)
             if reason is not None:
                 raise UserError(f"plan: stage {number} of ranks {', '.join(map(str, stage.ranks))}: {reason}")
-
-
-def _stream_folder(context: RunContext) -> Path:
-    cache = context.job.model.shard_cache
-    return context.loaded.resolve(cache) if cache is not None else large_files_folder()
 
 
 def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None:
@@ -171,19 +160,18 @@ def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
             return_freed_memory()  # of the layers before: the model would be there twice
         return values.pop(parcel.name).contiguous()
 
-    listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
-    distribute(
-        trainer.rank,
-        trainer.transport,
-        listed,
-        given,
-        lambda parcel, tensor: set_parameter(trainer, parcel.name, tensor),
-    )
+    send_parameters(trainer, given)
 
 
-def _open_files(context: RunContext, members: World, plan: Plan, directory: Path, kept: Kept) -> FileSupply:
+def _cache_root(context: RunContext) -> Path | None:
     cache = context.job.model.shard_cache
-    cache_root = context.loaded.resolve(cache) if cache is not None else None
+    return context.loaded.resolve(cache) if cache is not None else None
+
+
+def _open_files(
+    context: RunContext, members: World, plan: Plan, directory: Path, kept: Kept
+) -> tuple[Start, contextlib.AbstractContextManager[object]]:
+    cache, cache_root = context.job.model.shard_cache, _cache_root(context)
     if cache is not None and cache_root is not None and not Path(cache).expanduser().is_absolute():
         with members.together("looking for the shard cache"):
             if leads_out(cache_root, context.loaded.directory):

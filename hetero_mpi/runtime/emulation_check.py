@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -55,10 +56,8 @@ class _Trial:
 
 
 def check_emulated_times(trainer: Trainer, world: World, emulation: Emulation, predicted_step_s: float) -> None:
-    """Time each rank's forward, backward and optimizer step on made-up data. Collective; changes no state.
-
-    Raises:
-        UserError: the arithmetic takes too long; says by how much, and which ``time_scale`` would do.
+    """Time each rank's forward, backward and optimizer step on made-up data. Collective; changes no state. Raises UserError: the
+    arithmetic takes too long; says by how much, and which ``time_scale`` would do.
     """
     own: dict[Action, float] = {}
     for turn in range(world.size):
@@ -88,24 +87,17 @@ def _compute_s(stage: Stage, place: Placement, emulation: Emulation, trainer: Tr
     )
     backward = (Op.I, Op.W) if pipeline.split_backward and not stage.is_first else (Op.B,)
     times: dict[Op, list[float]] = {op: [] for op in (Op.F, *backward)}
+    weights = lambda index, _: stage.backward_weights(index)  # noqa: E731
+    calls: dict[Op, Callable[..., object]] = {Op.B: stage.backward, Op.I: stage.backward_input, Op.W: weights}
     for _ in range(_REPEATS + 1):
         begin = time.perf_counter()
         y = stage.forward(MicroBatch(0, 0, 0, tokens.numel()), x, tokens if stage.is_last else None)
         dy = None if stage.is_last else torch.zeros_like(y)
         times[Op.F].append(time.perf_counter() - begin)
         for op in backward:
-            times[op].append(_seconds(lambda op=op, dy=dy: _run(stage, op, dy)))  # type: ignore[misc]
+            times[op].append(_seconds(partial(calls[op], 0, dy)))
     trainer.optimizer.zero()
     return {Action(op, place.index, 0): statistics.median(seconds[1:]) for op, seconds in times.items()}
-
-
-def _run(stage: Stage, op: Op, dy: torch.Tensor | None) -> None:
-    if op is Op.W:
-        stage.backward_weights(0)
-    elif op is Op.I:
-        stage.backward_input(0, dy)
-    else:
-        stage.backward(0, dy)
 
 
 def _optimizer_s(trainer: Trainer) -> float:

@@ -6,10 +6,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.data.sequences import Batch, pair_counts
@@ -23,6 +22,7 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.runtime.build import Share
+from hetero_mpi.runtime.rebalance import Rebalancer
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.checkpointing import open_saver
 from hetero_mpi.state.training_state import TrainingState
@@ -31,29 +31,18 @@ _SKIPS_IN_A_ROW = 10
 """Number of consecutive steps with non-finite gradients after which the run ends."""
 
 
-class Steering(Protocol):
-    """An object that may ask for another plan between two steps. Every active rank makes the same calls."""
-
-    def word(self) -> NDArray[np.float64]:
-        """This rank's numbers that travel with the step decision; the same count on every rank."""
-        ...
-
-    def due(self, step: int, result: StepResult) -> bool:
-        """Called after step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now?
-        The same answer on all ranks.
-        """
-        ...
+Shown = tuple[MetricsWriter | None, ProgressDisplay | None]
+"""What rank 0 shows and writes of the steps; (None, None) elsewhere."""
 
 
 class Loop:
     """Runs the steps of a job under one plan. All methods are collective over the active ranks.
 
     Args:
-        share: this rank's, with its trainer.
         state: the training state (resumed runs start later); it is updated.
         metadata: what every checkpoint carries besides tensors; used on rank 0.
         asked: has this rank been asked to end the run (``runtime.signals``)?
-        steering: says when the plan is to be changed; None: never.
+        rebalancer: says when the plan is to be changed; None: never.
         beside: called after every step but the last, by every active rank.
     """
 
@@ -64,14 +53,14 @@ class Loop:
         state: TrainingState,
         metadata: dict[str, Any],
         asked: Callable[[], bool],
-        steering: Steering | None,
+        rebalancer: Rebalancer | None,
         beside: Callable[[], None],
     ) -> None:
         assert share.trainer is not None and share.members is not None
         self.job, self.plan, self.dataset = context.job, share.own_plan, context.dataset
         self.predicted_step_s = share.report.predicted_step_s
         self.trainer, self.world, self.state, self.metadata = share.trainer, share.members, state, metadata
-        self._asked, self._steering, self._beside = asked, steering, beside
+        self._asked, self._rebalancer, self._beside = asked, rebalancer, beside
         self._run_dir = context.run_dir
         self.saver = open_saver(self.trainer, context.run_dir / "checkpoints", self.job, state.newest_checkpoint)
         self.schedule = LearningRate(self.job.train)
@@ -81,13 +70,8 @@ class Loop:
         )
 
     def run(self, metrics: MetricsWriter | None, display: ProgressDisplay | None) -> bool:
-        """Train until the last step, or until the plan is to be changed. The last checkpoint is on disk then.
-
-        Args:
-            metrics, display: on rank 0 only.
-
-        Returns:
-            Was it the last step? The same on all ranks.
+        """Train until the last step (returns True), or until the plan is to be changed; the same on all ranks. The last checkpoint
+        is on disk then. ``metrics``, ``display``: on rank 0 only.
 
         Raises:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
@@ -138,7 +122,7 @@ class Loop:
                 self._stop()
             if not last:
                 self._beside()
-            if self._steering is not None and self._steering.due(step, result) and not last:
+            if self._rebalancer is not None and self._rebalancer.due(step, result) and not last:
                 return False
         return True
 
@@ -151,7 +135,7 @@ class Loop:
         own = self.dataset.batch(step, self.job.train.global_batch) if self.dataset is not None else None
         with self.world.waiting("rank 0 and the batch" if self.world.rank else "the others to take the batch"):
             batch = self._broadcast(own)
-        along = self._steering.word() if self._steering is not None else np.zeros(0)
+        along = self._rebalancer.word() if self._rebalancer is not None else np.zeros(0)
         return self.trainer.step(step, batch, self._asked, along), batch.target_tokens
 
     def _stop(self) -> NoReturn:

@@ -2,20 +2,26 @@
 
 Every rank compares its measured computing time of a step with its profile. The ratio travels in the next step's decision, so it
 costs no message. Rank 0 watches the ratios (``planning.analysis.drift``) and asks a separate process for another plan
-(``runtime.replanner``). If the change pays, it says so in its own decision, so all ranks change after the same step.
+(``Replanner``). If the change pays, it says so in its own decision, so all ranks change after the same step.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi.background import Background
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.launch.supervisor.event_log import append_event
 from hetero_mpi.planning.analysis.drift import Decider, Move, moved_layers
@@ -29,18 +35,21 @@ from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.reconfigure import lack_of_room
-from hetero_mpi.runtime.replanner import Replanner
-from hetero_mpi.runtime.setup.setup import RunContext, planning_request
+from hetero_mpi.runtime.setup.profile_and_plan import planning_request
+from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.background_save import MEMORY_SHARE
 
 if TYPE_CHECKING:
-    from hetero_mpi.planning.analysis.replan import ReplanAnswer
+    from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion
 
+LIMIT_S = 300.0
+"""Time limit for an answer of the planning process, seconds."""
+_PACKAGES = Path(__file__).resolve().parents[2]
 _LOG = logging.getLogger(__name__)
 
 
 class Rebalancer:
-    """A rank's part in rebalancing, over all plans of a run. A ``Steering``. ``begin`` is called before a plan's steps."""
+    """A rank's part in rebalancing, over all plans of a run. Active ranks make the same calls, ``begin`` before a plan's steps."""
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._profile = context, context.profile
@@ -49,8 +58,6 @@ class Rebalancer:
         self._scale = cluster.time_scale if cluster.emulate is not None else 1.0
         self._hosts = [device.host for device in profile.devices]
         self._decider, self._replanner = Decider(range(len(profile.devices))), Replanner()
-        self._asked = False
-        """Is a question being answered?"""
         self._ratios: dict[int, float] = {}
         """The ratios of the latest question."""
         self._answer: ReplanAnswer | None = None
@@ -87,8 +94,8 @@ class Rebalancer:
         self._replanner.close()
 
     def word(self) -> NDArray[np.float64]:
-        """See ``Steering``. [1 on rank 0 when the plan is to be changed, then for each stage its rank's ratio measured / profiled];
-        of a rank's stages only the first has it, and a group is measured by the rank that leads it."""
+        """What travels with the step decision: [1 on rank 0 when the plan is to be changed, then for each stage its rank's ratio
+        measured / profiled]; of a rank's stages only the first has it, and a group is measured by the rank that leads it."""
         assert self._share is not None and self._own is not None
         word = np.zeros(1 + len(self._share.plan.numbered))
         word[0] = self._ready and self._context.world.rank == 0
@@ -97,7 +104,9 @@ class Rebalancer:
         return word
 
     def due(self, step: int, result: StepResult) -> bool:
-        """See ``Steering``."""
+        """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
+        answer on all ranks.
+        """
         assert self._share is not None
         heard, self._latest = result.heard, result
         if self._context.world.rank == 0 and self._room and not self._ready:
@@ -108,7 +117,7 @@ class Rebalancer:
         return bool(heard[0] > 0)
 
     def chosen(self) -> PlanReport | None:
-        """See ``Steering``."""
+        """The plan to change to, on rank 0."""
         return self._answer.report if self._answer is not None else None
 
     def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
@@ -137,8 +146,8 @@ class Rebalancer:
 
     def _consider(self, remaining: int) -> None:
         """Take an answer that has come, and decide what to do. On rank 0, after every step."""
-        if self._decider.asked is not None and self._asked and not self._replanner.busy:
-            self._asked, self._answer = False, self._replanner.take()
+        if self._decider.asked is not None and self._replanner.ready:
+            self._answer = self._replanner.take()
             self._decider.answered(self._answer.prospect if self._answer is not None else None)
             _LOG.info("planned anew: %s", self._answer.prospect if self._answer is not None else "nothing was found")
         move = self._decider.decide(remaining)
@@ -151,7 +160,7 @@ class Rebalancer:
         from hetero_mpi.planning.analysis.replan import ReplanQuestion  # brings the planner, which few runs need again
 
         assert self._share is not None and self._rebuild_s is not None and self._decider.asked is not None
-        self._asked, self._ratios = True, self._decider.asked
+        self._ratios = self._decider.asked
         _LOG.info("%s: planning anew", self._decider.sentence(self._hosts))
         self._replanner.ask(
             ReplanQuestion(self._profile, self._ratios, self._request, self._share.report, remaining, self._rebuild_s)
@@ -211,3 +220,63 @@ def _layers_text(moved: list[int], layers: int) -> str:
         names.append(f"layers {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}")
     names += ["the head"] if layers - 1 in moved else []
     return f"{' and '.join(names)} {'moves' if len(moved) == 1 else 'move'}"
+
+
+class Replanner:
+    """Answers one ``ReplanQuestion`` at a time in a separate process.
+
+    Errors are written to the log and give no answer: a run does not fail because no better plan was found.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._answering: Background[ReplanAnswer | None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Is there an answer that has not been taken?"""
+        return self._answering is not None and not self._answering.running
+
+    def ask(self, question: ReplanQuestion) -> None:
+        """Begin to answer a question. Returns at once."""
+        assert self._answering is None
+        self._answering = Background("planning anew", lambda: self._answer(question))
+
+    def take(self) -> ReplanAnswer | None:
+        """Wait for the answer, once, and return it; None where there is none."""
+        answering, self._answering = self._answering, None
+        return answering.finish() if answering is not None else None
+
+    def close(self) -> None:
+        """End the process that is still planning, if any."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
+        self.take()
+
+    def _answer(self, question: ReplanQuestion) -> ReplanAnswer | None:
+        from hetero_mpi.planning.analysis.replan import ReplanAnswer  # brings the planner, which few runs need again
+
+        paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                text=True,
+            )
+            answer, complaint = self._process.communicate(json.dumps(question.to_dict()), LIMIT_S)
+            if self._process.returncode == 0:
+                return ReplanAnswer.from_dict(json.loads(answer))
+            _LOG.warning("planning anew ended with exit code %d: %s", self._process.returncode, complaint)
+        except subprocess.TimeoutExpired:
+            assert self._process is not None
+            self._process.kill()
+            self._process.communicate()
+            _LOG.warning("planning anew took more than %.0f s and was given up", LIMIT_S)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _LOG.warning("planning anew failed: %r", error)
+        return None

@@ -34,8 +34,7 @@ from hetero_mpi.runtime.build import Share, build
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.background_save import Snapshot, lack_of_memory, size_bytes
 from hetero_mpi.state.checkpointing import KINDS, take_over
-from hetero_mpi.state.redistribute import Delivery, Parcel, deliveries, held_under, move, parcels
-from hetero_mpi.state.trained_tensors import LiveState
+from hetero_mpi.state.redistribute import Delivery, LiveState, Parcel, deliveries, held_under, move, parcels
 from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
@@ -76,13 +75,8 @@ def join(context: RunContext, report: PlanReport) -> Share:
 
 def build_share(context: RunContext, report: PlanReport, state: TrainingState, kept: Kept | None = None) -> Share:
     """This rank's share of ``report.plan`` with its stage, whose trained state is still to be moved. Collective over all ranks of
-    the job, idle ones included; no rank may be asleep.
-
-    Args:
-        kept: frozen weights that this rank already has in memory.
-
-    Raises:
-        CollectiveUserError: on all ranks, if an active rank cannot build its stage.
+    the job, idle ones included; no rank may be asleep. ``kept``: frozen weights that this rank already has in memory. Raises
+    CollectiveUserError: on all ranks, if an active rank cannot build its stage.
     """
     share = join(context, report)
     problem: CollectiveUserError | None = None
@@ -95,20 +89,14 @@ def build_share(context: RunContext, report: PlanReport, state: TrainingState, k
     return share
 
 
-def hand_over(
-    context: RunContext, share: Share, listed: Sequence[Delivery], own: Own | None, state: TrainingState
-) -> int:
+def hand_over(context: RunContext, share: Share, listed: Sequence[Delivery], own: Own, state: TrainingState) -> int:
     """Move trained parameters and moments to the ranks that hold them under the plan of ``share``. Collective over all ranks of the
-    job.
+    job. Returns the bytes that this rank received.
 
     Args:
         listed: who sends what to whom, the same on all ranks.
-        own: returns a parcel that this rank sends or keeps; None where it has none.
-
-    Returns:
-        The bytes that this rank received.
+        own: returns a parcel that this rank sends or keeps.
     """
-    own = own or _nothing
     if share.trainer is None:
         return move(context.world.rank, context.transport, listed, own, _refuse)
     return take_over(share.trainer, listed, own, state.updates)
@@ -117,19 +105,14 @@ def hand_over(
 def change(context: RunContext, before: Share, report: PlanReport, state: TrainingState) -> Share:
     """Change to ``report.plan``; returns this rank's new share. Collective over all ranks of the job, idle ones included.
 
-    No rank may be asleep. Nobody else may hold the trainer of ``before``, as its memory is needed.
-
-    Args:
-        state: of this rank.
-
-    Raises:
-        CollectiveUserError: on all ranks, if one cannot build its new stage.
+    No rank may be asleep. Nobody else may hold the trainer of ``before``, as its memory is needed. ``state``: of this rank. Raises
+    CollectiveUserError: on all ranks, if one cannot build its new stage.
     """
     world, rank = context.world, context.world.rank
     world.doing = "changing to another plan"
     begin = time.perf_counter()
     listed = deliveries(parcels(context.tuning, report.plan, KINDS), held_under(context.tuning, before.plan))
-    brought: Snapshot | None = None
+    brought: Own = _nothing
     kept: Kept = {}
     if before.trainer is not None:
         brought = keep(before.trainer, listed)

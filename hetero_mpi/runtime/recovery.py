@@ -17,9 +17,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,12 +41,10 @@ from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.tables import plan_lines
 from hetero_mpi.runtime.setup.material import prepare
-from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan
-from hetero_mpi.runtime.setup.setup import RunSetup, planning_request
-from hetero_mpi.state.copies import Copies
-from hetero_mpi.state.local_checkpoint import SAID, LocalCheckpoint, supervised
+from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request
+from hetero_mpi.runtime.setup.setup import RunSetup
+from hetero_mpi.state.copies import SAID, Copies, LocalCheckpoint, supervised
 from hetero_mpi.state.peer_replicas import PeerReplicas
-from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
@@ -69,7 +66,7 @@ class RunHistory:
     token: str | None = None
     """A random id in all checkpoints of this run; None without fault tolerance."""
     begun: str | None = None
-    """Id of this run over all its starts (``checkpoint.local_shards.new_run_id``); only some ranks know it."""
+    """Id of this run over all its starts (``checkpoint.directory.new_run_id``); only some ranks know it."""
     kept_version: str | None = None
     """Id of the version on disk that stays until a newer one is whole."""
     profile: ClusterProfile | None = None
@@ -110,10 +107,8 @@ class RunHistory:
         return self.job
 
     def setup_of(self, world: World, transport: Transport, make: Callable[[], RunSetup]) -> RunSetup:
-        """The setup of an earlier attempt, adapted to the ranks that are left; or a new one. Collective.
-
-        Raises:
-            CollectiveUserError: as ``make``; or the new rank 0 cannot read the data, or finds other data.
+        """The setup of an earlier attempt, adapted to the ranks that are left; or a new one. Collective. Raises
+        CollectiveUserError: as ``make``; or the new rank 0 cannot read the data, or finds other data.
         """
         if self.shared(world, self.setup) and self.setup is not None:
             return self._renewed(self.setup, world, transport)
@@ -200,10 +195,7 @@ class RunHistory:
 
 def outlive(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
     """Make attempts until one ends on every rank that is left, normally or with an error that all share. Collective; returns the
-    result of that attempt.
-
-    Raises:
-        CollectiveUserError: the error of that attempt, on all ranks.
+    result of that attempt. Raises CollectiveUserError: the error of that attempt, on all ranks.
     """
     history = RunHistory()
     if not ulfm.active():
@@ -252,14 +244,12 @@ def _aside(number: int, other: int, word: str) -> str:
 
 
 def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile) -> PlanReport:
-    """A plan for the ranks that are left, from the known profile. Collective.
-
-    Raises:
-        CollectiveUserError: the model does not fit into their memory.
+    """A plan for the ranks that are left, from the known profile. Collective. Raises CollectiveUserError: the model does not fit
+    into their memory.
     """
     # Every rank waits for it.
     request = replace(planning_request(setup, profile, history.profiled_ranks), thorough=False)
-    report = obtain_plan(setup.world, profile, request, setup.run_dir, None)
+    report = obtain_plan(setup, profile, request)
     say(*plan_lines(report, profile))
     return report
 
@@ -271,23 +261,20 @@ def beside_steps(
     """A context that keeps copies of the trained state during a run that may lose ranks or machines. Collective over the active
     ranks.
 
-    Yields a function to be called after each step.
-
-    Args:
-        described: what every checkpoint carries besides tensors; used on rank 0.
+    Yields a function to be called after each step. ``described``: what every checkpoint carries besides tensors; used on rank 0.
     """
     every, world = setup.job.checkpoint.replicate_every, trainer.world
     if not (ulfm.active() or supervised()) or every == 0:
         yield lambda: history.tell_first_step(setup, state.step)
         return
-    local: Callable[[Sequence[Parcel]], LocalCheckpoint] | None = None
+    local: LocalCheckpoint | None = None
     if supervised():
         said = world.broadcast_json({key: described[key] for key in SAID if key in described})
         history.belongs_to(said["begun"])
-        local = partial(LocalCheckpoint, world, setup.run_dir, said, kept=history.kept_version)
+        local = LocalCheckpoint(world, setup.run_dir, said, history.kept_version)
     threaded = setup.job.cluster.communication_thread and world.thread_level == "multiple"
     fixed = every if isinstance(every, int) else None
-    with PeerReplicas(trainer, history.copies, fixed, threaded, local, setup.run_dir) as peers:
+    with PeerReplicas(trainer, history.copies, fixed, threaded, local) as peers:
         peers.begin(state)
 
         def after() -> None:

@@ -27,12 +27,8 @@ _TELL_S = 30.0
 
 
 def check_reference(train: TrainTable, dataset: DataSource, known: NDArray[np.float32] | None) -> None:
-    """Refuse to resume a run by DPO whose state does not hold all margins that it needs.
-
-    Args:
-        known: those of its state; None: it has none, or other data.
-
-    :raises UserError: with what to do.
+    """Refuse to resume a run by DPO whose state does not hold all margins that it needs. ``known``: those of its state; None: it
+    has none, or other data. Raises UserError: with what to do.
     """
     if train.preference != "dpo":
         return

@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hetero_mpi.checkpoint import CheckpointReader, newest_good, set_aside
-from hetero_mpi.checkpoint.local_shards import new_run_id
+from hetero_mpi.checkpoint.directory import new_run_id
 from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
@@ -33,38 +36,23 @@ def open_checkpoint(
     setup: RunSetup, world: World, options: TrainOptions, stack: contextlib.ExitStack
 ) -> tuple[CheckpointReader | None, TrainingState]:
     """(open file on rank 0, training state) of the checkpoint to resume from; without one (None, the initial state). Collective."""
-    checkpoints = setup.run_dir / "checkpoints"
     reader, shared = None, None
     with world.led("opening the checkpoint"):
-        if world.rank == 0 and options.resume is not None and _nothing_there(checkpoints, options.resume):
-            _set_aside(setup, EarlierRun.found(setup.run_dir, _read(setup, options)))
-        elif world.rank == 0 and options.resume is not None:
-            path, remarks = find_checkpoint(setup.run_dir, options.resume)
-            say(*remarks)
-            reader = stack.enter_context(CheckpointReader(path))
-            job = setup.job
-            check_fits(reader, path, setup.chain, setup.tuning, job.train, job.data.sequence_length)
-            assert setup.dataset is not None
-            fingerprint = setup.dataset.fingerprint()
-            then, allowed = reader.metadata.get("data_fingerprint"), setup.job.checkpoint.allow_other_data
-            say(*filter(None, [check_data(then, path, fingerprint, allowed)]))
-            reference = reader.metadata.get("reference") if then == fingerprint else None
-            check_reference(job.train, setup.dataset, reference)
-            step = reader.metadata["step"]
-            if step > setup.job.train.steps:
-                raise UserError(
-                    f"{path} was written after step {step}, and the job ends at [train] steps = {setup.job.train.steps}: "
-                    f"raise it, or resume from an earlier checkpoint"
-                )
-            say(f"Resuming from {path}, after step {step}")
-            with damage_named(path, "metadata/job"):
-                warning = rate_change(reader.metadata["job"]["train"], job.train, step)
-            say(*filter(None, [warning]))
-            tell_set_aside(checkpoints, step)
-            keys = "step", "updates", "loss_scale", "lowest_loss", "higher_in_a_row"
-            shared = {key: reader.metadata.get(key) for key in keys}
-            shared |= {"reference": packed(reference) if reference is not None else None}
-            shared |= {"losses": [float(loss) for loss in reader.metadata["losses"]], "last_checkpoint": str(path)}
+        if world.rank == 0 and options.resume is not None:
+            if options.resume == ANY and newest_checkpoint(setup.run_dir) is None:
+                say("There is no checkpoint, and no whole copy of the trained state: beginning anew")
+                _set_aside(setup, EarlierRun.found(setup.run_dir, _read(setup, options)))
+            else:
+                path, remarks = find_checkpoint(setup.run_dir, options.resume)
+                say(*remarks)
+                reader = stack.enter_context(CheckpointReader(path))
+                job, said = setup.job, reader.metadata
+                check_fits(reader, path, setup.chain, setup.tuning, job.train, job.data.sequence_length)
+                reference = accept(setup, path, said, said.get("reference"))
+                say(f"Resuming from {path}, after step {said['step']}")
+                keys = "step", "updates", "loss_scale", "lowest_loss", "higher_in_a_row"
+                shared = {key: said.get(key) for key in keys} | {"last_checkpoint": str(path)}
+                shared |= {"reference": packed(reference), "losses": [float(loss) for loss in said["losses"]]}
     shared = world.broadcast_json(shared)
     if shared is None:
         return None, TrainingState.initial(setup.job.train.dtype)
@@ -73,9 +61,7 @@ def open_checkpoint(
 
 def earlier_run(setup: RunSetup, options: TrainOptions) -> EarlierRun | None:
     """The earlier run in the run directory that must be moved aside; None where this run continues it. On rank 0. Collective.
-
-    Raises:
-        CollectiveUserError: this run reads files of that one.
+    Raises CollectiveUserError: this run reads files of that one.
     """
     resume = options.resume
     named = Path(resume) if resume not in (None, LATEST, ANY) else None
@@ -88,10 +74,8 @@ def earlier_run(setup: RunSetup, options: TrainOptions) -> EarlierRun | None:
 
 
 def make_room(setup: RunSetup, members: World, earlier: EarlierRun | None) -> None:
-    """Move the earlier run aside, which is known on rank 0. Collective over ``members``.
-
-    Raises:
-        CollectiveUserError: it cannot be moved.
+    """Move the earlier run aside, which is known on rank 0. Collective over ``members``. Raises CollectiveUserError: it cannot be
+    moved.
     """
     with members.led("moving the earlier run aside"):
         _set_aside(setup, earlier)
@@ -145,19 +129,47 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
     )
 
 
-def tell_set_aside(checkpoints: Path, step: int) -> None:
-    """Move checkpoints of later steps aside, with the metrics of those steps, and report it. On rank 0."""
+def accept(
+    setup: RunSetup, path: Path, said: Mapping[str, Any], reference: NDArray[np.float32] | None
+) -> NDArray[np.float32] | None:
+    """Refuse a state that this run would not continue; else report what is other than then, and move checkpoints of later steps
+    aside, with the metrics of those steps. On rank 0.
+
+    Args:
+        path: where the state is.
+        said: of its metadata ``step``, ``job`` and ``data_fingerprint``.
+        reference: its margins of the reference model (``TrainingState``).
+
+    Returns:
+        ``reference``; None where the data are other ones now.
+    """
+    train, step, checkpoints = setup.job.train, said["step"], setup.run_dir / "checkpoints"
+    assert setup.dataset is not None
+    then, now = said.get("data_fingerprint"), setup.dataset.fingerprint()
+    say(*filter(None, [check_data(then, path, now, setup.job.checkpoint.allow_other_data)]))
+    reference = reference if then == now else None
+    check_reference(train, setup.dataset, reference)
+    if step > train.steps:
+        raise UserError(
+            f"{path} was written after step {step}, and the job ends at [train] steps = {train.steps}: raise it, or resume from an "
+            f"earlier checkpoint by its name"
+        )
+    with damage_named(path, "metadata/job"):
+        warning = rate_change(said["job"]["train"], train, step)
+    say(*filter(None, [warning]))
     aside = set_aside(checkpoints, step)
     if aside is not None:
         for name in ("metrics.jsonl", "steps.jsonl"):
             with contextlib.suppress(OSError):  # not there, or no room for a copy
-                shutil.copy2(checkpoints.parent / name, aside / name)
+                shutil.copy2(setup.run_dir / name, aside / name)
         say(f"Checkpoints of an earlier run from after step {step} are in {aside} now")
+    return reference
 
 
-def _nothing_there(checkpoints: Path, wanted: str) -> bool:
-    """Was the newest state asked for, if there is any, and there is none?"""
-    if wanted != ANY or newest_good(checkpoints)[0] is not None:
-        return False
-    say("There is no checkpoint, and no whole copy of the trained state: beginning anew")
-    return True
+def newest_checkpoint(run_dir: Path) -> tuple[Path, dict[str, Any]] | None:
+    """(path, metadata) of the newest whole checkpoint, if there is one."""
+    path, _ = newest_good(run_dir / "checkpoints")
+    if path is None:
+        return None
+    with CheckpointReader(path) as reader:
+        return path, reader.metadata

@@ -10,35 +10,48 @@ import contextlib
 import logging
 import os
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers.utils import logging as transformers_logging
-
-from hetero_mpi.checkpoint.local_shards import remove_shards
+from hetero_mpi.checkpoint.directory import remove_shards
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.versions import own_versions
-from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.job.load import job_to_dict
-from hetero_mpi.planning.types.toml_files import profile_to_dict
-from hetero_mpi.report.run_files.logs import say, setup_logging
+from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_to_dict, report_from_dict, save_plan
+from hetero_mpi.report import units
+from hetero_mpi.report.progress import ProgressDisplay
+from hetero_mpi.report.run_files.line_files import unharmed
+from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.set_aside import EarlierRun
 from hetero_mpi.runtime.build import Share, build, start_adapter, start_layers
 from hetero_mpi.runtime.emulation_check import check_emulated_times
-from hetero_mpi.runtime.finalise import leave_result, outcome
+from hetero_mpi.runtime.loop import Loop, Shown
 from hetero_mpi.runtime.origin import bring_back, origin
-from hetero_mpi.runtime.plan_loop import Steps, asked_of, idle_ranks, open_display, passed_on
-from hetero_mpi.runtime.rebalance import rebalancer_of
-from hetero_mpi.runtime.reconfigure import join
-from hetero_mpi.runtime.recovery import RunHistory, outlive, plan_again
+from hetero_mpi.runtime.rebalance import Rebalancer, rebalancer_of
+from hetero_mpi.runtime.reconfigure import change, join
+from hetero_mpi.runtime.recovery import RunHistory, beside_steps, outlive, plan_again
 from hetero_mpi.runtime.reference import find_reference
 from hetero_mpi.runtime.result import TrainResult
 from hetero_mpi.runtime.resume import earlier_run, make_room, open_checkpoint, run_id_of
-from hetero_mpi.runtime.run_report import draw_plan, keep_profile, reported
+from hetero_mpi.runtime.run_report import (
+    draw_plan,
+    keep_profile,
+    leave_result,
+    open_metrics,
+    outcome,
+    reported,
+    show_plan,
+)
 from hetero_mpi.runtime.setup.material import model_directory
-from hetero_mpi.runtime.setup.setup import RunContext, RunSetup, TrainOptions, claimed, plan_run, read_job, set_up
+from hetero_mpi.runtime.setup.profile_and_plan import plan_run
+from hetero_mpi.runtime.setup.setup import RunContext, RunSetup, TrainOptions, claimed, look_around, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest
+from hetero_mpi.runtime.watchdog import Watchdog, limit_s
 from hetero_mpi.state.checkpointing import ANY, LATEST, restore
 from hetero_mpi.state.training_state import TrainingState
 
@@ -52,10 +65,8 @@ def train(world: World, options: TrainOptions) -> int:
 
 
 def run_job(world: World, options: TrainOptions) -> TrainResult | None:
-    """Run a job and return its result on every rank (None for a dry run). Collective.
-
-    Raises:
-        UserError: an error the user can correct; the same on all ranks.
+    """Run a job and return its result on every rank (None for a dry run). Collective. Raises UserError: an error the user can
+    correct; the same on all ranks.
     """
     with StopRequest() as stop:
         return outlive(world, lambda history: _attempt(world, options, stop, history))
@@ -65,11 +76,9 @@ def _attempt(world: World, options: TrainOptions, stop: StopRequest, history: Ru
     """One attempt at the whole run, with what earlier attempts have left in ``history``."""
     loaded, run_dir = history.job_of(world, lambda: read_job(world, options))
     with claimed(world, run_dir):
-        setup_logging(run_dir, world.rank, world.size)
-        transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
+        look_around(world, run_dir)
         _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
         history.tell_loss(world, run_dir)
-        world.check_versions(own_versions(world.library))
         threaded = loaded.job.cluster.communication_thread
         with MpiTransport(world.comm, threaded=threaded, hosts=world.hosts) as transport:
             setup = history.setup_of(world, transport, lambda: set_up(world, transport, loaded, run_dir))
@@ -92,18 +101,18 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
         return None
     context = RunContext.of(setup, profile)
     begin = origin(context, history, options)
-    if begin is not None and begin.having is not None:
+    if begin is not None and begin.held is not None:
         share, state = bring_back(context, history, report, begin)
         if not history.losses:
             _check_emulated_times(share)
     else:
         share, state = join(context, report), TrainingState.initial(context.job.train.dtype)
         if share.members is not None:
-            with passed_on(world, share):
+            with _passed_on(world, share):
                 resume = str(begin.checkpoint) if begin is not None else options.resume
                 share, state = _start(context, history, share, replace(options, resume=resume), earlier)
     if share.members is not None:
-        with passed_on(world, share):
+        with _passed_on(world, share):
             assert share.trainer is not None
             find_reference(context, share.members, share.trainer, state)
     history.stands_at(state)
@@ -114,14 +123,13 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
         rebalancer = rebalancer_of(context, options.plan is not None)
         if rebalancer is not None:
             stack.callback(rebalancer.close)
-        steps = Steps(
-            context, history, metadata, asked_of(world, stop), open_display(context, state, stack), rebalancer
-        )
+        shown = _open_display(context, state, stack)
+        steps = _Steps(context, history, metadata, lambda: stop() or world.asked(), shown, rebalancer)
         share, state = steps.take(share, state)
     if share.members is not None:
-        with passed_on(world, share):
+        with _passed_on(world, share):
             leave_result(context, share, state)
-        world.release(idle_ranks(world, share), None)
+        world.release(_idle_ranks(world, share), None)
     remove_shards(context.run_dir)  # the last checkpoint holds everything
     return outcome(context, share.report, state)
 
@@ -179,3 +187,113 @@ def _metadata(context: RunContext) -> dict[str, Any]:
         "seed": context.job.train.seed,
         "versions": own_versions(context.world.library),
     }
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of a run over all its plans: each turn trains under one plan (``Share``), then all ranks change to the next.
+
+    Active ranks train until rank 0 wants another plan. Idle ranks sleep until then. All ranks change together.
+    """
+
+    context: RunContext
+    history: RunHistory
+    metadata: dict[str, Any]
+    """What every checkpoint carries besides tensors; used on rank 0."""
+    asked: Callable[[], bool]
+    """Has this rank been asked to end the run? On rank 0 also: has an idle rank?"""
+    shown: Shown
+    rebalancer: Rebalancer | None
+    """Says when the plan is to be changed; None: never."""
+
+    def take(self, share: Share, state: TrainingState) -> tuple[Share, TrainingState]:
+        """Train to the last step; returns the share that took it, and the state after it. Collective over all ranks of the job.
+
+        Nobody else may hold the trainer of ``share``: a change of plan needs its memory.
+        """
+        while (word := self._until_change(share, state)) is not None:
+            if share.members is None:
+                state = TrainingState.from_dict(word["state"])
+                self.history.stands_at(state)
+            share = self._changed(share, report_from_dict(word["plan"]), state)
+        return share, state
+
+    def _until_change(self, share: Share, state: TrainingState) -> dict[str, Any] | None:
+        """Train, or sleep on an idle rank, until another plan is due; returns that plan and the state, on all ranks. None: the run
+        is over. Collective over all ranks of the job.
+        """
+        context, rebalancer, world = self.context, self.rebalancer, self.context.world
+        if share.members is None:
+            world.doing = "idle, by the plan"
+            word: dict[str, Any] | None = world.sleep_until_released(self.asked)
+            return word
+        assert share.trainer is not None
+        if rebalancer is not None:
+            rebalancer.begin(share)
+        described = {**self.metadata, "plan": plan_to_dict(share.plan)}
+        with _passed_on(world, share):
+            with beside_steps(context, self.history, share.trainer, state, described) as beside:
+                loop = Loop(context, share, state, described, self.asked, rebalancer, beside)
+                with _watchdog(context, share) as watchdog:
+                    show_plan(self.shown[1], context, share.plan, watchdog)
+                    done = loop.run(*self.shown)
+            if rebalancer is not None:
+                rebalancer.end()
+            if done:
+                return None
+            chosen = rebalancer.chosen() if rebalancer is not None else None
+            word = {"plan": plan_to_dict(chosen), "state": state.to_dict()} if chosen is not None else None
+            word = share.members.broadcast_json(word)
+        world.release(_idle_ranks(world, share), None, word)
+        return word
+
+    def _changed(self, before: Share, report: PlanReport, state: TrainingState) -> Share:
+        """Change to another plan, and report it. Collective over all ranks of the job."""
+        begin = time.perf_counter()
+        share = change(self.context, before, report, state)
+        if self.context.world.rank == 0:
+            with unharmed("plan.toml"):
+                save_plan(report, self.context.run_dir / "plan.toml")
+            if self.rebalancer is not None:
+                self.rebalancer.changed(state.step, before.plan, report.plan, time.perf_counter() - begin)
+        return share
+
+
+@contextlib.contextmanager
+def _passed_on(world: World, share: Share) -> Iterator[None]:
+    """A block of the active ranks. An error that they all end with is raised on the sleeping ranks too."""
+    try:
+        yield
+    except CollectiveUserError as error:
+        world.release(_idle_ranks(world, share), error)
+        raise
+
+
+def _idle_ranks(world: World, share: Share) -> list[int]:
+    """Ranks that sleep while the plan of ``share`` lasts."""
+    active = active_ranks(share.plan)
+    return [rank for rank in range(world.size) if rank not in active]
+
+
+def _open_display(context: RunContext, state: TrainingState, stack: contextlib.ExitStack) -> Shown:
+    """On rank 0; (None, None) elsewhere."""
+    if context.world.rank != 0:
+        return None, None
+    metrics = stack.enter_context(open_metrics(context, state.step))
+    unit = units.unit_of(context.job.data.sequence_length)
+    train, per_epoch = context.job.train, None
+    if train.epochs is not None and context.dataset is not None:
+        per_epoch = len(context.dataset.train) / train.global_batch
+    display = stack.enter_context(ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch))
+    return metrics, display
+
+
+def _watchdog(context: RunContext, share: Share) -> contextlib.AbstractContextManager[Watchdog | None]:
+    assert share.members is not None and share.trainer is not None
+    cluster, world = context.job.cluster, share.members
+    scale = cluster.time_scale if cluster.emulate is not None else 1.0
+    limit = limit_s(cluster.watchdog_s, scale * share.report.predicted_step_s)
+    if limit == 0 or not cluster.communication_thread or world.thread_level != "multiple":
+        return contextlib.nullcontext()
+    assert isinstance(context.transport, MpiTransport)
+    return Watchdog(world, limit, share.trainer, context.transport)

@@ -17,9 +17,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hetero_mpi.background import Background
 from hetero_mpi.comm.mpi_transport import MpiTransport
@@ -28,12 +28,10 @@ from hetero_mpi.comm.ranks.leave import end_all
 from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Exchange, Message
+from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.analysis.idle_time import busy
 from hetero_mpi.report import units
-
-if TYPE_CHECKING:
-    from hetero_mpi.engine.trainer import Trainer
 
 SHORTEST_S = 60.0
 STEPS = 20
@@ -121,20 +119,12 @@ class Lookout:
 
 class Watchdog:
     """Watches a block. A context manager: entering and leaving it (normally, or on all ranks by the same error) are collective over
-    ``world``.
-
-    Args:
-        world: the active ranks.
-        limit_s: seconds without progress of any rank that count as a hang.
-        look: returns this rank's standing.
-        forgive: called with the time for which this process was stopped.
+    ``world``. ``limit_s``: seconds without progress of any rank that count as a hang.
     """
 
-    def __init__(
-        self, world: World, limit_s: float, look: Callable[[], Standing], forgive: Callable[[float], None]
-    ) -> None:
+    def __init__(self, world: World, limit_s: float, trainer: Trainer, transport: MpiTransport) -> None:
         self.world, self.limit_s = world, limit_s
-        self._look, self._forgive = look, forgive
+        self._lookout = Lookout(world, trainer, transport)
         self._heartbeat = Heartbeat(world)
         self._stop = threading.Event()
         self._watching: Background[None] | None = None
@@ -150,7 +140,7 @@ class Watchdog:
         if error is None or isinstance(error, (CollectiveUserError, RankLost)):
             assert self._watching is not None
             self._watching.finish()
-            del self._look, self._forgive  # they know the trainer, whose memory is needed
+            del self._lookout  # it knows the trainer, whose memory is needed
         if error is None or isinstance(error, CollectiveUserError):
             self._heartbeat.close()
 
@@ -170,10 +160,10 @@ class Watchdog:
             now = time.monotonic()
             pause_s, last = now - last - _LOOK_S, now
             if pause_s > _ASLEEP_S:
-                self._forgive(pause_s)
+                self._lookout.forgive(pause_s)
                 self._heartbeat.forgive(pause_s)
                 _LOG.warning("this process, or its machine, stood still for %.1f s", pause_s)
-            own = self._look()
+            own = self._lookout.look()
             self._heartbeat.beat(asdict(own))
             if own.still_s > self.limit_s and not self._noted:
                 self._note_where()
@@ -202,7 +192,7 @@ class Watchdog:
 
     def _end(self) -> None:
         time.sleep(_GRACE_S)
-        if self._look().still_s <= self.limit_s:
+        if self._lookout.look().still_s <= self.limit_s:
             return  # just in time
         text = report(self.world, self.limit_s, self._heartbeat)
         _LOG.error("%s", text)

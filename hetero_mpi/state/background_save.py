@@ -18,11 +18,11 @@ import contextlib
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,22 +34,20 @@ from hetero_mpi.checkpoint import (
     CheckpointError,
     CheckpointWriter,
     checkpoint_path,
+    cut,
     piece_count,
     pieces,
     prune,
 )
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.ulfm import RankLost
-from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.comm.transport import Request, Transport, send_in_order
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.comm.transport import receive_in_order, send_in_order
 from hetero_mpi.device.backend import Backend, host_memory
+from hetero_mpi.job.load import CheckpointTable
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.state.redistribute import Own, Parcel, give_parts
-
-if TYPE_CHECKING:
-    from hetero_mpi.comm.ranks.world import World
-    from hetero_mpi.job.load import CheckpointTable
+from hetero_mpi.state.redistribute import LiveState, Parcel, give_parts
 
 _LOG = logging.getLogger(__name__)
 _TAG, _ALIGNED = 1, 4
@@ -60,6 +58,7 @@ MEMORY_SHARE = 0.5
 """Largest share of a host's free memory that its ranks may use beyond what training itself needs."""
 
 Live = Callable[[Parcel], torch.Tensor]
+T = TypeVar("T")
 
 
 class Snapshot:
@@ -86,30 +85,44 @@ class Snapshot:
         return self.views[parcel.kind, parcel.name]
 
 
-@dataclass(frozen=True)
-class _Task:
-    """One checkpoint: all that the background thread needs, fixed at the step's end."""
+class BesideTraining:
+    """Work that a thread does beside training, with a transport of its own.
 
-    path: Path
-    metadata: dict[str, Any]
-    values: Live
-    """Returns a parcel of this rank, in host memory."""
-    began_s: float
+    A context manager: a block that ends well, or with the same error on all ranks, waits for the work. After a death the survivors
+    go on with another one. With any other error the other ranks may never come here, and this process is about to end all of them.
+    """
+
+    def __init__(self, transport: MpiTransport | None) -> None:
+        self._transport = transport
+        self._work: Background[None] | None = None
+
+    def finish(self) -> float:
+        """Wait for the work under way, if any; returns the seconds that took. Raises what went wrong with it."""
+        begin = time.perf_counter()
+        work, self._work = self._work, None
+        if work is not None:
+            work.finish()
+        return time.perf_counter() - begin
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None or isinstance(error, CollectiveUserError):
+            self.finish()
+        elif isinstance(error, RankLost) and self._transport is not None:
+            self._transport.close()
+            with contextlib.suppress(Exception):
+                self.finish()
 
 
-class Saver:
-    """Writes the checkpoints of a run. Every method is collective over the active ranks, at the end of a step, unless it says
-    otherwise.
-
-    A context manager: a block that ends well, or with the same error on all ranks, waits for the last checkpoint.
+class Saver(BesideTraining):
+    """Writes the checkpoints of a run. Every method is collective over the active ranks, at the end of a step.
 
     Args:
-        world: the active ranks.
-        backend: this rank's device.
         listed: all tensors of a checkpoint, in the order of the file; the same list on every rank.
         live: returns a parcel that this rank owns, where it lies on the device.
         directory: where checkpoints go (rank 0).
-        table: the job's ``[checkpoint]``.
         threaded: may MPI be called by several threads? If not, training stands still while a checkpoint is written.
         newest: the newest checkpoint of an earlier start.
 
@@ -122,34 +135,28 @@ class Saver:
         world: World,
         backend: Backend,
         listed: Iterable[Parcel],
-        live: Own,
+        live: LiveState,
         directory: Path,
         table: CheckpointTable,
         threaded: bool,
         newest: Path | None = None,
     ) -> None:
+        self._own_transport = MpiTransport(world.comm, threaded=False)
+        super().__init__(self._own_transport)
         self.world, self.backend, self.live, self.directory, self.table = world, backend, live, directory, table
         self.newest = newest
         # The transport is of the active ranks only, which are numbered anew there.
         active = list(world.numbers or range(world.size))
         self._listed = [parcel.among(active) for parcel in listed]
-        self._transport: Transport = MpiTransport(world.comm, threaded=False)
         self._buffers: list[NDArray[np.uint8]] = []
         self._snapshot: Snapshot | None = None
         self._may_thread = table.background and threaded and world.thread_level == "multiple"
         self._decided = not self._may_thread
-        self._writing: Background[None] | None = None
-        self._taken: set[tuple[str, str]] = set()
-        """(kind, name) of what rank 0 has asked itself for, of the latest checkpoint."""
 
     def save(self, metadata: dict[str, Any]) -> Path:
-        """Begin a checkpoint of this moment. If the last one is still being written, wait for it first.
-
-        Args:
-            metadata: what the file holds besides tensors, ``step`` included. Used on rank 0 only.
-
-        Returns:
-            The path of the checkpoint. (Where it cannot be written, rank 0 reports that, and training goes on.)
+        """Begin a checkpoint of this moment. If the last one is still being written, wait for it first. ``metadata``: what the file
+        holds besides tensors, ``step`` included. Used on rank 0 only. Returns the path of the checkpoint. (Where it cannot be
+        written, rank 0 reports that, and training goes on.)
         """
         begin, step = time.perf_counter(), int(metadata["step"])
         busy_s = self.finish()
@@ -163,7 +170,7 @@ class Saver:
         path = checkpoint_path(self.directory, step)
         if not self._may_thread:
             give_parts(self.world.rank, self._listed, self.live)
-            self._work(_Task(path, metadata, lambda parcel: self.backend.to_host(self.live(parcel)), begin))
+            self._send_or_write(path, metadata, lambda parcel: self.backend.to_host(self.live(parcel)), begin)
             return path
         if self._snapshot is None:
             self._snapshot = Snapshot((p for p in self._listed if p.owner == self.world.rank), self.backend)
@@ -171,41 +178,10 @@ class Saver:
         self._snapshot.take(self.live)
         give_parts(self.world.rank, self._listed, self.live)
         copied_s = time.perf_counter() - copying
-        task = _Task(path, metadata, self._snapshot, begin)
-        self._writing = Background(f"writing the checkpoint of step {step}", lambda: self._work(task))
+        work = partial(self._send_or_write, path, metadata, self._snapshot, begin)
+        self._work = Background(f"writing the checkpoint of step {step}", work)
         _LOG.info("step %d: snapshot of %d bytes in %.6f s", step, self._snapshot.flat.nbytes, copied_s)
         return path
-
-    def finish(self) -> float:
-        """Wait for the checkpoint that is being written, if any; returns the seconds that took.
-
-        Raises:
-            Exception: what went wrong in the background, other than a file that could not be written.
-        """
-        begin = time.perf_counter()
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.finish()
-        return time.perf_counter() - begin
-
-    def abandon(self) -> None:
-        """Give up the checkpoint that is being written, because some rank no longer answers. The saver cannot be used afterwards.
-        Not collective.
-        """
-        self._transport.close()
-        with contextlib.suppress(Exception):
-            self.finish()
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        # After a death the survivors go on with another one. With any other error the other ranks may never come here, and this
-        # process is about to end all of them.
-        if error is None or isinstance(error, CollectiveUserError):
-            self.finish()
-        elif isinstance(error, RankLost):
-            self.abandon()
 
     def _decide(self) -> None:
         """Decide whether there is memory for snapshots. Collective; called at the first checkpoint, when everything else is in
@@ -221,55 +197,49 @@ class Saver:
                 f"host memory; {lacking}"
             )
 
-    def _work(self, task: _Task) -> None:
-        """Send or write a snapshot. Runs in the background, or in place."""
+    def _send_or_write(self, path: Path, metadata: dict[str, Any], values: Live, began_s: float) -> None:
+        """Runs in the background, or in place. ``values``: returns a parcel of this rank, in host memory."""
         if self.world.rank == 0:
-            self._write(task)
+            self._write(path, metadata, values, began_s)
         else:
-            self._send(task.values)
+            own = (piece for p in self._listed if p.owner == self.world.rank for piece in _flat_pieces(p, values))
+            send_in_order(self._own_transport, ((0, _TAG, piece.view(np.uint8)) for piece in self.world.marked(own)))
 
-    def _write(self, task: _Task) -> None:
+    def _write(self, path: Path, metadata: dict[str, Any], values: Live, began_s: float) -> None:
         arriving = self._arriving()
-        self._taken.clear()
+        taken: set[tuple[str, str]] = set()
+
+        def own(parcel: Parcel) -> torch.Tensor:
+            taken.add((parcel.kind, parcel.name))
+            return values(parcel)
+
         try:
             with contextlib.ExitStack() as alone:
-                with CheckpointWriter(task.path, task.metadata) as writer:
+                with CheckpointWriter(path, metadata) as writer:
                     for parcel in self._listed:
-                        writer.write_pieces(
-                            parcel.kind,
-                            parcel.name,
-                            parcel.shape,
-                            parcel.dtype_name,
-                            self._coming(parcel, task, arriving),
+                        kind, name, shape, dtype = parcel.kind, parcel.name, parcel.shape, parcel.dtype_name
+                        coming: Iterator[NDArray[Any]] = (
+                            _flat_pieces(parcel, own)
+                            if parcel.owner == 0
+                            else (next(arriving).view(dtype) for _ in pieces(shape, parcel.dtype.itemsize))
                         )
+                        writer.write_pieces(kind, name, shape, dtype, self.world.marked(coming))
                     alone.enter_context(self.world.busy())  # nobody sees how far a slow disk is
-                self.newest = task.path
-                prune(self.directory, self.table.keep, self.table.keep_best, task.path)
-            seconds = time.perf_counter() - task.began_s
-            _LOG.info("step %d: checkpoint %s, whole after %.1f s", task.metadata["step"], task.path, seconds)
+                self.newest = path
+                prune(self.directory, self.table.keep, self.table.keep_best, path)
+            seconds = time.perf_counter() - began_s
+            _LOG.info("step %d: checkpoint %s, whole after %.1f s", metadata["step"], path, seconds)
         except (CheckpointError, OSError) as error:
             say(f"Training goes on, but {error}")
             for parcel in self._listed:  # the others are still sending, and those of this rank's group giving
-                asked = parcel.owner != 0 or (parcel.kind, parcel.name) in self._taken
+                asked = parcel.owner != 0 or (parcel.kind, parcel.name) in taken
                 if parcel.group and not asked and not self._may_thread:
-                    self._own(parcel, task)
+                    own(parcel)
             for _ in arriving:
                 pass
 
-    def _coming(self, parcel: Parcel, task: _Task, arriving: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[Any]]:
-        if parcel.owner == 0:
-            coming: Iterator[NDArray[Any]] = flat_pieces(parcel, lambda own: self._own(own, task))
-        else:
-            coming = (next(arriving).view(parcel.dtype_name) for _ in pieces(parcel.shape, parcel.dtype.itemsize))
-        return self.world.marked(coming)
-
-    def _own(self, parcel: Parcel, task: _Task) -> torch.Tensor:
-        self._taken.add((parcel.kind, parcel.name))
-        return task.values(parcel)
-
     def _arriving(self) -> Iterator[NDArray[np.uint8]]:
         """Rank 0: the pieces of other ranks, in the order of the list. Each is valid until the next one is taken."""
-        coming: deque[tuple[NDArray[np.uint8], Request]] = deque()
         sizes = (
             (parcel.owner, piece_count(piece) * parcel.dtype.itemsize)
             for parcel in self._listed
@@ -278,26 +248,9 @@ class Saver:
         )
         if not self._buffers and self.world.size > 1:
             self._buffers = [np.empty(PIECE_BYTES, np.uint8) for _ in range(PIECES_HELD)]
-        free = deque(self._buffers)
-        while True:
-            while free:
-                following = next(sizes, None)
-                if following is None:
-                    break
-                owner, size = following
-                buffer = free.popleft()
-                coming.append((buffer, self._transport.post_receive(owner, _TAG, buffer[:size])))
-            if not coming:
-                return
-            buffer, request = coming.popleft()
-            self._transport.wait(request)
-            yield request.buffer
-            free.append(buffer)
-
-    def _send(self, values: Live) -> None:
-        """Other ranks: send what they hold, in the order of the list."""
-        own = (piece for p in self._listed if p.owner == self.world.rank for piece in flat_pieces(p, values))
-        send_in_order(self._transport, ((0, _TAG, piece.view(np.uint8)) for piece in self.world.marked(own)))
+        buffers = cycle(self._buffers)
+        coming = ((owner, _TAG, next(buffers)[:size]) for owner, size in sizes)
+        return receive_in_order(self._own_transport, coming, PIECES_HELD)
 
 
 def lack_of_memory(world: World, needed_bytes: int) -> str | None:
@@ -323,27 +276,18 @@ def lack_of_space(world: World, needed_bytes: int, free_bytes: int, allowed: flo
 
 def size_bytes(listed: Iterable[Parcel]) -> int:
     """Bytes of all parcels together, where each begins at a multiple of ``_ALIGNED``."""
-    return sum(math.ceil(_bytes(parcel) / _ALIGNED) * _ALIGNED for parcel in listed)
-
-
-def _bytes(parcel: Parcel) -> int:
-    return math.prod(parcel.shape) * parcel.dtype.itemsize
+    return sum(math.ceil(parcel.bytes / _ALIGNED) * _ALIGNED for parcel in listed)
 
 
 def views(flat: torch.Tensor, listed: Iterable[Parcel]) -> dict[tuple[str, str], torch.Tensor]:
     """(kind, name) -> a view of a parcel's elements in the bytes ``flat``, which hold the parcels one after the other."""
     found, begin = {}, 0
     for parcel in listed:
-        found[parcel.kind, parcel.name] = flat[begin : begin + _bytes(parcel)].view(parcel.dtype).view(parcel.shape)
+        found[parcel.kind, parcel.name] = flat[begin : begin + parcel.bytes].view(parcel.dtype).view(parcel.shape)
         begin += size_bytes([parcel])
     return found
 
 
-def flat_pieces(parcel: Parcel, values: Live) -> Iterator[NDArray[Any]]:
+def _flat_pieces(parcel: Parcel, values: Live) -> Iterator[NDArray[Any]]:
     """A parcel of this rank in pieces, as views of host memory, in the order of a file."""
-    flat: NDArray[Any] = values(parcel).detach().reshape(-1).numpy()
-    begin = 0
-    for piece in pieces(parcel.shape, parcel.dtype.itemsize):
-        end = begin + piece_count(piece)
-        yield flat[begin:end]
-        begin = end
+    return cut(values(parcel).detach().reshape(-1).numpy(), parcel.shape)

@@ -21,8 +21,19 @@ from hetero_mpi.model.adapter_files import adapter_directory, read_adapter, writ
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.state.background_save import Saver
-from hetero_mpi.state.redistribute import Delivery, Parcel, collect, deliveries, distribute, held_as, move, parcels
-from hetero_mpi.state.trained_tensors import LiveState, keeper, set_parameter
+from hetero_mpi.state.redistribute import (
+    Delivery,
+    LiveState,
+    Parcel,
+    collect,
+    deliveries,
+    distribute,
+    held_as,
+    keeper,
+    move,
+    parcels,
+    set_parameter,
+)
 
 LATEST = "latest"
 """``--resume latest``: from the newest state in the run directory."""
@@ -41,13 +52,8 @@ def open_saver(trainer: Trainer, directory: Path, job: JobConfig, newest: Path |
 
 
 def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
-    """The checkpoint to resume from, and remarks about damaged ones that were passed over.
-
-    Args:
-        wanted: ``LATEST`` (or ``ANY``), or the path of a checkpoint file.
-
-    Raises:
-        UserError: no whole checkpoint is there.
+    """The checkpoint to resume from, and remarks about damaged ones that were passed over. ``wanted``: ``LATEST`` (or ``ANY``), or
+    the path of a checkpoint file. Raises UserError: no whole checkpoint is there.
     """
     if wanted not in (LATEST, ANY):
         path = Path(wanted)
@@ -69,10 +75,8 @@ def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
 def check_fits(
     reader: CheckpointReader, path: Path, chain: LayerChain, tuning: Tuning, train: TrainTable, sequence_length: int
 ) -> None:
-    """Refuse a checkpoint of another model, or of a run whose steps this one would not continue.
-
-    Raises:
-        UserError: with the first difference.
+    """Refuse a checkpoint of another model, or of a run whose steps this one would not continue. Raises UserError: with the first
+    difference.
     """
     if "version_id" in reader.metadata:
         raise UserError(f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts")
@@ -82,11 +86,7 @@ def check_fits(
 
 
 def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
-    """Refuse a checkpoint of another model, before any of its tensors is read.
-
-    Raises:
-        UserError: with the first difference.
-    """
+    """Refuse a checkpoint of another model, before any of its tensors is read. Raises UserError: with the first difference."""
     names = set(reader.names("parameters"))
     specs = {**tuning.trainable, **tuning.constants}
     own = set(specs)
@@ -146,15 +146,13 @@ def check_settings(reader: CheckpointReader, path: Path, chain: LayerChain, sequ
 
 
 def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) -> str | None:
-    """A remark if the run goes on with other data than the checkpoint's; None if with the same.
+    """A remark if the run goes on with other data than the checkpoint's; None if with the same. Raises UserError: the data are
+    other ones, and the user does not allow that.
 
     Args:
         then: the checkpoint's data fingerprint.
         fingerprint: of the data now (``Dataset.fingerprint``).
         allowed: the user allows other data.
-
-    Raises:
-        UserError: the data are other ones, and the user does not allow that.
     """
     if then is None or then == fingerprint:
         return None
@@ -186,15 +184,11 @@ def restore(trainer: Trainer, reader: CheckpointReader | None, updates: int) -> 
 
 def take_over(trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parcel], torch.Tensor], updates: int) -> int:
     """Move parameters and moments of all ``KINDS`` from the ranks that have them to the ranks that need them now. Collective over
-    the trainers. Ranks that only send call ``redistribute.move`` with the same list.
+    the trainers. Ranks that only send call ``redistribute.move`` with the same list. Returns the bytes that this rank received.
 
     Args:
-        listed: who sends what to whom.
         own: returns what this rank has, as a contiguous host tensor.
         updates: updates by the optimizer so far.
-
-    Returns:
-        The bytes that this rank received.
     """
     received = move(trainer.rank, trainer.transport, listed, own, keeper(trainer, updates))
     trainer.share_tied_weight()
@@ -236,11 +230,12 @@ def save_adapter(
 def load_adapter(trainer: Trainer, directory: Path | None) -> None:
     """Load the parameters of a PEFT directory that rank 0 has (``directory``, None elsewhere). Collective."""
     stored = read_adapter(directory, trainer.tuning) if directory is not None else {}
+    send_parameters(trainer, lambda parcel: stored[parcel.name])
+
+
+def send_parameters(trainer: Trainer, produce: Callable[[Parcel], torch.Tensor]) -> None:
+    """Send parameters, which ``produce`` returns on rank 0, to the ranks that hold them. Collective."""
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",))
     distribute(
-        trainer.rank,
-        trainer.transport,
-        listed,
-        lambda parcel: stored[parcel.name],
-        lambda parcel, tensor: set_parameter(trainer, parcel.name, tensor),
+        trainer.rank, trainer.transport, listed, produce, lambda one, value: set_parameter(trainer, one.name, value)
     )

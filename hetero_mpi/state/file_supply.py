@@ -7,15 +7,16 @@ gathered once, before anything is sent. All messages follow from them, the plan 
     receiver, per layer   post receives for the layer's tensors; send GO
     rank 0, in turns     layer by layer, one of each receiver: wait for GO, read and send tensor by tensor
 
-So a receiver holds one layer and rank 0 three tensors, and ranks that read their own disks wait for nobody. A receiver that fails
+So a receiver holds one layer and rank 0 two tensors, and ranks that read their own disks wait for nobody. A receiver that fails
 sends STOP instead, and rank 0 skips the rest of its layers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.comm.transport import Request, Transport
+from hetero_mpi.comm.transport import Buffer, Transport, send_in_order
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import DirectoryContents, ListedTensor, ModelFiles
@@ -37,8 +38,6 @@ from hetero_mpi.report.run_files.logs import say
 
 _WORD, _TENSOR = 1 << 13, (1 << 13) + 1
 _STOP, _GO = 0, 1
-_AHEAD = 2
-"""Tensors under way at once: enough to keep the link busy, few enough to bound memory."""
 _LINE_EVERY_S = 5.0
 
 
@@ -56,33 +55,6 @@ class FilesReport:
     """Entries of the cache that did not match."""
 
 
-class FileSupply:
-    """The start weights of an active rank. A context manager around the loading; if that fails, rank 0 is told.
-
-    Attributes:
-        start: fills modules with the weights.
-    """
-
-    def __init__(self, start: FileStart, outgoing: Outgoing | None = None, incoming: Incoming | None = None) -> None:
-        self.start, self._outgoing, self._incoming = start, outgoing, incoming
-
-    def serve(self) -> None:
-        """On rank 0 send what others lack, and return when they have it. On other ranks do nothing.
-
-        Raises:
-            UserError: a file has become shorter meanwhile. The receivers still wait then: the caller must let it end the whole job.
-        """
-        if self._outgoing is not None:
-            self._outgoing.send_all()
-
-    def __enter__(self) -> FileSupply:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._incoming is not None and isinstance(error, UserError):
-            self._incoming.stop()
-
-
 def open_files(
     world: World,
     rank: int,
@@ -92,18 +64,17 @@ def open_files(
     directory: Path,
     cache_root: Path | None,
     kept: Collection[int] = (),
-) -> FileSupply:
-    """Find out which ranks have the files, and who sends what to whom. Collective over the active ranks.
+) -> tuple[FileStart, contextlib.AbstractContextManager[object]]:
+    """What fills modules with the start weights, and a context for the loading: if that fails, rank 0 is told. Collective over the
+    active ranks; rank 0 returns when the others have what they lack. Raises UserError: rank 0's files are missing or damaged, or a
+    rank's shard cache cannot be used; on rank 0 alone: a file has become shorter meanwhile. The receivers still wait then: the
+    caller must let it end the whole job.
 
     Args:
-        world: the active ranks.
         rank: this rank's number in the plan.
         directory: the model's directory; it must exist on rank 0.
         cache_root: where ranks without the model keep what they receive; None: they keep nothing.
         kept: layers that this rank has in memory and will not load.
-
-    Raises:
-        UserError: rank 0's files are missing or damaged, or a rank's shard cache cannot be used.
     """
     files: ModelFiles | None = None
     listed: dict[str, Any] | None = None
@@ -114,7 +85,7 @@ def open_files(
             listed = files.contents().to_dict() if world.size > 1 else None
     if world.size == 1:
         assert files is not None
-        return FileSupply(FileStart(files, chain))
+        return FileStart(files, chain), contextlib.nullcontext()
     contents = DirectoryContents.from_dict(world.broadcast_json(listed))
     incoming: Incoming | None = None
     report = FilesReport()
@@ -132,11 +103,10 @@ def open_files(
             needed = [layer for layer in needed_layers(chain, plan, rank) if layer not in kept]
             report = incoming.look(lack, needed, start.keys_of_layer)
     rows = [FilesReport(**row) for row in world.all_gather_json(asdict(report))]
-    if files is None or rank != 0:
-        return FileSupply(start, incoming=incoming)
-    reports = dict(zip(world.numbers or range(world.size), rows, strict=True))
-    hosts = dict(zip(reports, world.hosts, strict=True))
-    return FileSupply(start, Outgoing(transport, files, contents, start.keys_of_layer, reports, hosts))
+    if files is not None:
+        world.doing = "sending the model's files to ranks without them"
+        _send_all(world, transport, files, contents, start.keys_of_layer, rows)
+    return start, incoming if incoming is not None else contextlib.nullcontext()
 
 
 def needed_layers(chain: TransformersChain, plan: Plan, rank: int) -> list[int]:
@@ -150,7 +120,9 @@ def needed_layers(chain: TransformersChain, plan: Plan, rank: int) -> list[int]:
 
 
 class Incoming:
-    """A ``TensorSource`` on a rank without the files: its shard cache, and rank 0 for the rest."""
+    """A ``TensorSource`` on a rank without the files: its shard cache, and rank 0 for the rest. A context manager around the
+    loading.
+    """
 
     def __init__(
         self, transport: Transport, contents: DirectoryContents, directory: Path, cache: ShardCache | None
@@ -194,9 +166,11 @@ class Incoming:
             self._cache.keep(layer, tensors)
         return tensors
 
-    def stop(self) -> None:
-        """Tell rank 0 to send no more."""
-        if self._missing:
+    def __enter__(self) -> Incoming:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._missing and isinstance(error, UserError):
             self._missing.clear()
             self._say(_STOP)
 
@@ -207,98 +181,66 @@ class Incoming:
         return {name: self._contents.tensors[name] for name in names}
 
 
-class Outgoing:
-    """Rank 0's side: which rank lacks which layers, and sending them."""
+def _send_all(
+    world: World,
+    transport: Transport,
+    files: ModelFiles,
+    contents: DirectoryContents,
+    keys_of_layer: Mapping[int, Sequence[str]],
+    reports: Sequence[FilesReport],
+) -> None:
+    """Rank 0: send every rank's missing layers, one of each rank in turn, and report it. ``reports``: of each rank of ``world``."""
+    layer_bytes = {layer: sum(contents.tensors[key].bytes for key in keys) for layer, keys in keys_of_layer.items()}
+    by_number = dict(zip(world.numbers or range(world.size), reports, strict=True))
+    for (rank, report), host in zip(by_number.items(), world.hosts, strict=True):
+        if report.lack is not None:
+            size_bytes = sum(layer_bytes.get(layer, 0) for layer in report.missing)
+            say(*_lines(f"rank {rank} ({host})", rank, report, size_bytes))
+    turns = sorted((turn, rank, layer) for rank, r in by_number.items() for turn, layer in enumerate(r.missing))
+    if not turns:
+        return
+    total_bytes, sent_bytes = sum(layer_bytes.get(layer, 0) for _, _, layer in turns), 0
+    begun_s = shown_s = time.monotonic()
+    stopped: set[int] = set()
 
-    def __init__(
-        self,
-        transport: Transport,
-        files: ModelFiles,
-        contents: DirectoryContents,
-        keys_of_layer: Mapping[int, Sequence[str]],
-        reports: Mapping[int, FilesReport],
-        hosts: Mapping[int, str],
-    ) -> None:
-        """
-        Args:
-            reports, hosts: of each active rank, by its number.
-        """
-        self._transport, self._files, self._keys_of_layer = transport, files, keys_of_layer
-        self._layer_bytes = {
-            layer: sum(contents.tensors[key].bytes for key in keys) for layer, keys in keys_of_layer.items()
-        }
-        self._reports, self._hosts = reports, hosts
-        self._under_way: deque[tuple[torch.Tensor, Request]] = deque()
+    def rate() -> str:
+        return units.bandwidth(sent_bytes / max(time.monotonic() - begun_s, 1e-9))
 
-    def send_all(self) -> None:
-        """Send every rank's missing layers, one of each rank in turn, and report it."""
-        for rank, report in self._reports.items():
-            if report.lack is not None:
-                say(*self._lines(rank, report))
-        turns = sorted((turn, rank, layer) for rank, r in self._reports.items() for turn, layer in enumerate(r.missing))
-        if not turns:
-            return
-        progress = _Progress(sum(self._layer_bytes.get(layer, 0) for _, _, layer in turns))
-        stopped: set[int] = set()
+    def messages() -> Iterator[tuple[int, int, Buffer]]:
+        nonlocal sent_bytes, shown_s
         for _, rank, layer in turns:
-            if rank in stopped:
-                continue
-            if self._hear(rank) == _STOP:
+            if rank in stopped or _hear(transport, rank) == _STOP:
                 stopped.add(rank)
                 continue
-            for key in self._keys_of_layer.get(layer, ()):
-                progress.add(self._send(rank, key))
-        while self._under_way:
-            self._transport.wait(self._under_way.popleft()[1])
-        if not stopped:
-            progress.end()
+            for key in keys_of_layer.get(layer, ()):
+                tensor = files.read(key)
+                yield rank, _TENSOR, host_bytes(tensor)
+                sent_bytes += tensor.nbytes
+                if time.monotonic() - shown_s >= _LINE_EVERY_S and sent_bytes < total_bytes:
+                    shown_s = time.monotonic()
+                    say(f"sent {units.size(sent_bytes)} of {units.size(total_bytes)} ({rate()})")
 
-    def _send(self, rank: int, key: str) -> int:
-        if len(self._under_way) == _AHEAD:
-            self._transport.wait(self._under_way.popleft()[1])
-        tensor = self._files.read(key)
-        self._under_way.append((tensor, self._transport.send(rank, _TENSOR, host_bytes(tensor))))
-        return tensor.nbytes
-
-    def _hear(self, rank: int) -> int:
-        word = np.empty(1, np.uint8)
-        self._transport.wait(self._transport.post_receive(rank, _WORD, word))
-        return int(word[0])
-
-    def _lines(self, rank: int, report: FilesReport) -> list[str]:
-        who = f"rank {rank} ({self._hosts[rank]})"
-        lines = [f"{who}: {remark}" for remark in report.remarks]
-        sources = []
-        if report.cached:
-            sources.append(
-                f"{report.cached} of its {report.cached + len(report.missing)} layers are in its shard cache"
-            )
-        if report.missing:
-            size = units.size(sum(self._layer_bytes.get(layer, 0) for layer in report.missing))
-            sources.append(f"sending {size} to rank {rank}")
-        return [*lines, f"{who}: {report.lack}; {', '.join(sources)}"]
+    send_in_order(transport, messages())
+    if not stopped:
+        took = units.seconds(time.monotonic() - begun_s)
+        say(f"sent {units.size(sent_bytes)} of the model in {took} ({rate()})")
 
 
-class _Progress:
-    """Reports every few seconds how much is sent, and the rate at the end."""
+def _hear(transport: Transport, rank: int) -> int:
+    word = np.empty(1, np.uint8)
+    transport.wait(transport.post_receive(rank, _WORD, word))
+    return int(word[0])
 
-    def __init__(self, total_bytes: int) -> None:
-        self.total_bytes, self.sent_bytes = total_bytes, 0
-        self._started_s = self._shown_s = time.monotonic()
 
-    def add(self, more_bytes: int) -> None:
-        self.sent_bytes += more_bytes
-        now_s = time.monotonic()
-        if now_s - self._shown_s >= _LINE_EVERY_S and self.sent_bytes < self.total_bytes:
-            self._shown_s = now_s
-            say(f"sent {units.size(self.sent_bytes)} of {units.size(self.total_bytes)} ({self._rate()})")
-
-    def end(self) -> None:
-        elapsed_s = time.monotonic() - self._started_s
-        say(f"sent {units.size(self.sent_bytes)} of the model in {units.seconds(elapsed_s)} ({self._rate()})")
-
-    def _rate(self) -> str:
-        return units.bandwidth(self.sent_bytes / max(time.monotonic() - self._started_s, 1e-9))
+def _lines(who: str, rank: int, report: FilesReport, size_bytes: int) -> list[str]:
+    """``size_bytes``: of what is missing."""
+    lines = [f"{who}: {remark}" for remark in report.remarks]
+    sources = []
+    if report.cached:
+        sources.append(f"{report.cached} of its {report.cached + len(report.missing)} layers are in its shard cache")
+    if report.missing:
+        sources.append(f"sending {units.size(size_bytes)} to rank {rank}")
+    return [*lines, f"{who}: {report.lack}; {', '.join(sources)}"]
 
 
 def _own_files(directory: Path, contents: DirectoryContents) -> tuple[ModelFiles | None, str | None]:

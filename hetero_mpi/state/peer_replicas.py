@@ -16,13 +16,10 @@ Two versions in memory serve ranks that outlive others. Without such ranks one i
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -30,25 +27,28 @@ from numpy.typing import NDArray
 
 from hetero_mpi.background import Background
 from hetero_mpi.checkpoint import PIECE_BYTES
-from hetero_mpi.checkpoint.local_shards import new_version_id
+from hetero_mpi.checkpoint.directory import new_version_id
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
-from hetero_mpi.comm.ranks.ulfm import RankLost
-from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.comm.transport import send_in_order
 from hetero_mpi.device.backend import Backend, host_bytes
+from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.state.background_save import MEMORY_SHARE, Snapshot, lack_of_memory, size_bytes, views
+from hetero_mpi.state.background_save import MEMORY_SHARE, BesideTraining, Snapshot, lack_of_memory, size_bytes, views
 from hetero_mpi.state.checkpointing import KINDS
-from hetero_mpi.state.copies import Copies, CopyCosts, StateVersion, peers, steps_between
-from hetero_mpi.state.local_checkpoint import DISK_SHARE, VERSIONS, LocalCheckpoint, lack_of_disk
-from hetero_mpi.state.redistribute import Parcel, give_parts, parcels
-from hetero_mpi.state.trained_tensors import LiveState
-
-if TYPE_CHECKING:
-    from hetero_mpi.engine.trainer import Trainer
-    from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.state.copies import (
+    DISK_SHARE,
+    VERSIONS,
+    Copies,
+    CopyCosts,
+    LocalCheckpoint,
+    StateVersion,
+    peers,
+    steps_between,
+)
+from hetero_mpi.state.redistribute import LiveState, Parcel, give_parts, parcels
+from hetero_mpi.state.training_state import TrainingState
 
 _TAG = 1
 _FIRST_LOOK = 4
@@ -68,28 +68,18 @@ class _Slot:
         }
 
 
-class PeerReplicas:
+class PeerReplicas(BesideTraining):
     """Makes versions while one plan lasts. Every method is collective over the active ranks, between two steps.
 
-    A context manager: leaving the block waits for the transfer under way, or gives it up after a death.
-
     Args:
-        trainer: this rank's trainer.
         copies: where versions are kept; older ones, of other plans too, stay until the first new one is whole.
         every: steps between versions; None: as few as ``COST_SHARE`` allows, by measured times.
         threaded: may MPI be called by several threads? If not, training stands still while copies are sent and written.
-        local: makes the ``LocalCheckpoint`` for the tensors it is given; None: nothing is written to disk.
-        run_dir: where shards go.
+        local: writes versions to the hosts' disks; None: nothing is written.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        copies: Copies,
-        every: int | None,
-        threaded: bool = True,
-        local: Callable[[Sequence[Parcel]], LocalCheckpoint] | None = None,
-        run_dir: Path | None = None,
+        self, trainer: Trainer, copies: Copies, every: int | None, threaded: bool, local: LocalCheckpoint | None
     ) -> None:
         world = trainer.world
         self._threaded = threaded
@@ -107,26 +97,32 @@ class PeerReplicas:
             for sender, peer in self.peer_of.items()
             if peer == world.rank
         }
-        self.enabled = (world.size > 1 or local is not None) and self._there_is_room(sizes)
-        self._local: LocalCheckpoint | None = None
-        if self.enabled and local is not None and run_dir is not None and self._there_is_disk(sizes, run_dir):
-            self._local = local([*self._own, *(parcel for listed in self._received.values() for parcel in listed)])
+        held_bytes = sizes[world.rank] + sum(sizes[sender] for sender in self._received)
+        self.enabled, self._local = world.size > 1 or local is not None, local
+        if self.enabled:
+            lacking = lack_of_memory(world, self._versions * held_bytes)
+            allowed = f"{units.percent(MEMORY_SHARE)} of the free host memory"
+            self.enabled = _is_room(lacking, "by other ranks", "a death", allowed)
+        if self.enabled and local is not None:
+            allowed = f"{units.percent(DISK_SHARE)} of what is free"
+            room = _is_room(local.lack_of_disk(held_bytes), "on hosts' disks", "a lost machine", allowed)
+            self._local = local if room else None
         self.enabled = self.enabled and (self._local is not None or (self._in_memory and world.size > 1))
-        self._transport = MpiTransport(world.comm, threaded=False) if self.enabled else None
-        self._slots = deque([self._slot() for _ in range(self._versions)]) if self.enabled else deque()
-        self._sending: Background[None] | None = None
+        super().__init__(MpiTransport(world.comm, threaded=False) if self.enabled else None)
+        self._slots = deque(
+            _Slot(self._own, self._received, trainer.backend) for _ in range(self._versions * self.enabled)
+        )
         self._costs = CopyCosts()
         self._said = math.inf
         """The number of steps that a person was told last."""
-        self._since = self._taken = self._next = 0
+        self._taken = self._next = 0
         self._new: list[StateVersion] = []
 
     def begin(self, state: TrainingState) -> None:
         """Before the first step: make a version of this moment."""
-        self._since = state.step
         if self.enabled:
             self._take(state, time.perf_counter(), self.world.broadcast_json(new_version_id()))
-            self._next = self._since + (self._fixed or _FIRST_LOOK)
+            self._next = state.step + (self._fixed or _FIRST_LOOK)
 
     def after(self, state: TrainingState) -> None:
         """After a step: make a version, if one is due."""
@@ -138,29 +134,8 @@ class PeerReplicas:
             self._meet(state)
             self._costs.pause_ended()
 
-    def finish(self) -> None:
-        """Wait for the transfer under way.
-
-        Raises:
-            Exception: what went wrong with it.
-        """
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            sending.finish()
-
-    def __enter__(self) -> PeerReplicas:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is None or isinstance(error, CollectiveUserError):
-            self.finish()
-        elif isinstance(error, RankLost) and self._transport is not None:
-            self._transport.close()
-            with contextlib.suppress(Exception):
-                self.finish()
-
     def _under_way(self) -> bool:
-        return self._sending is not None and self._sending.running
+        return self._work is not None and self._work.running
 
     def _meet(self, state: TrainingState) -> None:
         """Exchange whether the last version has arrived everywhere and what it cost; make the next one if it is due."""
@@ -169,7 +144,7 @@ class PeerReplicas:
             self.finish()  # with a number given by the user, whatever it costs
         costs = self._costs
         trouble = self._local.trouble if self._local is not None else None
-        own = [self._sending is None, costs.steps_alone, costs.step_s, costs.cost_s, trouble, new_version_id()]
+        own = [self._work is None, costs.steps_alone, costs.step_s, costs.cost_s, trouble, new_version_id()]
         words = self.world.all_gather_json(own)
         if not all(word[0] for word in words):
             self._next = step + max(1, (step - self._taken) // 2)
@@ -221,7 +196,7 @@ class PeerReplicas:
         self._costs.begin(time.perf_counter() - begin_s)
         if self._threaded:
             action = f"keeping copies of step {version.step} on other ranks and disks"
-            self._sending = Background(action, lambda: self._exchange(slot, version, number))
+            self._work = Background(action, lambda: self._exchange(slot, version, number))
 
     def _forget(self) -> None:
         """Drop the older versions: the newest is whole on all ranks."""
@@ -232,9 +207,10 @@ class PeerReplicas:
         begin_s = time.thread_time()
         self._transfer(slot)
         received = [parcel for listed in self._received.values() for parcel in listed]
-        version.add(slot.received_views, _names(received))
+        version.tensors.update(slot.received_views)
+        version.names.update(_names(received))
         if self._local is not None:
-            self._local.write(number, version.state, sorted(version.names), version.tensors)
+            self._local.write(number, version.state, [*self._own, *received], version.tensors)
         if self._threaded:  # else it is a part of what training stood still
             self._costs.transferred(time.thread_time() - begin_s)
 
@@ -253,35 +229,15 @@ class PeerReplicas:
         for request in self.world.marked(coming):
             self._transport.wait(request)
 
-    def _slot(self) -> _Slot:
-        return _Slot(self._own, self._received, self.trainer.backend)
 
-    def _there_is_room(self, sizes: Sequence[int]) -> bool:
-        """Does every host have the memory for all versions?"""
-        lacking = lack_of_memory(self.world, self._versions * self._held(sizes)[self.world.rank])
-        if lacking is not None:
-            say(
-                "No copies of the trained state are kept by other ranks, so a death costs the steps since the newest "
-                f"checkpoint: they may take {units.percent(MEMORY_SHARE)} of the free host memory; {lacking}"
-            )
-        return lacking is None
-
-    def _there_is_disk(self, sizes: Sequence[int], run_dir: Path) -> bool:
-        """Does every host have the disk space for its shards?"""
-        lacking = lack_of_disk(self.world, run_dir, self._held(sizes)[self.world.rank])
-        if lacking is not None:
-            say(
-                "No copies of the trained state are kept on hosts' disks, so a lost machine costs the steps since the newest "
-                f"checkpoint: they may take {units.percent(DISK_SHARE)} of what is free; {lacking}"
-            )
-        return lacking is None
-
-    def _held(self, sizes: Sequence[int]) -> list[int]:
-        """Bytes of one version on each rank: its own part and those it receives."""
-        return [
-            size + sum(sizes[sender] for sender, peer in self.peer_of.items() if peer == r)
-            for r, size in enumerate(sizes)
-        ]
+def _is_room(lacking: str | None, where: str, loss: str, allowed: str) -> bool:
+    """Reports the hosts that lack room for copies, if any."""
+    if lacking is not None:
+        say(
+            f"No copies of the trained state are kept {where}, so {loss} costs the steps since the newest checkpoint: they may "
+            f"take {allowed}; {lacking}"
+        )
+    return lacking is None
 
 
 def _names(listed: Sequence[Parcel]) -> set[str]:

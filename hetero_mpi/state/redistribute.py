@@ -1,4 +1,5 @@
-"""Moves named tensors from ranks that have them to ranks that need them, a few at a time.
+"""The tensors that trainers train, whole, whoever holds parts of them; and moving them from ranks that have them to ranks that need
+them, a few at a time.
 
 One mechanism serves saving, writing the model, and restoring under another plan: from a checkpoint, from the ranks that held the
 layers before, or from copies on other ranks. Who has and who needs a tensor is a function of the plans. So all ranks make the same
@@ -7,25 +8,25 @@ list, and walk it in the same order without negotiation.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+import numpy as np
 import torch
 
 from hetero_mpi.checkpoint import MOMENT_BLOCK
-from hetero_mpi.comm.transport import Request, Transport, send_in_order
+from hetero_mpi.comm.transport import AHEAD, Request, Transport, receive_in_order, send_in_order
 from hetero_mpi.device.backend import HOST, host_bytes
 from hetero_mpi.engine.placement import parameter_owners
+from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.layer.interface import ParameterSpec
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.plan import Plan
 
 _TAG = 1 << 14
-_AHEAD = 2
-"""Tensors under way at once: enough to keep the link busy, few enough to bound memory."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class Parcel:
     def dtype_name(self) -> str:
         """As a checkpoint calls it."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def held_as(
@@ -88,19 +93,43 @@ def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype
     return found
 
 
-class Own(Protocol):
-    """What a rank has of parcels while it trains. The ranks of a group, each with a part, go through them in one order."""
+class LiveState:
+    """What a trainer has of parcels, where it lies on the device; what its group has cut is put together in host memory. The ranks
+    of a group, each with a part, go through the parcels in one order.
+
+    ``rounded``: parameters are wanted in the compute dtype, as the result has them, else in fp32.
+    """
+
+    def __init__(self, trainer: Trainer, rounded: bool = False) -> None:
+        self._trainer, self._rounded = trainer, rounded
 
     def __call__(self, parcel: Parcel) -> torch.Tensor:
         """On its owner: all of it."""
-        ...
+        trainer = self._trainer
+        one = trainer.divided.get(parcel.name)
+        if one is None or not one.cut or trainer.group is None:
+            return self._part(parcel)
+        own = self._part(parcel) if trainer.has_part(parcel.name) else None
+        return trainer.group.assembled(own, one.division, parcel.shape, parcel.dtype)
 
     def give(self, parcel: Parcel) -> None:
         """On another rank of the owner's group: give the owner its part, if it has one."""
-        ...
+        if self._trainer.group is not None and self._trainer.has_part(parcel.name):
+            self._trainer.group.give(self._part(parcel))
+
+    def _part(self, parcel: Parcel) -> torch.Tensor:
+        optimizer, held = self._trainer.optimizer, self._trainer.held
+        assert optimizer is not None and held is not None
+        if parcel.name in self._trainer.tuning.constants:
+            return held.model_parameter(parcel.name).detach().float()
+        if parcel.kind != "parameters":
+            return optimizer.state(parcel.name)[parcel.kind]
+        if self._rounded:
+            return held.parameters[parcel.name].detach().to(self._trainer.dtype)
+        return optimizer.targets[parcel.name].detach()
 
 
-def give_parts(rank: int, listed: Iterable[Parcel], own: Own) -> None:
+def give_parts(rank: int, listed: Iterable[Parcel], own: LiveState) -> None:
     """Give the first rank of this rank's group, which takes its own parcels of ``listed`` just now, this rank's parts of them."""
     for parcel in listed:
         if rank in parcel.group and rank != parcel.owner:
@@ -108,40 +137,26 @@ def give_parts(rank: int, listed: Iterable[Parcel], own: Own) -> None:
 
 
 def collect(
-    rank: int, transport: Transport, listed: Iterable[Parcel], own: Own
+    rank: int, transport: Transport, listed: Iterable[Parcel], own: LiveState
 ) -> Iterator[tuple[Parcel, torch.Tensor]]:
-    """Send every parcel to rank 0. Collective: every rank must exhaust the iterator.
-
-    Args:
-        own: returns a parcel this rank holds.
+    """Send every parcel to rank 0. Collective: every rank must exhaust the iterator. ``own``: returns a parcel this rank holds.
 
     Yields:
         on rank 0 each parcel with its host tensor, valid until the next one is taken; nothing on other ranks.
     """
+    listed = list(listed)
     if rank != 0:
-        listed = list(listed)
-        send_in_order(
-            transport, ((0, _TAG, host_bytes(_on_host(own(parcel)))) for parcel in listed if parcel.owner == rank)
-        )
+        owned = (_on_host(own(parcel)) for parcel in listed if parcel.owner == rank)
+        send_in_order(transport, ((0, _TAG, host_bytes(tensor)) for tensor in owned))
         give_parts(rank, listed, own)
         return
-    coming: deque[tuple[Parcel, torch.Tensor | None, Request | None]] = deque()
-    queue = deque(listed)
-    while queue or coming:
-        while queue and len(coming) < _AHEAD:
-            parcel = queue.popleft()
-            if parcel.owner == 0:
-                coming.append((parcel, None, None))
-            else:
-                buffer = torch.empty(parcel.shape, dtype=parcel.dtype)
-                coming.append((parcel, buffer, transport.post_receive(parcel.owner, _TAG, host_bytes(buffer))))
-        parcel, tensor, request = coming.popleft()
-        if request is None:
-            tensor = _on_host(own(parcel))
+    coming = ((p.owner, _TAG, np.empty(p.bytes, np.uint8)) for p in listed if p.owner != 0)
+    arriving = receive_in_order(transport, coming)
+    for parcel in listed:
+        if parcel.owner == 0:
+            yield parcel, _on_host(own(parcel))
         else:
-            transport.wait(request)
-        assert tensor is not None
-        yield parcel, tensor
+            yield parcel, torch.from_numpy(next(arriving)).view(parcel.dtype).view(parcel.shape)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,14 +224,11 @@ def move(
     """Make every delivery, in order. Called by all sources, destinations and keepers with the same list.
 
     There is no deadlock: a rank that waits, waits for its oldest delivery under way, and both ends of the oldest of all wait for
-    that one.
+    that one. Returns the bytes that this rank received.
 
     Args:
         own: returns a parcel that this rank sends or keeps, as a contiguous host tensor.
         put: takes a parcel that this rank receives or keeps; a keeper gets its own tensor back.
-
-    Returns:
-        The bytes that this rank received.
     """
     under_way: deque[tuple[Parcel, torch.Tensor, list[Request], bool]] = deque()
     received = 0
@@ -242,8 +254,46 @@ def move(
             received += tensor.nbytes
             request = transport.post_receive(one.source, _TAG, host_bytes(tensor))
             under_way.append((parcel, tensor, [request], True))
-        while len(under_way) > _AHEAD:
+        while len(under_way) > AHEAD:
             finish()
     while under_way:
         finish()
     return received
+
+
+def set_parameter(trainer: Trainer, name: str, value: torch.Tensor) -> None:
+    """Overwrite what a trainer has of a parameter (and what it is rounded to), or a constant, from a whole fp32 host tensor."""
+    held, optimizer = trainer.held, trainer.optimizer
+    assert held is not None and optimizer is not None
+    with torch.no_grad():
+        if name in trainer.tuning.constants:
+            held.storage_of(held.model_parameter(name)).copy_(value)
+        elif name in held.parameters:
+            value = _own_part(trainer, name, value)
+            if name in optimizer.targets:
+                optimizer.targets[name].copy_(value)
+            held.overwrite({name: optimizer.targets.get(name, value)})
+
+
+def keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], None]:
+    """A function that puts arriving parameters and moments where they belong. ``updates``: by the optimizer so far."""
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+
+    def keep(parcel: Parcel, tensor: torch.Tensor) -> None:
+        if parcel.kind == "parameters":
+            set_parameter(trainer, parcel.name, tensor)
+            return
+        if trainer.optimizer is None or parcel.name not in trainer.optimizer.targets:
+            return  # of a group, whose first rank has it
+        moments = waiting.setdefault(parcel.name, {})
+        moments[parcel.kind] = _own_part(trainer, parcel.name, tensor)
+        if len(moments) == (4 if parcel.name in trainer.tuning.eight_bit else 2):
+            trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), updates)
+
+    return keep
+
+
+def _own_part(trainer: Trainer, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor of a parameter."""
+    divided = trainer.divided.get(name)
+    return whole if divided is None or trainer.group is None else divided.division.part(whole, trainer.group.member)

@@ -96,7 +96,7 @@ class TrainingState:
         return {
             **self.checkpoint_metadata(),
             "losses": list(self.losses),
-            "reference": packed(self.reference) if self.reference is not None else None,
+            "reference": packed(self.reference),
             "skipped": self.skipped,
             "skips_in_a_row": self.skips_in_a_row,
             "last_checkpoint": str(newest) if newest is not None else None,
@@ -107,7 +107,7 @@ class TrainingState:
     def from_dict(cls, values: dict[str, Any], seen: TrainingState | None = None) -> TrainingState:
         """The inverse of ``to_dict``. ``seen``: an earlier state of this process, whose metrics up to this step are kept."""
         newest, good = values.get("last_checkpoint"), values.get("good_checkpoint")
-        step, reference = values["step"], values.get("reference")
+        step = values["step"]
         return cls(
             LossScale(*values["loss_scale"]),
             step,
@@ -119,17 +119,21 @@ class TrainingState:
             values.get("higher_in_a_row", 0),
             Path(newest) if newest is not None else None,
             Path(good) if good is not None else None,
-            unpacked(reference) if reference is not None else None,
+            unpacked(values.get("reference")),
             [line for line in seen.metrics if line.step <= step] if seen is not None else [],
             [line for line in seen.evaluations if line.step <= step] if seen is not None else [],
         )
 
 
-def packed(array: NDArray[np.float32]) -> dict[str, Any]:
+def packed(array: NDArray[np.float32] | None) -> dict[str, Any] | None:
     """An array as JSON-able values; a list of its numbers would take ten times the memory."""
+    if array is None:
+        return None
     return {"shape": list(array.shape), "base64": base64.b64encode(array.tobytes()).decode()}
 
 
-def unpacked(values: dict[str, Any]) -> NDArray[np.float32]:
+def unpacked(values: dict[str, Any] | None) -> NDArray[np.float32] | None:
     """The inverse of ``packed``."""
+    if values is None:
+        return None
     return np.frombuffer(base64.b64decode(values["base64"]), np.float32).reshape(values["shape"])

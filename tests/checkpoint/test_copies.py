@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from hetero_mpi.checkpoint import CheckpointReader, verify
-from hetero_mpi.checkpoint.local_shards import Shard, keep_versions, shards_on_disk
+from hetero_mpi.checkpoint.directory import Shard, keep_versions, shards_on_disk
 from hetero_mpi.launch.hosts.processes import VARIABLE
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.runtime.local_versions import ShardSource, newest_version
+from hetero_mpi.runtime.origin import ShardSource, newest_version
 from tests.support.long_run import LongRun, newest_step
 from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.training.test_recovery import outliving_or_skip

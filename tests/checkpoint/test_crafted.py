@@ -28,7 +28,7 @@ from hetero_mpi.checkpoint import (
     newest_good,
     verify,
 )
-from hetero_mpi.checkpoint.local_shards import shard_path, shards_on_disk
+from hetero_mpi.checkpoint.directory import shard_path, shards_on_disk
 from hetero_mpi.errors import UserError
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.crafted_checkpoints import CRAFTED, FIFO, KINDS, PLAIN, SECRET, SHAPES, numbers
@@ -45,7 +45,7 @@ import json, resource, sys
 from pathlib import Path
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good, prune
 from hetero_mpi.checkpoint.directory import lowest_held_out
-from hetero_mpi.checkpoint.local_shards import shards_on_disk
+from hetero_mpi.checkpoint.directory import shards_on_disk
 from hetero_mpi.commands.plan import inspect
 from hetero_mpi.errors import UserError
 import hetero_mpi.report.checkpoints

@@ -15,12 +15,11 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.decoding import NOT_A_NUMBER, Sampling
 from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Task, TextChanges
-from hetero_mpi.runtime.serve.answers import Wording
 from hetero_mpi.runtime.serve.api_requests import ApiError, ChatRequest, CompletionRequest, parse
 from hetero_mpi.runtime.serve.http_server import ApiServer, bound_socket
 from hetero_mpi.runtime.serve.scheduler import CacheRoom, Scheduler
 from hetero_mpi.runtime.serve.serve import ServeOptions, _say_address, check_options
-from hetero_mpi.runtime.serve.service import ServedModel, Service, context_of
+from hetero_mpi.runtime.serve.service import ServedModel, Service, Wording, context_of
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.support.training_cases import corpus, tokenizer_directory
 

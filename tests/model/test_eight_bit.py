@@ -35,8 +35,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.state.background_save import Snapshot
 from hetero_mpi.state.checkpointing import KINDS, check_tensors, check_train, restore
-from hetero_mpi.state.redistribute import parcels
-from hetero_mpi.state.trained_tensors import LiveState
+from hetero_mpi.state.redistribute import LiveState, parcels
 from tests.support.checkpoint_samples import told
 from tests.support.family_configs import tiny_keys
 from tests.support.planning_samples import make_model, make_profile

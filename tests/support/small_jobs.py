@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli_w
 
-from hetero_mpi.checkpoint.local_shards import SHARDS_NAME
+from hetero_mpi.checkpoint.directory import SHARDS_NAME
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from tests.support import training_cases

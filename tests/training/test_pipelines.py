@@ -25,7 +25,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
 from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.state.trained_tensors import set_parameter
+from hetero_mpi.state.redistribute import set_parameter
 from tests.planning import two_backwards
 from tests.support.late_copies import LateBackend
 from tests.support.threaded_training import Threads, plan_of

@@ -25,8 +25,7 @@ from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.state.checkpointing import KINDS
-from hetero_mpi.state.redistribute import parcels
-from hetero_mpi.state.trained_tensors import LiveState
+from hetero_mpi.state.redistribute import LiveState, parcels
 from tests.support.late_copies import LateBackend
 from tests.support.loopback import LoopbackTransport
 from tests.support.threaded_training import Threads, plan_of

@@ -1,4 +1,5 @@
-"""The command ``generate``: continues a prompt with a model that may be larger than any one rank's memory.
+"""The command ``generate``: continues a prompt with a model that may be larger than any one rank's memory. And the sample at the
+end of a run: the job's prompt, continued by the stages that have just been trained.
 
 ``place.py`` divides and loads the model, ``writer.py`` produces the tokens.
 """
@@ -12,15 +13,26 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hetero_mpi.comm.ranks.world import World
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.data.template import render_prompt
+from hetero_mpi.engine.placement import active_ranks
+from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.decoding import Sampling
+from hetero_mpi.job.load import LoadedJob
+from hetero_mpi.model.decoding import Sampling, require_decodable
+from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.report import units
+from hetero_mpi.report.past_run import SAMPLE_NAME
+from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.generate.place import GenerateSetup, look_around, set_up, with_writer
+from hetero_mpi.runtime.generate.place import GenerateSetup, set_up, with_writer
 from hetero_mpi.runtime.generate.source import Opened, open_source, stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Task, Writer
+from hetero_mpi.runtime.setup.material import model_directory, prompt_template
+from hetero_mpi.runtime.setup.setup import look_around
 
 DEFAULT_TOKENS = 128
 """New tokens where the user gives no number. Fewer where the model has no positions for so many."""
@@ -40,10 +52,8 @@ class GenerateOptions:
 
 
 def generate(world: World, options: GenerateOptions) -> int:
-    """Continue a prompt and print the text as it is produced. Collective; returns the exit code.
-
-    Raises:
-        UserError: an error the user can correct; the same on all ranks.
+    """Continue a prompt and print the text as it is produced. Collective; returns the exit code. Raises UserError: an error the
+    user can correct; the same on all ranks.
     """
     look_around(world)
     opened: Opened | None = None
@@ -63,11 +73,7 @@ def generate(world: World, options: GenerateOptions) -> int:
 
 
 def check_options(options: GenerateOptions) -> None:
-    """Refuse numbers that are out of range.
-
-    Raises:
-        UserError: names the option, its value and the accepted range.
-    """
+    """Refuse numbers that are out of range. Raises UserError: names the option, its value and the accepted range."""
     rules = (
         ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens is None or options.max_new_tokens >= 1, "1 or more"),
         ("--temperature", options.temperature, 0 <= options.temperature < math.inf, "0 (greedy) or more"),
@@ -80,10 +86,8 @@ def check_options(options: GenerateOptions) -> None:
 
 
 def task_of(opened: Opened, options: GenerateOptions) -> Task:
-    """The prompt as tokens, checked against the model's positions.
-
-    Raises:
-        UserError: an empty prompt, or one that leaves too little room.
+    """The prompt as tokens, checked against the model's positions. Raises UserError: an empty prompt, or one that leaves too little
+    room.
     """
     prompt = opened.prompt_tokens(options.prompt, options.raw)
     positions = getattr(read_config(opened.source.config), "max_position_embeddings", None)
@@ -132,3 +136,59 @@ def _print(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
+
+
+def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None, run_dir: Path) -> None:
+    """Print the continuation of ``[sample] prompt`` and store it in the run directory; without a prompt do nothing. Collective.
+
+    Parameters, optimizer and random generators are left as they are. A prompt that cannot be used is reported and is no error,
+    since the training has succeeded. ``tokenizer``: on rank 0, else None.
+    """
+    table = loaded.job.sample
+    if table.prompt is None:
+        return
+    if any(stage.grouped for _, _, stage in trainer.plan.numbered):
+        say("No sample: some stages are held by several ranks together; `generate` writes text with the trained model")
+        return
+    trainer.world.doing = "writing a sample"
+    own = _sample_task(trainer, loaded, tokenizer) if tokenizer is not None else None
+    word = trainer.world.broadcast_json(asdict(own) if own is not None else None)
+    if word is None:
+        return
+    task = Task.from_dict(word)
+    ranks = [stage.ranks[0] for stage in trainer.plan.pipelines[0].stages]
+    active = active_ranks(trainer.plan)
+    stages = trainer.stages if trainer.pipeline == 0 else []
+    writer = Writer(trainer.rank, ranks, active, trainer.transport, language(trainer.chain), stages)
+    try:
+        tokens = list(writer.tokens(task))
+    except CollectiveUserError as error:
+        say(f"No sample: {error}")
+        return
+    if tokenizer is not None:
+        spelling = Spelling(tokenizer, task.prompt)
+        text = "".join([*map(spelling.add, tokens), spelling.end()])
+        way = "greedy" if table.temperature == 0 else f"temperature {table.temperature:g}, top_p {table.top_p:g}"
+        lines = [f"## Prompt ({way})", table.prompt, "", "## Continuation", text]
+        with unharmed(SAMPLE_NAME):
+            (run_dir / SAMPLE_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        say(f"Sample ({run_dir / SAMPLE_NAME}):", *lines)
+
+
+def _sample_task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> Task | None:
+    """What is to be written; None, with the reason printed, where the prompt cannot be continued."""
+    table, config = loaded.job.sample, language(trainer.chain).config
+    assert table.prompt is not None
+    try:
+        require_decodable(config)
+        prompt = render_prompt(tokenizer, table.prompt, prompt_template(loaded.job))
+        stops = stop_tokens(config.to_dict(), model_directory(loaded), tokenizer)
+    except UserError as error:
+        say(f"No sample: {error}")
+        return None
+    positions = getattr(config, "max_position_embeddings", None)
+    limit = min(table.max_new_tokens, positions - len(prompt) if positions is not None else table.max_new_tokens)
+    if limit < 1:
+        say(f"No sample: [sample] prompt has {len(prompt)} tokens, the model positions for {positions}; shorten it")
+        return None
+    return Task(prompt, stops, limit, Sampling(table.temperature, table.top_p, loaded.job.train.seed))

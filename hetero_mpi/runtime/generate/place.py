@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import Backend
@@ -33,7 +31,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import RankMemory
 from hetero_mpi.profiling.host_profiles import sharing_ranks
 from hetero_mpi.report import units
-from hetero_mpi.report.run_files.logs import say, setup_logging
+from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.source import GenerateSource, Opened
 from hetero_mpi.runtime.generate.writer import Writer
 from hetero_mpi.runtime.setup.device_test import Needs
@@ -60,21 +58,9 @@ class GenerateSetup:
     """On rank 0 only."""
 
 
-def look_around(world: World) -> None:
-    """What every command that writes text does first. Collective."""
-    setup_logging(None, world.rank, world.size)
-    transformers_logging.disable_progress_bar()
-    world.check_versions(own_versions(world.library))
-
-
 def set_up(world: World, opened: Opened | None) -> GenerateSetup:
-    """Open the devices, and divide the model's layers among the ranks. No weight is read. Collective.
-
-    Args:
-        opened: what is to write, on rank 0; None elsewhere.
-
-    Raises:
-        UserError: the model does not fit.
+    """Open the devices, and divide the model's layers among the ranks. No weight is read. Collective. ``opened``: what is to write,
+    on rank 0; None elsewhere. Raises UserError: the model does not fit.
     """
     source = GenerateSource(**world.broadcast_json(asdict(opened.source) if opened is not None else None))
     cluster = ClusterTable(**source.cluster)
@@ -158,10 +144,7 @@ def _plan(
     world: World, backend: Backend, chain: TransformersChain, tuning: Tuning, source: GenerateSource
 ) -> tuple[Plan, tuple[RankMemory, ...]]:
     """A plan of one pipeline with a stage per rank that takes part, and each rank's memory. The KV cache is not counted: it is
-    small beside the parameters. Collective.
-
-    Raises:
-        UserError: the model does not fit.
+    small beside the parameters. Collective. Raises UserError: the model does not fit.
     """
     sharing = sharing_ranks(world, backend)
     given = ClusterTable(**source.cluster).memory_bytes
@@ -211,11 +194,9 @@ def _load(setup: GenerateSetup, members: World, transport: Transport) -> Stage |
     if source.base is None:
         stage = _stage(setup, SeededStart(source.seed))
     else:
-        supply = open_files(members, rank, transport, setup.chain, setup.plan, Path(source.base), cache_root=None)
-        members.doing = "sending the model's files to ranks without them"
-        supply.serve()
-        with members.together("loading weights"), supply:
-            stage = _stage(setup, supply.start)
+        start, files = open_files(members, rank, transport, setup.chain, setup.plan, Path(source.base), cache_root=None)
+        with members.together("loading weights"), files:
+            stage = _stage(setup, start)
     if source.adapter is not None:
         _load_adapter(setup, stage, transport)
     return stage

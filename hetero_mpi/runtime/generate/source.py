@@ -71,10 +71,8 @@ class Opened:
     """The model was trained by this program on plain text, in which a document begins without special tokens."""
 
     def prompt_tokens(self, prompt: str, raw: bool) -> list[int]:
-        """Token ids of the prompt as the model expects it.
-
-        Raises:
-            UserError: nothing is left of it, or the chat template refuses it.
+        """Token ids of the prompt as the model expects it. Raises UserError: nothing is left of it, or the chat template refuses
+        it.
         """
         if not prompt.strip():
             raise UserError("the prompt is empty: give --prompt some text")
@@ -86,10 +84,8 @@ class Opened:
 
 
 def open_source(path: Path) -> Opened:
-    """Find out what is at ``path``. Weights are not read.
-
-    Raises:
-        UserError: it is none of the three kinds, is incomplete, or is of an unsupported family.
+    """Find out what is at ``path``. Weights are not read. Raises UserError: it is none of the three kinds, is incomplete, or is of
+    an unsupported family.
     """
     path = path.expanduser()
     if not path.exists():

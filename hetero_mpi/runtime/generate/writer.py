@@ -130,10 +130,8 @@ class Writer:
         self._piece_tokens = piece_tokens if takes_pieces(chain.config) else None
 
     def tokens(self, task: Task) -> Iterator[int]:
-        """The tokens of one text, the same on every active rank; the last may be a stop token. Collective.
-
-        Raises:
-            CollectiveUserError: the model's output is not a number.
+        """The tokens of one text, the same on every active rank; the last may be a stop token. Collective. Raises
+        CollectiveUserError: the model's output is not a number.
         """
         waiting = [task]
 
@@ -151,11 +149,9 @@ class Writer:
         """Round by round the next token of the texts that are under way, by the texts' numbers. Collective. A text whose prompt has
         not passed entirely has none in that round.
 
-        A text ends with a stop token, with its limit, or with ``NOT_A_NUMBER`` where the model's output is none.
-
-        Args:
-            changes: called before each round, with True where no text is under way; what it returns must be the same on every
-                active rank. None: nothing more is to be written.
+        A text ends with a stop token, with its limit, or with ``NOT_A_NUMBER`` where the model's output is none. ``changes``:
+        called before each round, with True where no text is under way; what it returns must be the same on every active rank. None:
+        nothing more is to be written.
         """
         texts: dict[int, _Text] = {}
         anew = begins_anew_at(self.chain.config)
@@ -177,10 +173,8 @@ class Writer:
                 self._end(texts, [number for number in tokens if texts[number].ended])
 
     def cache_bytes(self) -> tuple[int, int]:
-        """Memory that a text takes on this rank: bytes however short it is, and bytes per token. Measured; collective.
-
-        Raises:
-            CollectiveUserError: the model's output is not a number.
+        """Memory that a text takes on this rank: bytes however short it is, and bytes per token. Measured; collective. Raises
+        CollectiveUserError: the model's output is not a number.
         """
         probe = Task(list(range(_MEASURED_TOKENS)), [], 2, Sampling())
         sizes = [sum(own.decoder.cached_bytes() for own in self._stages) for _ in self.tokens(probe)]
@@ -217,11 +211,7 @@ class Writer:
         return dict(zip(complete, tokens, strict=True))
 
     def _pass_on(
-        self,
-        own: _OwnStage,
-        pieces: Mapping[int, Sequence[int]],
-        before: Sequence[torch.Tensor],
-        sent: list[Request],
+        self, own: _OwnStage, pieces: Mapping[int, Sequence[int]], before: Sequence[torch.Tensor], sent: list[Request]
     ) -> list[torch.Tensor]:
         """A stage's part in a round: what it makes of the pieces, unless another rank goes on with that.
 

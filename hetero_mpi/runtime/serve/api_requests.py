@@ -149,10 +149,8 @@ Asked = CompletionRequest | ChatRequest
 
 
 def parse(kind: type[Asked], body: bytes) -> Asked:
-    """A request's body.
-
-    Raises:
-        ApiError: no JSON object, a field that is not supported, or values of the wrong type or range; all that are wrong at once.
+    """A request's body. Raises ApiError: no JSON object, a field that is not supported, or values of the wrong type or range; all
+    that are wrong at once.
     """
     try:
         values = json.loads(body)

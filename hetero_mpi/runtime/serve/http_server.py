@@ -19,9 +19,8 @@ from typing import Any
 from hetero_mpi.background import Background
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.serve.answers import Bodies, Wording
 from hetero_mpi.runtime.serve.api_requests import ApiError, Asked, ChatRequest, CompletionRequest, parse
-from hetero_mpi.runtime.serve.service import Service, ending_error
+from hetero_mpi.runtime.serve.service import Bodies, Service, Wording, ending_error
 
 LARGEST_BODY_BYTES = 32 << 20
 SILENT_S = 60
@@ -33,10 +32,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that holds the port: it listens, and who connects waits for a server to take it.
-
-    Raises:
-        UserError: the port cannot be had.
+    """A socket that holds the port: it listens, and who connects waits for a server to take it. Raises UserError: the port cannot
+    be had.
     """
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:

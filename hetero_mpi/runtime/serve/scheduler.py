@@ -80,11 +80,7 @@ class Scheduler:
         return {"running": len(self._running), "waiting": len(self._waiting) + self._arriving.qsize()}
 
     def submit(self, task: Task) -> Answer:
-        """Queue a text to be written.
-
-        Raises:
-            ApiError: the service is ending, or too many wait.
-        """
+        """Queue a text to be written. Raises ApiError: the service is ending, or too many wait."""
         if self.counts()["waiting"] >= MOST_WAITING:
             raise ApiError(503, f"{MOST_WAITING} requests wait already; try again later", "server_error")
         answer = Answer(task)

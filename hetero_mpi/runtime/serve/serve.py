@@ -12,6 +12,7 @@ import shlex
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from hetero_mpi.comm.ranks.world import RELEASE_POLL_S, CollectiveUserError, Wor
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.planning.types.plan_report import RankMemory
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.generate.place import look_around, set_up, with_writer
+from hetero_mpi.runtime.generate.place import set_up, with_writer
 from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Task, TextChanges, Writer
 from hetero_mpi.runtime.serve.http_server import ApiServer, bound_socket
 from hetero_mpi.runtime.serve.scheduler import KEPT_FREE, CacheRoom, Scheduler
 from hetero_mpi.runtime.serve.service import ServedModel, Service, context_of, ending_error
+from hetero_mpi.runtime.setup.setup import look_around
 from hetero_mpi.runtime.signals import StopRequest
 
 TOKEN_VARIABLE = "HETERO_MPI_TOKEN"
@@ -52,10 +54,8 @@ class ServeOptions:
 
 
 def serve(world: World, options: ServeOptions) -> int:
-    """Answer requests until a signal asks for the end. Collective; returns the exit code.
-
-    Raises:
-        UserError: an error the user can correct, or a rank has died; the same on all ranks.
+    """Answer requests until a signal asks for the end. Collective; returns the exit code. Raises UserError: an error the user can
+    correct, or a rank has died; the same on all ranks.
     """
     look_around(world)
     model: ServedModel | None = None
@@ -74,14 +74,14 @@ def serve(world: World, options: ServeOptions) -> int:
             room = _room(members, setup.memory, writer)
             members.doing = "serving"
             if model is None or bound is None:
-                for _ in writer.written(_Follower(world, members, stop)):
+                for _ in writer.written(partial(_follows, world, members, stop)):
                     pass
                 return
             scheduler = Scheduler(room, options.parallel)
             context = context_of(model.opened, options.context, room)
             servers.append(ApiServer(bound, options.known_token(), Service(model, context, scheduler, stop)))
             _say_address(servers[0], options)
-            for tokens in writer.written(_Leader(world, members, stop, scheduler)):
+            for tokens in writer.written(partial(_leads, world, members, stop, scheduler)):
                 scheduler.hand_out(tokens)
             say("Serving ends: a signal asked for it")
 
@@ -116,11 +116,7 @@ def _stop(servers: list[ApiServer], reason: str) -> None:
 
 
 def check_options(options: ServeOptions) -> None:
-    """Refuse what cannot be served.
-
-    Raises:
-        UserError: names the option, its value and the rule.
-    """
+    """Refuse what cannot be served. Raises UserError: names the option, its value and the rule."""
     if options.host not in LOCAL and options.known_token() is None:
         raise UserError(
             f"--host {options.host}: whoever can reach this address could use the model; name a secret that clients must show, by "
@@ -136,54 +132,36 @@ def check_options(options: ServeOptions) -> None:
             raise UserError(f"{name} {value}: must be 1 or more")
 
 
-class _Leader:
-    """Rank 0's changes before each round, told to the other ranks with a stage: what ``Writer.written`` takes."""
-
-    def __init__(self, world: World, members: World, stop: StopRequest, scheduler: Scheduler) -> None:
-        self._world, self._members, self._stop, self._scheduler = world, members, stop, scheduler
-
-    def __call__(self, idle: bool) -> TextChanges | None:
-        change: TextChanges | None = None
-        while not (self._stop() or self._world.asked()):
-            change = self._scheduler.next_changes(RELEASE_POLL_S if idle else 0.0)
-            if change.begin or not idle:
-                break
-        else:
-            change = None
-        self._tell(change, idle)
-        return change
-
-    def _tell(self, change: TextChanges | None, idle: bool) -> None:
-        word = None
-        if change is not None:
-            begin = [[number, asdict(task)] for number, task in change.begin.items()]
-            word = {"begin": begin, "end": list(change.end)}
-        if idle:
-            numbers = self._members.numbers
-            self._world.release([rank for rank in numbers if rank != 0], None, word)
-        else:
-            self._members.broadcast_json(word)
+def _leads(world: World, members: World, stop: StopRequest, scheduler: Scheduler, idle: bool) -> TextChanges | None:
+    """Rank 0's changes before a round, told to the other ranks with a stage: what ``Writer.written`` takes."""
+    change: TextChanges | None = None
+    while not (stop() or world.asked()):
+        change = scheduler.next_changes(RELEASE_POLL_S if idle else 0.0)
+        if change.begin or not idle:
+            break
+    else:
+        change = None
+    word = asdict(change) if change is not None else None
+    if idle:
+        world.release([rank for rank in members.numbers if rank != 0], None, word)
+    else:
+        members.broadcast_json(word)
+    return change
 
 
-class _Follower:
+def _follows(world: World, members: World, stop: StopRequest, idle: bool) -> TextChanges | None:
     """The same changes on another rank: what ``Writer.written`` takes."""
-
-    def __init__(self, world: World, members: World, stop: StopRequest) -> None:
-        self._world, self._members, self._stop = world, members, stop
-        self._asked = False
-
-    def __call__(self, idle: bool) -> TextChanges | None:
-        word: dict[str, Any] | None
-        if idle:
-            word = self._world.sleep_until_released(self._stop)
-        else:
-            if self._stop() and not self._asked:
-                self._asked = True
-                self._world.ask()
-            word = self._members.broadcast_json(None)
-        if word is None:
-            return None
-        return TextChanges({number: Task.from_dict(task) for number, task in word["begin"]}, word["end"])
+    word: dict[str, Any] | None
+    if idle:
+        word = world.sleep_until_released(stop)
+    else:
+        if stop():
+            world.ask()
+        word = members.broadcast_json(None)
+    if word is None:
+        return None
+    begin = {int(number): Task.from_dict(task) for number, task in word["begin"].items()}
+    return TextChanges(begin, word["end"])
 
 
 def _room(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheRoom]:
@@ -192,9 +170,8 @@ def _room(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> lis
     room = []
     for one in memory:
         per_text, per_token = needs[one.rank]
-        room.append(
-            CacheRoom(one.rank, per_text, per_token, int((1 - KEPT_FREE) * (one.usable_bytes - one.peak_bytes)))
-        )
+        free = int((1 - KEPT_FREE) * (one.usable_bytes - one.peak_bytes))
+        room.append(CacheRoom(one.rank, per_text, per_token, free))
     return room
 
 

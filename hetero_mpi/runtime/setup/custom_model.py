@@ -29,10 +29,8 @@ from hetero_mpi.model.layer.seeds import seeded
 
 
 def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
-    """(JSON-able description of the model, its data). On rank 0.
-
-    Raises:
-        UserError: the module is missing, returns something else, or breaks a rule.
+    """(JSON-able description of the model, its data). On rank 0. Raises UserError: the module is missing, returns something else,
+    or breaks a rule.
     """
     model, digest = _called(loaded)
     job = loaded.job
@@ -47,14 +45,12 @@ def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
 
 
 def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], samples: Samples | None) -> CustomChain:
-    """The chain of a factory's layers on every rank. Collective.
+    """The chain of a factory's layers on every rank. Collective. Raises CollectiveUserError: a rank cannot import the module, or
+    has another one.
 
     Args:
         keys: as ``read_factory`` gave them to rank 0.
         samples: the data, on rank 0.
-
-    Raises:
-        CollectiveUserError: a rank cannot import the module, or has another one.
     """
     sample = world.broadcast_arrays(samples.first() if samples is not None else None)
     with world.together("importing the model's factory"):

@@ -50,10 +50,8 @@ def prompt_template(job: JobConfig) -> Template | None:
 
 
 def prepare(loaded: LoadedJob) -> Material:
-    """Read the job's files. The data come first, since fetching a model from the hub may take an hour.
-
-    Raises:
-        UserError: a file is missing or damaged, or the job contradicts itself.
+    """Read the job's files. The data come first, since fetching a model from the hub may take an hour. Raises UserError: a file is
+    missing or damaged, or the job contradicts itself.
     """
     if loaded.job.model.factory is not None:
         keys, samples = read_factory(loaded)
@@ -176,22 +174,22 @@ def _tokenizer(
 
 
 def _model_keys(loaded: LoadedJob) -> dict[str, Any]:
-    """Keys of the model's configuration; a model of the hub is fetched for them."""
-    config = _read_keys(loaded)
-    _check_model(loaded, config)
-    return config
-
-
-def _read_keys(loaded: LoadedJob) -> dict[str, Any]:
+    """Keys of the model's configuration; a model of the hub is fetched for them if it is not in the cache."""
     model = loaded.job.model
     if model.path is not None:
-        files = ModelFiles(_obtain(loaded, model.path))
+        path = loaded.resolve(model.path)
+        if hub.is_hub_id(model.path, path):
+            path = hub.obtain(model.path, path, model.download, say)
+        files = ModelFiles(path)
         files.check()
-        return dict(files.config)
-    if isinstance(model.config, dict):
-        return dict(model.config)
-    assert model.config is not None
-    return read_config(loaded.resolve(model.config)).to_dict()
+        config = dict(files.config)
+    elif isinstance(model.config, dict):
+        config = dict(model.config)
+    else:
+        assert model.config is not None
+        config = read_config(loaded.resolve(model.config)).to_dict()
+    _check_model(loaded, config)
+    return config
 
 
 def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
@@ -234,14 +232,6 @@ def model_directory(loaded: LoadedJob) -> Path | None:
         return None
     path = loaded.resolve(text)
     return (hub.cached(text) if hub.is_hub_id(text, path) else None) or path
-
-
-def _obtain(loaded: LoadedJob, text: str) -> Path:
-    """The model's directory on rank 0; a model of the hub is fetched if it is not in the cache."""
-    path = loaded.resolve(text)
-    if hub.is_hub_id(text, path):
-        return hub.obtain(text, path, loaded.job.model.download, say)
-    return path
 
 
 def _tokenizer_directory(loaded: LoadedJob) -> Path:

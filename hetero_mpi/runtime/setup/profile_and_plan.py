@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.comm.transport import Transport
-from hetero_mpi.device.backend import Backend
+from hetero_mpi.comm.ranks.world import CollectiveUserError
+from hetero_mpi.emulation.pace import emulated_profile
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import LoadedJob
-from hetero_mpi.job.plan_request import with_memory
+from hetero_mpi.job.plan_request import micro_batch_choices, request_of, with_memory
 from hetero_mpi.job.rules import EIGHT_BIT
+from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.analysis.plausible import profile_doubts
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of
+from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -32,48 +32,91 @@ from hetero_mpi.planning.types.toml_files import (
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
 from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.report.run_files.line_files import unharmed
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.tables import plan_lines, profile_lines
+from hetero_mpi.runtime.setup.setup import RunSetup, TrainOptions
+from hetero_mpi.state.copies import versions_in_memory
 
 
-def obtain_profile(
-    world: World,
-    transport: Transport,
-    backend: Backend,
-    loaded: LoadedJob,
-    subject: Subject,
-    run_dir: Path,
-    given: Path | ClusterProfile | None,
-    reprofile: bool,
-    say: Callable[[str], None],
-) -> ClusterProfile:
+def subject_of(setup: RunSetup) -> tuple[Subject, str]:
+    """What is to be profiled, and the reason in words for the micro-batch sizes that the planner may choose from."""
+    job = setup.job
+    choices, reason = micro_batch_choices(
+        job.train.global_batch, job.train.micro_batch, setup.world.size, setup.tuning.uses_dropout(setup.chain)
+    )
+    subject = Subject(
+        setup.chain,
+        setup.tuning,
+        job.train,
+        job.data.sequence_length,
+        choices,
+        setup.cores,
+        setup.threads,
+        job.cluster.memory_bytes,
+        job.plan.groups and job.plan.schedule == "auto" and _can_sum_in_groups(setup),
+    )
+    return subject, reason
+
+
+def planning_request(setup: RunSetup, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
+    """The planner's request. Local. ``ranks``: number of ranks that the measured micro-batch sizes were chosen for; 0: the present
+    ones.
+    """
+    versions = versions_in_memory(setup.job.checkpoint.replicate_every)
+    dropout = setup.tuning.uses_dropout(setup.chain)
+    request = request_of(setup.loaded, ranks or setup.world.size, dropout, versions)
+    groups = request.groups and _can_sum_in_groups(setup)
+    return replace(request, sequence_length=profile.model.sequence_length, groups=groups)
+
+
+def _can_sum_in_groups(setup: RunSetup) -> bool:
+    """May ranks of groups call MPI while a communication thread does?"""
+    return not setup.job.cluster.communication_thread or setup.world.thread_level == "multiple"
+
+
+def plan_run(setup: RunSetup, options: TrainOptions) -> tuple[ClusterProfile, PlanReport]:
+    """Profile and plan, and print both. The plan's schedule has passed a dry run. Collective."""
+    world = setup.world
+    subject, reason = subject_of(setup)
+    if setup.job.cluster.emulate is not None:
+        other = Path("--profile") if options.profile is not None else None
+        profile = emulated_profile(world, setup.loaded, language(setup.chain), setup.tuning, other)
+        if world.rank == 0:
+            with unharmed("profile.toml"):
+                save_profile(profile, setup.run_dir / "profile.toml")
+    else:
+        profile = _obtain_profile(setup, subject, options)
+    profile = with_wire(profile, setup.job.train.wire)
+    say(*profile_lines(profile))
+    report = obtain_plan(setup, profile, planning_request(setup, profile), options.plan)
+    say(*plan_lines(report, profile), reason)
+    return profile, report
+
+
+def _obtain_profile(setup: RunSetup, subject: Subject, options: TrainOptions) -> ClusterProfile:
     """The profile: the one named by the user, else the run directory's if its key matches, else a measurement. Collective.
 
-    A measurement reuses the cached times of devices that were measured before.
-
-    Args:
-        given: a path or profile from the command line or a Python program (rank 0's view).
-        reprofile: measure everything again.
-
-    Raises:
-        UserError: the named profile is damaged or is of another cluster or model; or it is named and ``reprofile`` is set.
+    A measurement reuses the cached times of devices that were measured before. Raises UserError: the named profile is damaged or is
+    of another cluster or model; or it is named and everything is to be measured.
     """
-    settings = loaded.job.profile
-    named = given or (loaded.profile_file(settings.path) if settings.path else None)
-    if named is not None and reprofile:
+    world, settings, given = setup.world, setup.job.profile, options.profile
+    named = given or (setup.loaded.profile_file(settings.path) if settings.path else None)
+    if named is not None and options.reprofile:
         raise CollectiveUserError(f"--reprofile measures, but {named} is to be used: leave one of them out")
-    cached = named if isinstance(named, Path) else run_dir / "profile.toml"
-    reuses = settings.reuse and not reprofile
+    cached = named if isinstance(named, Path) else setup.run_dir / "profile.toml"
+    reuses = settings.reuse and not options.reprofile
     reads = given is not None or (cached.exists() and (named is not None or reuses))
-    key = profile_key(world, backend, subject)
+    key = profile_key(world, setup.backend, subject)
     found: ClusterProfile | None = None
     with world.led("reading the profile"):
         if world.rank == 0 and isinstance(named, ClusterProfile):
-            found = _fitting(named, "the given profile", subject, world.size, True, key, say)
+            found = _fitting(named, "the given profile", subject, world.size, True, key)
         elif world.rank == 0 and reads:
-            found = _fitting(load_profile(cached), str(cached), subject, world.size, named is not None, key, say)
+            found = _fitting(load_profile(cached), str(cached), subject, world.size, named is not None, key)
     known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
     if known is not None:
         return profile_from_dict(known)
-    profile = profile_cluster(world, transport, backend, subject, settings, say, reprofile)
+    profile = profile_cluster(world, setup.transport, setup.backend, subject, settings, say, options.reprofile)
     if world.rank == 0:
         with unharmed(cached.name):
             save_profile(profile, cached)
@@ -81,14 +124,13 @@ def obtain_profile(
 
 
 def obtain_plan(
-    world: World, profile: ClusterProfile, request: PlanRequest, run_dir: Path, given: Path | Plan | None
+    setup: RunSetup, profile: ClusterProfile, request: PlanRequest, given: Path | Plan | None = None
 ) -> PlanReport:
-    """The user's plan ``given`` (rank 0's view), completed; or the planner's. Its schedule has passed a dry run. Collective.
-
-    Raises:
-        UserError: no plan fits the memory, or the given plan does not.
+    """The user's plan ``given`` (rank 0's view), completed; or the planner's. Its schedule has passed a dry run. Collective. Raises
+    UserError: no plan fits the memory, or the given plan does not.
     """
     report: PlanReport | None = None
+    world = setup.world
     with world.led("planning"):
         if world.rank == 0:
             from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
@@ -99,7 +141,7 @@ def obtain_plan(
                 report = make_plan(profile, request)
             validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
             with unharmed("plan.toml"):
-                save_plan(report, run_dir / "plan.toml")
+                save_plan(report, setup.run_dir / "plan.toml")
     return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))
 
 
@@ -117,18 +159,10 @@ def _given_plan(given: Path | Plan, profile: ClusterProfile, request: PlanReques
 
 
 def _fitting(
-    profile: ClusterProfile,
-    path: str,
-    subject: Subject,
-    ranks: int,
-    named: bool,
-    key: str,
-    say: Callable[..., None],
+    profile: ClusterProfile, path: str, subject: Subject, ranks: int, named: bool, key: str
 ) -> ClusterProfile | None:
-    """``profile`` if it is of this job; None if it is not, or if its times are implausible, and the user did not name it.
-
-    Raises:
-        UserError: the user named it, and it is of another model or number of ranks.
+    """``profile`` if it is of this job; None if it is not, or if its times are implausible, and the user did not name it. Raises
+    UserError: the user named it, and it is of another model or number of ranks.
     """
     if profile.key == key and not named and profile_doubts(profile):
         say(f"Profile: {path} has implausible times: measured again", *profile_doubts(profile))

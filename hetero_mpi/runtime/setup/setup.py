@@ -1,7 +1,4 @@
-"""The setup of a run, before any weight is read: job, devices, data, the model's shape, profile and plan.
-
-``train`` and ``profile`` both begin here.
-"""
+"""The setup of a run, before any weight is read: job, devices, data, the model's shape. ``train`` and ``profile`` begin here."""
 
 from __future__ import annotations
 
@@ -14,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 import hetero_mpi
+from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.samples import DataSource, Samples
@@ -23,32 +22,21 @@ from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devic
 from hetero_mpi.device.backend import Backend, best_dtype, own_cores
 from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish
 from hetero_mpi.device.products import widen_products
-from hetero_mpi.emulation.pace import emulated_profile
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.job.plan_request import micro_batch_choices, request_of
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.model.adamw import check_eight_bit
 from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.transformers.chain import TransformersChain, language
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, tuning_of
-from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.types.toml_files import save_profile
-from hetero_mpi.profiling.subject import Subject
-from hetero_mpi.report.run_files.line_files import unharmed
-from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
-from hetero_mpi.report.tables import plan_lines, profile_lines
 from hetero_mpi.runtime.setup.custom_model import custom_chain
 from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
 from hetero_mpi.runtime.setup.material import Material, prepare
-from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, obtain_profile
-from hetero_mpi.state.local_checkpoint import versions_in_memory
 
 
 @dataclass(frozen=True)
@@ -104,23 +92,24 @@ class RunContext(RunSetup):
         return cls(**vars(setup), profile=profile)
 
 
+def look_around(world: World, run_dir: Path | None = None) -> None:
+    """What every command does first. Collective. ``run_dir``: where logs are written; None: nowhere."""
+    setup_logging(run_dir, world.rank, world.size)
+    transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
+    world.check_versions(own_versions(world.library))
+
+
 def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
     """The job and the run directory, read by rank 0 and broadcast. Only rank 0 needs the file. Collective."""
-    shared: dict[str, Any] | None = None
+    shared: list[Any] | None = None
     with world.led("reading the job"):
         if world.rank == 0:
             job = options.job
             loaded = job if isinstance(job, LoadedJob) else load_job(job, options.overrides)
-            shared = {
-                "job": job_to_dict(loaded.job),
-                "path": str(loaded.path),
-                "name": loaded.name,
-                "directory": str(loaded.directory),
-                "run_dir": str(run_directory(loaded, options.run_dir)),
-            }
-    shared = world.broadcast_json(shared)
-    loaded = LoadedJob(job_from_dict(shared["job"]), Path(shared["path"]), shared["name"], Path(shared["directory"]))
-    return loaded, Path(shared["run_dir"])
+            places = str(loaded.path), loaded.name, str(loaded.directory), str(run_directory(loaded, options.run_dir))
+            shared = [job_to_dict(loaded.job), *places]
+    tables, path, name, directory, run_dir = world.broadcast_json(shared)
+    return LoadedJob(job_from_dict(tables), Path(path), name, Path(directory)), Path(run_dir)
 
 
 @contextlib.contextmanager
@@ -225,10 +214,7 @@ def open_device(world: World, job_device: str, needs: Needs) -> Backend:
     """This rank's device; each rank of a host gets another GPU. Collective.
 
     A GPU that fails its self-test is refused; where it was not asked for by name, the rank computes on the CPU instead.
-
-    Args:
-        job_device: ``[cluster] device``.
-        needs: the kinds of computation the run needs.
+    ``job_device``: ``[cluster] device``.
     """
     with world.together("looking for the device"):
         wanted = wish(job_device, os.environ)
@@ -273,69 +259,3 @@ def _say_ranks(world: World, backend: Backend, threads: int) -> None:
     say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
     for rank, (host, name, description, count) in enumerate(rows):
         say(f"  rank {rank}: {host}, {name} ({description}), {count} thread{'s' if count > 1 else ''}")
-
-
-def subject_of(setup: RunSetup) -> tuple[Subject, str]:
-    """What is to be profiled, and the reason in words for the micro-batch sizes that the planner may choose from."""
-    job = setup.job
-    choices, reason = micro_batch_choices(
-        job.train.global_batch, job.train.micro_batch, setup.world.size, setup.tuning.uses_dropout(setup.chain)
-    )
-    subject = Subject(
-        setup.chain,
-        setup.tuning,
-        job.train,
-        job.data.sequence_length,
-        choices,
-        setup.cores,
-        setup.threads,
-        job.cluster.memory_bytes,
-        job.plan.groups and job.plan.schedule == "auto" and _can_sum_in_groups(setup),
-    )
-    return subject, reason
-
-
-def planning_request(setup: RunSetup, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
-    """The planner's request. Local. ``ranks``: number of ranks that the measured micro-batch sizes were chosen for; 0: the present
-    ones.
-    """
-    versions = versions_in_memory(setup.job.checkpoint.replicate_every)
-    dropout = setup.tuning.uses_dropout(setup.chain)
-    request = request_of(setup.loaded, ranks or setup.world.size, dropout, versions)
-    groups = request.groups and _can_sum_in_groups(setup)
-    return replace(request, sequence_length=profile.model.sequence_length, groups=groups)
-
-
-def _can_sum_in_groups(setup: RunSetup) -> bool:
-    """May ranks of groups call MPI while a communication thread does?"""
-    return not setup.job.cluster.communication_thread or setup.world.thread_level == "multiple"
-
-
-def plan_run(setup: RunSetup, options: TrainOptions) -> tuple[ClusterProfile, PlanReport]:
-    """Profile and plan, and print both. The plan's schedule has passed a dry run. Collective."""
-    world = setup.world
-    subject, reason = subject_of(setup)
-    if setup.job.cluster.emulate is not None:
-        other = Path("--profile") if options.profile is not None else None
-        profile = emulated_profile(world, setup.loaded, language(setup.chain), setup.tuning, other)
-        if world.rank == 0:
-            with unharmed("profile.toml"):
-                save_profile(profile, setup.run_dir / "profile.toml")
-    else:
-        profile = obtain_profile(
-            world,
-            setup.transport,
-            setup.backend,
-            setup.loaded,
-            subject,
-            setup.run_dir,
-            options.profile,
-            options.reprofile,
-            say,
-        )
-    profile = with_wire(profile, setup.job.train.wire)
-    say(*profile_lines(profile))
-    request = planning_request(setup, profile)
-    report = obtain_plan(world, profile, request, setup.run_dir, options.plan)
-    say(*plan_lines(report, profile), reason)
-    return profile, report
