@@ -139,7 +139,6 @@ def new_version_id() -> str:
 
 
 def shard_path(run_dir: Path, rank: int, step: int, version_id: str) -> Path:
-    """The path of a rank's shard."""
     return run_dir / SHARDS_NAME / f"rank-{rank:04}" / f"step-{step:08d}.{version_id}.h5"
 
 
@@ -196,7 +195,6 @@ def _named(run_dir: Path, pattern: re.Pattern[str] = _SHARD) -> Iterator[tuple[P
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """The folders of ranks."""
     return [folder for folder in _listed(run_dir / SHARDS_NAME) if _RANK.fullmatch(folder.name)]
 
 

@@ -89,7 +89,6 @@ class Sink:
             self.error = error
 
     def raise_error(self) -> None:
-        """Raise the first write that failed, if one has."""
         if self.error is not None:
             raise self.error
 

@@ -92,7 +92,6 @@ class Request:
         return self._ended_s
 
     def raise_error(self) -> None:
-        """Raise its error, if it has one."""
         if self.error is not None:
             raise TransportError(f"{self}: {self.error}") from self.error
 

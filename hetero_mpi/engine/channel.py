@@ -33,7 +33,6 @@ def _pieces(size_bytes: int, piece_bytes: int) -> Iterator[slice]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The flat bytes of a contiguous tensor."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 

@@ -211,7 +211,10 @@ class Executor:
 
     def run(self, data: StepData) -> list[Event]:
         """Run one step and return what took place when."""
-        self._begin(data)
+        self.losses = []
+        self._rows = _consecutive(data.sizes)
+        for own in self.stages.values():
+            own.begin(data)
         events: list[Event] = []
         marked: list[tuple[int, Mark, Mark]] = []
         backend = self._backend
@@ -316,12 +319,6 @@ class Executor:
         assert x is not None
         return x
 
-    def _begin(self, data: StepData) -> None:
-        self.losses = []
-        self._rows = _consecutive(data.sizes)
-        for own in self.stages.values():
-            own.begin(data)
-
     def _perform(self, action: Action, data: StepData) -> int:
         """One action of one micro-batch; returns the bytes sent or received."""
         op, own = action.op, self.stages[action.stage]
@@ -354,7 +351,6 @@ class Executor:
             self._hand_on(Action(Op.SEND_F, number, index), Action(Op.RECV_F, number + 1, index), y)
 
     def _backward(self, action: Action, stage: Stage, data: StepData) -> None:
-        """B or I."""
         index, number = _index(action), action.stage
         dy = None if stage.is_last else self._received(Action(Op.RECV_B, number, index), data)
         if stage.is_last and data.loss_scale != 1.0:

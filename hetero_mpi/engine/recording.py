@@ -61,7 +61,6 @@ class Recorder:
             keep_until(self._file.path, first)
 
     def __call__(self, line: StepMetrics, result: StepResult) -> None:
-        """A step is done."""
         events = self._events(result)
         self._usage = self._usage.and_step(events, line.step_s)
         if line.step not in self._steps:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,6 @@ from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import COMPUTE, Action
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
-from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
@@ -64,7 +63,11 @@ class Rebalancer:
         self._rebuild_s: float | None = None
         self._ready, self._room = False, True
         self._share: Share | None = None
-        self._own: _OwnWork | None = None
+        self._stage: int | None = None
+        """The first of this rank's stages."""
+        self._actions: list[Action] = []
+        self._expected_s: dict[int, float] = {}
+        """Tokens per sequence -> profiled seconds of this rank's forwards and backwards."""
         self._because = ""
         self._latest: StepResult | None = None
 
@@ -72,7 +75,10 @@ class Rebalancer:
         """Prepare for the steps of a plan. Collective over the active ranks."""
         assert share.trainer is not None
         self._share, self._ready, self._latest = share, False, None
-        self._own = _OwnWork(share, self._profile, self._scale)
+        places = share.trainer.places
+        self._stage = places[0].index if places else None
+        own = share.schedule.get(share.trainer.rank, ())
+        self._actions, self._expected_s = [action for action in own if action.op in COMPUTE], {}
         if self._rebuild_s is None or share.seconds:
             seconds = share.seconds
             self._rebuild_s = (seconds.get("keep", 0.0) + seconds.get("build", 0.0)) / self._scale
@@ -86,22 +92,34 @@ class Rebalancer:
 
     def end(self) -> None:
         """Forget the plan's trainer. No step follows under this plan."""
-        self._share = self._own = None
+        self._share = None
 
     def close(self) -> None:
-        """End the run's planning process."""
         self.end()
         self._replanner.close()
 
     def word(self) -> NDArray[np.float64]:
         """What travels with the step decision: [1 on rank 0 when the plan is to be changed, then for each stage its rank's ratio
         measured / profiled]; of a rank's stages only the first has it, and a group is measured by the rank that leads it."""
-        assert self._share is not None and self._own is not None
+        assert self._share is not None
         word = np.zeros(1 + len(self._share.plan.numbered))
         word[0] = self._ready and self._context.world.rank == 0
-        if self._own.stage is not None and self._context.world.rank not in self._share.plan.leader_of:
-            word[1 + self._own.stage] = self._own.ratio(self._latest)
+        if self._stage is not None and self._context.world.rank not in self._share.plan.leader_of:
+            word[1 + self._stage] = self._ratio()
         return word
+
+    def _ratio(self) -> float:
+        """Measured over profiled seconds of the last step's forwards and backwards; 0 before the first step."""
+        if self._latest is None or self._share is None:
+            return 0.0
+        measured_s = sum(event.end_s - event.start_s for event in self._latest.events if event.action.op in COMPUTE)
+        plan = self._share.plan
+        length = plan.sequence_length if self._share.emulation is not None else self._latest.length
+        if length not in self._expected_s:
+            durations = Durations(replace(plan, sequence_length=length), self._profile)
+            self._expected_s[length] = self._scale * sum(durations.of(action)[0] for action in self._actions)
+        expected_s = self._expected_s[length]
+        return measured_s / expected_s if expected_s > 0 else 0.0
 
     def due(self, step: int, result: StepResult) -> bool:
         """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
@@ -169,34 +187,6 @@ class Rebalancer:
     @cached_property
     def _request(self) -> PlanRequest:
         return planning_request(self._context, self._profile)
-
-
-class _OwnWork:
-    """Measured against profiled computing time of this rank, step by step."""
-
-    def __init__(self, share: Share, profile: ClusterProfile, scale: float) -> None:
-        assert share.trainer is not None
-        self._plan, self._profile, self._scale = share.plan, profile, scale
-        self._emulated = share.emulation is not None
-        places = share.trainer.places
-        self.stage = places[0].index if places else None
-        actions = share.schedule.get(share.trainer.rank, ())
-        self._actions: list[Action] = [action for action in actions if action.op in COMPUTE]
-        self._expected = lru_cache(maxsize=256)(self._expected_s)
-
-    def ratio(self, latest: StepResult | None) -> float:
-        """Measured over profiled seconds of the last step's forwards and backwards; 0 before the first step."""
-        if latest is None:
-            return 0.0
-        measured_s = sum(event.end_s - event.start_s for event in latest.events if event.action.op in COMPUTE)
-        length = self._plan.sequence_length if self._emulated else latest.length
-        expected_s = self._scale * self._expected(length)
-        return measured_s / expected_s if expected_s > 0 else 0.0
-
-    def _expected_s(self, length: int) -> float:
-        plan = self._plan if length == self._plan.sequence_length else replace(self._plan, sequence_length=length)
-        durations = Durations(plan, self._profile)
-        return sum(durations.of(action)[0] for action in self._actions)
 
 
 def rebalancer_of(context: RunContext, plan_given: bool) -> Rebalancer | None:

@@ -140,7 +140,6 @@ def _layers_of(rank: int, plan: Plan) -> list[int]:
 
 
 def _grouped(plan: Plan) -> list[int]:
-    """Ranks of groups."""
     return [rank for _, _, stage in plan.numbered if stage.grouped for rank in stage.ranks]
 
 

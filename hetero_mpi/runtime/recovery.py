@@ -129,7 +129,6 @@ class RunHistory:
         self.state = state
 
     def belongs_to(self, begun: str | None) -> None:
-        """Keep the run's id."""
         self.begun = begun
 
     def keeps_on_disk(self, kept_version: str | None) -> None:

@@ -82,7 +82,6 @@ def make_room(setup: RunSetup, members: World, earlier: EarlierRun | None) -> No
 
 
 def _read(setup: RunSetup, options: TrainOptions) -> list[Path]:
-    """The paths that this run reads."""
     job = setup.job
     named = [
         setup.loaded.resolve(text)

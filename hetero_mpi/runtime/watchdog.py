@@ -69,7 +69,6 @@ class Standing:
     """Share of its last step in which it computed; None: not known."""
 
     def line(self) -> str:
-        """As text."""
         waits = f", waits for {self.waits_for}" if self.waits_for else ""
         return f"{self.at}, {'at work' if self.busy else 'there'} for {units.seconds(self.still_s)}{waits}"
 

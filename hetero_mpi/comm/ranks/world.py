@@ -71,7 +71,6 @@ class World(Collectives):
 
     @property
     def host(self) -> str:
-        """This rank's host."""
         return self.hosts[self.rank]
 
     @property
@@ -81,7 +80,6 @@ class World(Collectives):
 
     @property
     def local_size(self) -> int:
-        """Ranks on this host."""
         return self.hosts.count(self.host)
 
     @property

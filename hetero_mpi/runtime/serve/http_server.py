@@ -89,7 +89,6 @@ class ApiServer(ThreadingHTTPServer):
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """A block that answers a request."""
         with self._counting:
             self._under_way += 1
         try:
