@@ -9,12 +9,12 @@ import glob
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+from hetero_mpi import toml
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.contradictions import Known, contradictions
-from hetero_mpi.job.overrides import apply_override, apply_setting, as_values, read_toml
 from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, unknown_table
 from hetero_mpi.job.schema import (
     TABLES,
@@ -77,7 +77,7 @@ class LoadedJob:
         return self._patterns(self.job.data.evaluation)
 
     def _patterns(self, texts: Sequence[str] | None) -> tuple[str, ...]:
-        return tuple(self._pattern(text) for text in texts or ())
+        return tuple(map(self._pattern, texts or ()))
 
     def _pattern(self, text: str) -> str:
         if text.startswith("hf:"):  # a data set of the hub
@@ -119,7 +119,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), settings: Mapping[
         UserError: with *all* problems, one per line: ``file: [table] key = value: rule``.
     """
     path = Path(path)
-    draft = _Draft(read_toml(path), str(path))
+    draft = _Draft(_read_toml(path), str(path))
     draft.settle(settings or {}, overrides)
     return LoadedJob(draft.validated(path.stem), path, path.stem, path.absolute().parent)
 
@@ -143,7 +143,7 @@ def job_of_tables(
     """
     if not name or name != Path(name).name:
         raise UserError(f"a job's name names its run directory: it is one word without slashes, not {name!r}")
-    draft = _Draft(as_values(tables), f"job {name!r}")
+    draft = _Draft(_as_values(tables), f"job {name!r}")
     draft.settle(settings or {}, overrides)
     return LoadedJob(
         draft.validated(name), Path(f"{name} (built in Python)"), name, Path(directory).expanduser().absolute()
@@ -155,36 +155,56 @@ class _Draft:
 
     def __init__(self, values: dict[str, Any], source: str) -> None:
         self.values, self.source = values, source
-        self.problems: list[str] = []
-        self._changed: dict[tuple[str, ...], str] = {}
-        """(table, key) -> who has laid another value over the source's."""
-        self._broken: set[tuple[str, str]] = set()
-
-    def note(self, dotted: tuple[str, ...] | None, by: str) -> None:
-        """A value was laid over the source's."""
-        if dotted is not None:
-            self._changed[dotted[:2]] = by
+        self._problems: list[str] = []
+        self._changed: dict[str, str] = {}
+        """Key (``train.steps``) -> who has laid another value over the source's."""
+        self._broken: set[str] = set()
 
     def settle(self, settings: Mapping[str, Any], overrides: Sequence[str]) -> None:
         """Lay the values of ``--set`` over the source's, and those of a Python program."""
         for text in overrides:
-            self.note(apply_override(self.values, text, self.problems), "--set")
+            if text != text.encode("utf-8", "replace").decode():  # bytes of another encoding on the command line
+                self._problems.append(f"--set {text!a}: must be UTF-8")
+                continue
+            dotted, equals, value = text.partition("=")
+            keys = [part.strip() for part in dotted.split(".")]
+            if not equals or not _is_key(keys):
+                self._problems.append(f"--set {text}: must be table.key=value, such as --set train.steps=6")
+                continue
+            try:
+                self._put("--set", text, keys, _override_value(value.strip()))
+            except toml.TomlError as error:
+                self._problems.append(f"--set {text}: the value is no TOML value: {error}")
         for dotted, value in settings.items():
-            self.note(apply_setting(self.values, dotted, as_values(value), self.problems, "set"), "set")
+            keys = [part.strip() for part in dotted.split(".")]
+            if _is_key(keys):
+                self._put("set", repr(dotted), keys, _as_values(value))
+            else:
+                self._problems.append(f"set {dotted!r}: must be table.key, such as train.steps")
+
+    def _put(self, by: str, shown: str, keys: Sequence[str], value: Any) -> None:
+        table = self.values
+        for depth, key in enumerate(keys[:-1], start=1):
+            table = table.setdefault(key, {})
+            if not isinstance(table, dict):
+                what = f"{'.'.join(keys[:depth])} = {as_toml(table)}"
+                self._problems.append(f"{by} {shown}: {what} in the job file is no table to set a key of")
+                return
+        table[keys[-1]] = value
+        self._changed[".".join(keys[:2])] = by
 
     def validated(self, name: str) -> JobConfig:
         """The job called ``name``. Raises: ``UserError``, as ``load_job``."""
         values = self.values
         for unknown in [table for table in values if table not in TABLES]:
-            self.problems.append(
-                f"{self.source}: {unknown} = {as_toml(values.pop(unknown))}: {unknown_table(unknown, TABLES)}"
-            )
+            shown = as_toml(values.pop(unknown))
+            self._problems.append(f"{self.source}: {unknown} = {shown}: {unknown_table(unknown, TABLES)}")
         for table in TABLES:
             self._check_table(table)
-        for (table, key), rule in contradictions(Known(values, self._broken, TABLES), name):
-            self._report(table, key, rule)
-        if self.problems:
-            raise UserError("\n".join(self.problems))
+        for dotted, rule in [*contradictions(Known(values, self._broken, TABLES), name)]:
+            self._report(dotted, rule)
+        if self._problems:
+            raise UserError("\n".join(self._problems))
         if values["model"].get("factory") is not None:  # a sample counts as one token, and layers are fp32
             values["data"]["sequence_length"], values["train"]["dtype"] = 1, "fp32"
         return JobConfig.model_validate(values)
@@ -192,23 +212,61 @@ class _Draft:
     def _check_table(self, name: str) -> None:
         table, model = self.values.setdefault(name, {}), TABLES[name]
         if not isinstance(table, dict):
-            self.problems.append(
-                f"{self.source}: {name} = {as_toml(table)}: must be a table; write [{name}] and its keys below it"
-            )
+            rule = f"must be a table; write [{name}] and its keys below it"
+            self._problems.append(f"{self.source}: {name} = {as_toml(table)}: {rule}")
             self.values[name] = {}
-            self._broken.update((name, key) for key in model.model_fields)
+            self._broken |= {f"{name}.{key}" for key in model.model_fields}
             return
         for key, field in model.model_fields.items():
             if table.get(key) == "" and may_be_empty(field):
                 table[key] = None
         for key, rule in broken_keys(name, model, table, TABLES).items():
-            self._report(name, key, rule)
+            self._report(f"{name}.{key}", rule)
 
-    def _report(self, table: str, key: str, rule: str) -> None:
-        source = self._changed.get((table, key), self.source)
+    def _report(self, dotted: str, rule: str) -> None:
+        table, _, key = dotted.partition(".")
         shown = f" = {as_toml(self.values[table][key])}" if key in self.values.get(table, {}) else ""
-        self.problems.append(f"{source}: [{table}] {key}{shown}: {rule}")
-        self._broken.add((table, key))
+        self._problems.append(f"{self._changed.get(dotted, self.source)}: [{table}] {key}{shown}: {rule}")
+        self._broken.add(dotted)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        # utf-8-sig: some editors put a byte order mark at the start, which TOML does not allow.
+        return toml.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such job file (looked from {Path.cwd()})") from None
+    except OSError as error:
+        raise UserError(f"{path}: the job file cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: a job file must be TOML in UTF-8; this one is not UTF-8") from None
+    except toml.TomlError as error:
+        raise UserError(f"{path}: a job file must be TOML: {error}") from None
+
+
+def _is_key(keys: Sequence[str]) -> bool:
+    return 2 <= len(keys) <= toml.DEEPEST and all(keys)
+
+
+def _override_value(text: str) -> Any:
+    try:
+        parsed = toml.loads(f"value = {text}")
+        return parsed["value"] if len(parsed) == 1 else text
+    except toml.TomlError:
+        if text[:1] in ("[", "{", '"', "'"):  # meant as TOML, and mistyped
+            raise
+        return text
+
+
+def _as_values(value: Any) -> Any:
+    """What a Python program gives as a job file would have it: paths are texts, tuples are lists, None is empty."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_values(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_values(inner) for inner in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    return "" if value is None else value
 
 
 def _stdlib() -> str:
