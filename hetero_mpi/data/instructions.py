@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.bad_records import BadRecords
+from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.sequences import IGNORED, Dataset, Rows, Tokens, join_evaluation, mix, share_out
 from hetero_mpi.data.template import Form, Tokenized, tokenize_records
-from hetero_mpi.data.tokenizer import end_token
+from hetero_mpi.data.tokenizer import pad_token
 from hetero_mpi.errors import UserError
 
 ADVICE = "Add records ({}), lower data.sequence_length, or set data.packing = false."
@@ -57,8 +57,7 @@ def build_record_sequences(
     """
 
     def rows_of(some: Iterable[Record], key: str) -> Rows:
-        tokenized = tokenize_records(tokenizer, form, some, bad)
-        pad = end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        tokenized, pad = tokenize_records(tokenizer, form, some, bad), pad_token(tokenizer)
         return _rows(tokenized, sequence_length, packing, isolate, train_on_prompt, pad, key, preference)
 
     aside, advice = held_out if evaluation is None else 0, ADVICE.format("data.records")

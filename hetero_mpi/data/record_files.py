@@ -1,15 +1,53 @@
-"""Files of records -> JSON values, each with the place where it stands; what is broken is told and not raised."""
+"""Files of records -> JSON values, each with the place where it stands; the shapes that records have, and the broken ones.
+
+A broken record is told and not raised: so many are skipped, and more end the job.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hetero_mpi.data.bad_records import BadRecord
-from hetero_mpi.data.shapes import FURTHER, PAIRS, PREFERENCE, SHAPES, SPELLINGS, unrecognised
 from hetero_mpi.errors import UserError
+
+Shape = Literal["chat", "alpaca", "prompt/completion"]
+
+SHAPES = """\
+A file holds JSON lines, one JSON array, or the rows of a parquet file: records in these shapes:
+  alpaca             {"instruction": "...", "input": "...", "output": "..."}; input may be left out
+  chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+  chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
+  prompt/completion  {"prompt": "...", "completion": "..."}
+  preference         {"prompt": "...", "chosen": "...", "rejected": "..."}, for [train] preference; texts, or lists of messages"""
+
+SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+"""Key of a chat -> keys of its messages."""
+PAIRS: dict[Shape, tuple[str, str]] = {
+    "alpaca": ("instruction", "output"),
+    "prompt/completion": ("prompt", "completion"),
+}
+PREFERENCE = ("chosen", "rejected")
+FURTHER = ("input", "tools", *PREFERENCE)
+"""Keys that are used beside those."""
+
+
+def unrecognised(value: Mapping[str, Any]) -> str:
+    """Why a record with these keys has none of the shapes, in words."""
+    for shape, pair in PAIRS.items():
+        missing = [key for key in pair if key not in value]
+        if len(missing) == 1:
+            return f"{missing[0]!r} is missing for the {shape} shape; the record has {keys_named(value)}"
+    return f"no shape has these keys: {keys_named(value)}"
+
+
+def keys_named(value: Mapping[str, Any]) -> str:
+    """The first keys of a record, for messages to a person."""
+    shown = ", ".join(repr(key) for key in list(value)[:6])
+    return (shown + (", ..." if len(value) > 6 else "")) or "no keys"
+
 
 ROWS_AT_ONCE = 1000
 """Rows of a parquet file that are in memory together."""
@@ -84,9 +122,8 @@ def _table(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if not any(
-                set(keys) <= set(names) for keys in (*PAIRS.values(), PREFERENCE, *([key] for key in SPELLINGS))
-            ):
+            shapes = (*PAIRS.values(), PREFERENCE, *([key] for key in SPELLINGS))
+            if not any(set(keys) <= set(names) for keys in shapes):
                 yield str(path), BadRecord(unrecognised(dict.fromkeys(names)), rest=True)
                 return
             if not file.metadata.num_rows:
@@ -103,14 +140,9 @@ def _table(path: Path) -> Iterator[tuple[str, Any]]:
 def _without_nulls(value: Any, messages: bool = False) -> Any:
     """A value without the keys that are null: all objects of a column have the same keys. Those of ``messages`` keep theirs."""
     if isinstance(value, list):
-        if messages:
-            return [
-                {key: _without_nulls(inner) for key, inner in one.items()} if isinstance(one, dict) else one
-                for one in value
-            ]
-        return [_without_nulls(inner) for inner in value]
+        return [_without_nulls(inner, messages) for inner in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: _without_nulls(inner) for key, inner in value.items() if messages or inner is not None}
     return value
 
 
@@ -146,3 +178,57 @@ def _broken(error: Exception) -> str:
     if isinstance(error, ValueError):
         return "JSON with a number of more digits than can be read"
     return "JSON nested too deeply to be a record"
+
+
+_SHOWN = 5
+"""Bad records that one error names; a wrong file would otherwise fill the terminal."""
+_MOST_SHOWN = 100
+"""The same where many may be skipped, all of which are named."""
+
+
+class BadRecord(Exception):
+    """What is wrong with one record, in words; ``rest``: all that follows in its file cannot be read, so it is never skipped."""
+
+    def __init__(self, problem: str, rest: bool = False) -> None:
+        super().__init__(problem)
+        self.rest = rest
+
+
+@dataclass
+class BadRecords:
+    """The bad records of a job, in the order of the files; ``allowed`` of them are skipped (``data.skip_bad``)."""
+
+    allowed: int = 0
+    problems: list[str] = field(default_factory=list)
+    """``data/a.jsonl, line 7: must be a JSON object; it is text``."""
+    cut: list[str] = field(default_factory=list)
+    """Places behind which the rest of a file cannot be read."""
+
+    def add(self, source: str, problem: BadRecord) -> None:
+        if self.problems and self.problems[-1].startswith(f"{source}: "):
+            return  # the other record of a pair
+        self.problems.append(f"{source}: {problem}")
+        self.cut.extend([source] if problem.rest else [])
+
+    def check(self, key: str) -> None:
+        """Raise UserError, naming the first ones and the job's ``key``, where there are more than may be skipped."""
+        count = len(self.problems)
+        if count <= self.allowed and not self.cut:
+            return
+        limit = f" (data.skip_bad = {self.allowed:,} are skipped at most)" if self.allowed else ""
+        if self.cut and count <= self.allowed:
+            limit = f" ({self.cut[0]}: what follows there cannot be read, and is never skipped)"
+        shown = min(max(_SHOWN, self.allowed + 1), _MOST_SHOWN)
+        title = f"{key} must hold records that can be learnt from; {count:,} cannot{limit}:"
+        raise UserError("\n".join([title, *self._named(shown), SHAPES]))
+
+    def lines(self) -> list[str]:
+        """What was skipped, for a person."""
+        if not self.problems:
+            return []
+        count = f"{len(self.problems):,} bad record{'s' if len(self.problems) > 1 else ''}"
+        return [f"{count} skipped (data.skip_bad = {self.allowed:,}):", *self._named(_MOST_SHOWN)]
+
+    def _named(self, shown: int) -> list[str]:
+        more = len(self.problems) - shown
+        return [*(f"  {problem}" for problem in self.problems[:shown]), *([f"  and {more:,} more"] if more > 0 else [])]

@@ -23,10 +23,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hetero_mpi.data.bad_records import BadRecord, BadRecords
 from hetero_mpi.data.documents import matching_files
-from hetero_mpi.data.record_files import values_of
-from hetero_mpi.data.shapes import PAIRS, PREFERENCE, SHAPES, SPELLINGS, Shape, keys_named, unrecognised
+from hetero_mpi.data.record_files import (
+    PAIRS,
+    PREFERENCE,
+    SHAPES,
+    SPELLINGS,
+    BadRecord,
+    BadRecords,
+    Shape,
+    keys_named,
+    unrecognised,
+    values_of,
+)
 from hetero_mpi.errors import UserError
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -123,6 +132,10 @@ def read_records(
     paths = matching_files(key, patterns, tell)
     for source, value in (entry for path in paths for entry in values_of(path)):
         try:
+            if isinstance(value, BadRecord):
+                raise value
+            if not isinstance(value, dict):
+                raise BadRecord(f"must be a JSON object; it is {_kind(value)}")
             found = _pair_of(value, source) if preference else [_record(value, source)]
         except BadRecord as problem:
             bad.add(source, problem)
@@ -150,12 +163,8 @@ def _learnt(record: Record, preference: bool) -> bool:
     return any(message.trained for message in own if message.role == "assistant")
 
 
-def _record(value: Any, source: str) -> Record | None:
+def _record(value: Mapping[str, Any], source: str) -> Record | None:
     """The record in ``value``, or None when it has no answer. Raises BadRecord."""
-    if isinstance(value, BadRecord):
-        raise value
-    if not isinstance(value, dict):
-        raise BadRecord(f"must be a JSON object; it is {_kind(value)}")
     present = {key: inner for key, inner in value.items() if inner is not None}
     for key, spelling in SPELLINGS.items():
         if key in present:
@@ -166,12 +175,8 @@ def _record(value: Any, source: str) -> Record | None:
     raise BadRecord(unrecognised(present))
 
 
-def _pair_of(value: Any, source: str) -> list[Record | None]:
+def _pair_of(value: Mapping[str, Any], source: str) -> list[Record | None]:
     """The two records of a preference: its prompt with either answer. Raises BadRecord."""
-    if isinstance(value, BadRecord):
-        raise value
-    if not isinstance(value, dict):
-        raise BadRecord(f"must be a JSON object; it is {_kind(value)}")
     missing = [key for key in PREFERENCE if value.get(key) is None]
     if missing:
         raise BadRecord(f"{missing[0]!r} is missing for a preference; the record has {keys_named(value)}")
@@ -185,18 +190,14 @@ def _pair_of(value: Any, source: str) -> list[Record | None]:
             turns = [*asked, *value[key]] if begins else value[key]
             found.append(_record({"messages": turns, "tools": value.get("tools")}, source))
         else:
-            question, answer = _text(prompt, "prompt"), _text(value[key], key)
-            found.append(_record({"prompt": question, "completion": answer}, source))
-    chosen, rejected = found
-    if chosen is not None and rejected is not None and _prompt(chosen) != _prompt(rejected):
+            asked_in_text = {"prompt": _text(prompt, "prompt"), "completion": _text(value[key], key)}
+            found.append(_record(asked_in_text, source))
+    prompts = [[(message.role, message.content) for message in one.messages[:-1]] for one in found if one is not None]
+    if len(prompts) == 2 and prompts[0] != prompts[1]:
         raise BadRecord(
             "'chosen' and 'rejected' must be answers to one prompt: all their messages but the last are the same"
         )
     return found
-
-
-def _prompt(record: Record) -> list[tuple[str, str]]:
-    return [(message.role, message.content) for message in record.messages[:-1]]
 
 
 def _pair(value: Mapping[str, Any], shape: Shape, question: str, answer: str, source: str) -> Record | None:

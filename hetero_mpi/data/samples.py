@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.data.order import Indices, batch_indices, permutation
-from hetero_mpi.data.sequences import HELD_OUT_STREAM, Batch
+from hetero_mpi.data.sequences import HELD_OUT_STREAM, Batch, shares
 from hetero_mpi.errors import UserError
 
 _LOOKED_AT = 64
@@ -64,15 +64,12 @@ class Samples:
         self.notes: tuple[str, ...] = ()
         self._data, self._evaluation, self._seed = data, evaluation, seed
         count = len(data)
-        aside = min(max(1, round(held_out * count)), count - 1) if held_out > 0 and evaluation is None else 0
         if count < 1 or (held_out > 0 and evaluation is None and count < 2):
             raise UserError(
                 f"the factory's data has {count} samples; it needs one to train on, and one to hold out unless data.held_out = 0 "
                 f"or the factory gives evaluation data"
             )
-        shuffled = permutation(count, seed, HELD_OUT_STREAM)
-        self.train: Indices = np.sort(shuffled[aside:])
-        self.held_out: Indices = shuffled[:aside]
+        self.train, self.held_out = shares(count, held_out if evaluation is None else 0, seed)
         if evaluation is not None:
             self.held_out = permutation(len(evaluation), seed, HELD_OUT_STREAM)
 

@@ -6,13 +6,14 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.order import Indices, Parts, batch_indices, parts_of, permutation
-from hetero_mpi.data.tokenizer import BATCH_CHARACTERS, encoded, end_token, own_tokens_only
+from hetero_mpi.data.tokenizer import encoded, end_token, in_batches, own_tokens_only, pad_token
 from hetero_mpi.errors import UserError
 
 Tokens = npt.NDArray[np.int32]
@@ -98,22 +99,30 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """All sequences of a job. ``tokens`` and ``targets``: int32 [N, T]."""
+class Rows:
+    """Sequences. ``tokens`` and ``targets``: int32 [N, T]."""
 
     tokens: Tokens
     targets: Tokens
-    train: Indices
-    """Sequences to learn from, ascending."""
-    held_out: Indices
-    """Sequences that measure the evaluation loss, shuffled: any first few of them sample the whole corpus."""
-    seed: int
+    found: str = ""
+    """What they were made from, for messages: ``812 tokens in 4 documents``."""
     notes: tuple[str, ...] = ()
     """Remarks for a person, such as how many documents were too short."""
     positions: Tokens | None = None
     """int32 [N, T]; see ``Batch``."""
     answers: npt.NDArray[np.uint8] | None = None
     """[N, T], of preferences; see ``Pairs``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset(Rows):
+    """All sequences of a job, shared out."""
+
+    train: Indices
+    """Sequences to learn from, ascending."""
+    held_out: Indices
+    """Sequences that measure the evaluation loss, shuffled: any first few of them sample the whole corpus."""
+    seed: int
     parts: Parts = ()
     """Of ``train``, where several data sets are mixed by weights: what an epoch takes from each."""
 
@@ -166,21 +175,6 @@ class Dataset:
         return replace(batch, pairs=Pairs.of(batch, self.answers[chosen], reference), numbers=chosen)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Sequences before they are shared out. ``tokens`` and ``targets``: int32 [N, T]."""
-
-    tokens: Tokens
-    targets: Tokens
-    found: str
-    """What they were made from, for messages: ``812 tokens in 4 documents``."""
-    notes: tuple[str, ...] = ()
-    positions: Tokens | None = None
-    """int32 [N, T]; see ``Batch``."""
-    answers: npt.NDArray[np.uint8] | None = None
-    """[N, T], of preferences; see ``Pairs``."""
-
-
 def build_sequences(
     documents: Iterable[str],
     tokenizer: PreTrainedTokenizerFast,
@@ -219,13 +213,24 @@ def share_out(rows: Rows, held_out: float, seed: int, what: str, advice: str) ->
     needed = 2 if held_out > 0 else 1
     share = ", one to train on and one held out (data.held_out)" if held_out > 0 else ""
     _require(rows, needed, what, share, advice)
-    count = len(rows.tokens)
-    evaluation = min(max(1, round(held_out * count)), count - 1) if held_out > 0 else 0
+    train, aside = shares(len(rows.tokens), held_out, seed)
+    return Dataset(**vars(rows), train=train, held_out=aside, seed=seed)
+
+
+def shares(count: int, held_out: float, seed: int) -> tuple[Indices, Indices]:
+    """(what of ``count`` samples is learnt from, ascending; what is held out, shuffled: one at least where ``held_out`` > 0)."""
+    aside = min(max(1, round(held_out * count)), count - 1) if held_out > 0 else 0
     shuffled = permutation(count, seed, HELD_OUT_STREAM)
-    train = np.sort(shuffled[evaluation:])
-    return Dataset(
-        rows.tokens, rows.targets, train, shuffled[:evaluation], seed, rows.notes, rows.positions, rows.answers
-    )
+    return np.sort(shuffled[aside:]), shuffled[:aside]
+
+
+def _columns(tables: Sequence[Rows]) -> dict[str, Any]:
+    """The columns that all of them have, one table after the other."""
+    found: dict[str, Any] = {}
+    for name in ("tokens", "targets", "positions", "answers"):
+        columns = [getattr(table, name) for table in tables]
+        found[name] = None if any(column is None for column in columns) else np.concatenate(columns)
+    return found
 
 
 def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: int) -> Dataset:
@@ -249,37 +254,24 @@ def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: 
         )
     offsets = np.cumsum([0, *(len(dataset.tokens) for dataset in sets[:-1])])
     held_out = np.concatenate([first + dataset.held_out for first, dataset in zip(offsets, sets, strict=True)])
-    positions = [dataset.positions for dataset in sets if dataset.positions is not None]
-    answers = [dataset.answers for dataset in sets if dataset.answers is not None]
     return Dataset(
-        np.concatenate([dataset.tokens for dataset in sets]),
-        np.concatenate([dataset.targets for dataset in sets]),
-        np.concatenate([first + dataset.train for first, dataset in zip(offsets, sets, strict=True)]),
-        held_out[permutation(len(held_out), seed, HELD_OUT_STREAM)],
-        seed,
-        tuple(notes),
-        np.concatenate(positions) if positions else None,
-        np.concatenate(answers) if answers else None,
-        parts,
+        **_columns(sets),
+        notes=tuple(notes),
+        train=np.concatenate([first + dataset.train for first, dataset in zip(offsets, sets, strict=True)]),
+        held_out=held_out[permutation(len(held_out), seed, HELD_OUT_STREAM)],
+        seed=seed,
+        parts=parts,
     )
 
 
 def join_evaluation(dataset: Dataset, evaluation: Rows, what: str, advice: str) -> Dataset:
     """The dataset, which holds nothing out, with ``evaluation`` to evaluate on. Raises as :func:`share_out`."""
     _require(evaluation, 1, f"{what} of data.evaluation", "", advice)
-    count, positions, answers = len(dataset.tokens), None, None
-    if dataset.positions is not None and evaluation.positions is not None:
-        positions = np.concatenate([dataset.positions, evaluation.positions])
-    if dataset.answers is not None and evaluation.answers is not None:
-        answers = np.concatenate([dataset.answers, evaluation.answers])
     return replace(
         dataset,
-        tokens=np.concatenate([dataset.tokens, evaluation.tokens]),
-        targets=np.concatenate([dataset.targets, evaluation.targets]),
-        held_out=count + permutation(len(evaluation.tokens), dataset.seed, HELD_OUT_STREAM),
+        **_columns([dataset, evaluation]),
+        held_out=len(dataset.tokens) + permutation(len(evaluation.tokens), dataset.seed, HELD_OUT_STREAM),
         notes=(*dataset.notes, *(f"evaluation: {note}" for note in evaluation.notes)),
-        positions=positions,
-        answers=answers,
     )
 
 
@@ -306,25 +298,15 @@ def unigram_entropy(targets: Tokens) -> float:
 
 
 def _text_rows(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, length: int, packing: bool) -> Rows:
-    end = end_token(tokenizer)
-    if packing:
-        return _pack(_encoded(documents, tokenizer), end, length)
-    pad = end if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-    return _pad(_encoded(documents, tokenizer), end, pad, length)
+    texts, end = _encoded(documents, tokenizer), end_token(tokenizer)
+    return _pack(texts, end, length) if packing else _pad(texts, end, pad_token(tokenizer), length)
 
 
 def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
     """Token ids of each document, without special tokens; tokenised in batches so that all threads have work."""
     backend = own_tokens_only(tokenizer)
-    waiting: list[str] = []
-    characters = 0
-    for document in documents:
-        waiting.append(document)
-        characters += len(document)
-        if characters >= BATCH_CHARACTERS:
-            yield from encoded(backend, waiting)
-            waiting, characters = [], 0
-    yield from encoded(backend, waiting)
+    for some in in_batches(documents, len):
+        yield from encoded(backend, some)
 
 
 def _pack(encoded: Iterable[list[int]], end: int, length: int) -> Rows:

@@ -26,9 +26,9 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.bad_records import BadRecord, BadRecords
+from hetero_mpi.data.record_files import BadRecord, BadRecords
 from hetero_mpi.data.records import ChatMessage, Record
-from hetero_mpi.data.tokenizer import BATCH_CHARACTERS, encoded, end_token, faults_named, own_tokens_only
+from hetero_mpi.data.tokenizer import encoded, end_token, faults_named, in_batches, own_tokens_only
 from hetero_mpi.errors import UserError
 
 Template = Literal["auto", "chat", "plain"]
@@ -179,24 +179,10 @@ def tokenize_records(
     A record that the template refuses, or in which answers cannot be told from prompts, goes to ``bad``. Raises UserError
     when no more may be skipped.
     """
-    backend = own_tokens_only(tokenizer)
-    end = end_token(tokenizer)
-    waiting: list[_Rendered] = []
-    characters = 0
-    for record in records:
-        try:
-            waiting.append(_rendered(tokenizer, form, record))
-        except BadRecord as problem:
-            if bad is None or not bad.allowed:
-                raise UserError(f"{record.source}: {problem}") from problem
-            bad.add(record.source, problem)
-            bad.check("the data")
-            continue
-        characters += len(waiting[-1].text) * (1 + len(waiting[-1].spans))
-        if characters >= BATCH_CHARACTERS:
-            yield from _tokenized(backend, end, waiting)
-            waiting, characters = [], 0
-    yield from _tokenized(backend, end, waiting)
+    backend, end = own_tokens_only(tokenizer), end_token(tokenizer)
+    rendered = _all_rendered(tokenizer, form, records, bad)
+    for some in in_batches(rendered, lambda one: len(one.text) * (1 + len(one.spans))):
+        yield from _tokenized(backend, end, some)
 
 
 @dataclass(frozen=True)
@@ -211,9 +197,18 @@ class _Rendered:
         """Where answers begin or end, in characters, ascending, each once."""
         return sorted({edge for span in self.spans for edge in span})
 
-    def trained(self) -> list[bool]:
-        """Is each of the answers learnt?"""
-        return [message.trained for message in self.record.messages if message.role == "assistant"]
+
+def _all_rendered(
+    tokenizer: PreTrainedTokenizerFast, form: Form, records: Iterable[Record], bad: BadRecords | None
+) -> Iterator[_Rendered]:
+    for record in records:
+        try:
+            yield _rendered(tokenizer, form, record)
+        except BadRecord as problem:
+            if bad is None or not bad.allowed:
+                raise UserError(f"{record.source}: {problem}") from problem
+            bad.add(record.source, problem)
+            bad.check("the data")
 
 
 def _rendered(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) -> _Rendered:
@@ -397,10 +392,7 @@ def _render(
 
 def _tokenized(backend: Tokenizer, end: int, waiting: Sequence[_Rendered]) -> Iterator[Tokenized]:
     """Tokenises the texts and all their beginnings at one go, so that all threads of the tokenizer have work."""
-    texts: list[str] = []
-    for rendered in waiting:
-        texts.append(rendered.text)
-        texts.extend(rendered.text[:edge] for edge in rendered.edges())
+    texts = [text for one in waiting for text in (one.text, *(one.text[:edge] for edge in one.edges()))]
     with faults_named("the tokenizer cannot tokenise the records"):
         encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
     for rendered in waiting:
@@ -408,10 +400,12 @@ def _tokenized(backend: Tokenizer, end: int, waiting: Sequence[_Rendered]) -> It
         beginnings = {edge: next(encodings).ids for edge in rendered.edges()}
         ids = list(whole.ids)
         answer, never = np.zeros((2, len(ids)), dtype=np.bool_)
-        trained = rendered.trained()
+        trained = [message.trained for message in rendered.record.messages if message.role == "assistant"]
         for span, learnt in zip(rendered.spans, trained, strict=True):
             first, last = _tokens_of(whole, beginnings, span)
-            (answer if learnt else never)[first : _behind_end(ids, first, last, end)] = True
+            # Without what the template prints behind its end token, if it has one.
+            last = next((index + 1 for index in range(last - 1, first - 1, -1) if ids[index] == end), last)
+            (answer if learnt else never)[first:last] = True
         # What stands behind the last answer is nobody's context: the record ends with the end token, the template's or,
         # where it closes answers with something else, ours.
         final = int(np.flatnonzero(answer)[-1]) if answer.any() else -1
@@ -436,11 +430,6 @@ def _tokens_of(whole: Encoding, beginnings: Mapping[int, Sequence[int]], span: t
     if whole.ids[: len(beginnings[last])] == list(beginnings[last]):
         return begin, len(beginnings[last])
     return begin, next((index for index, (start, _) in enumerate(whole.offsets) if start >= last), tokens)
-
-
-def _behind_end(ids: Sequence[int], first: int, last: int, end: int) -> int:
-    """The end of the answer [first, last) without what the template prints behind its end token, if it has one."""
-    return next((index + 1 for index in range(last - 1, first - 1, -1) if ids[index] == end), last)
 
 
 def _begins_texts(tokenizer: PreTrainedTokenizerFast) -> bool:

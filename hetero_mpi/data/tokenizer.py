@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hetero_mpi.errors import UserError
 
+T = TypeVar("T")
+
 END_TOKEN = "<|end|>"
 """Ends a document, and pads (padding is never a target, so that one token can do both)."""
 
-BATCH_CHARACTERS = 2_000_000
+_BATCH_CHARACTERS = 2_000_000
 """Text handed to a tokenizer at once: enough for all its threads, little enough to keep its Python lists small."""
 
 
@@ -116,6 +119,19 @@ def encoded(engine: Tokenizer, texts: Sequence[str], special: bool = False) -> l
         return [encoding.ids for encoding in engine.encode_batch_fast(list(texts), add_special_tokens=special)]
 
 
+def in_batches(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
+    """``items`` in lists of as much text as is handed to a tokenizer at once."""
+    waiting: list[T] = []
+    count = 0
+    for item in items:
+        waiting.append(item)
+        count += characters(item)
+        if count >= _BATCH_CHARACTERS:
+            yield waiting
+            waiting, count = [], 0
+    yield waiting
+
+
 def end_token(tokenizer: PreTrainedTokenizerFast) -> int:
     """The id of the token that ends documents and answers. Raises UserError when the tokenizer has none."""
     end = tokenizer.eos_token_id
@@ -125,6 +141,11 @@ def end_token(tokenizer: PreTrainedTokenizerFast) -> int:
             "tokenizer_config.json, or train one with tokenizer.train_vocab_size"
         )
     return int(end)
+
+
+def pad_token(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The id that fills sequences up: that of the end, where the tokenizer has none for it."""
+    return end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.bad_records import BadRecord, BadRecords
 from hetero_mpi.data.instructions import build_record_sequences
+from hetero_mpi.data.record_files import BadRecord, BadRecords
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.sequences import IGNORED, Dataset
 from hetero_mpi.data.template import choose_form

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.bad_records import BadRecords
 from hetero_mpi.data.documents import read_documents
 from hetero_mpi.data.instructions import build_record_sequences
+from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.records import Records, read_records
 from hetero_mpi.data.samples import DataSource
 from hetero_mpi.data.sequences import build_sequences
