@@ -11,9 +11,8 @@ import fnmatch
 import glob
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import huggingface_hub
 from huggingface_hub import constants, errors
@@ -28,24 +27,13 @@ _WORDS = {"train": "train|training", "validation": "validation|valid|val|dev", "
 _SHARD = re.compile(r"-\d+-of-(\d+)\.\w+$")
 
 
-@dataclass(frozen=True)
-class HubName:
-    """A data set as the job names it."""
+class HubName(NamedTuple):
+    """A data set as the job names it; ``said``: the job's key and the text, for messages."""
 
-    text: str
     said: str
-    """The job's key and the text, for messages."""
     name: str
     config: str | None
     split: str
-
-    @classmethod
-    def of(cls, text: str, key: str) -> HubName:
-        found = _NAME.fullmatch(text)
-        if found is None:
-            raise UserError(f'{key}: a data set of the hub is written "hf:org/name", "hf:org/name:split" or '
-                            f'"hf:org/name/config:split"; this is not: "{text}"')  # fmt: skip
-        return cls(text, key if text in key else f'{key} "{text}"', found[1], found[2], found[3] or "train")
 
 
 def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[Path]:
@@ -53,8 +41,12 @@ def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[P
 
     Raises UserError: it is not here and cannot be fetched, or it has no such config, split or file.
     """
-    wanted = HubName.of(text, key)
-    directory = _snapshot(wanted, local_files_only=True, allow_patterns=["README.md"])
+    found = _NAME.fullmatch(text)
+    if found is None:
+        raise UserError(f'{key}: a data set of the hub is written "hf:org/name", "hf:org/name:split" or '
+                        f'"hf:org/name/config:split"; this is not: "{text}"')  # fmt: skip
+    wanted = HubName(key if text in key else f'{key} "{text}"', found[1], found[2], found[3] or "train")
+    directory = cached(wanted.name, "dataset", "README.md")
     if directory is not None:
         names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
         chosen = _chosen(wanted, names, directory, whole=False)
@@ -66,7 +58,7 @@ def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[P
     if tell is None or constants.HF_HUB_OFFLINE:
         rule = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "only rank 0 asks the network"
         raise UserError(_not_here(wanted, f"{missing}; {rule}, so nothing is fetched"))
-    tell(f"fetching {wanted.text} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
+    tell(f"fetching {text} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     try:
         card = Path(huggingface_hub.snapshot_download(wanted.name, repo_type="dataset", allow_patterns=["README.md"]))
         names = sorted(huggingface_hub.HfApi().list_repo_files(wanted.name, repo_type="dataset"))
@@ -92,9 +84,13 @@ def why_not(name: str, kind: str, key: str, error: Exception) -> str:
     return f"{name} could not be fetched from {constants.ENDPOINT} ({first_line})"
 
 
-def _snapshot(wanted: HubName, **how: Any) -> Path | None:
+def cached(name: str, kind: str, file: str) -> Path | None:
+    """Directory of a repository of a kind ("model", "dataset") in this machine's Hugging Face cache, perhaps incomplete, in which a
+    file is looked for; None when there is nothing of it."""
     try:
-        return Path(huggingface_hub.snapshot_download(wanted.name, repo_type="dataset", **how))
+        return Path(
+            huggingface_hub.snapshot_download(name, repo_type=kind, local_files_only=True, allow_patterns=[file])
+        )
     except (OSError, ValueError):  # what huggingface_hub raises is one of these
         return None
 

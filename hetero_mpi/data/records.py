@@ -1,18 +1,8 @@
 """Instruction records: JSON files -> conversations, whatever of three shapes each record has.
 
-Every shape becomes a list of messages, so that the rest of the program knows conversations only:
-
-=================  ====================================================  ============================================
-shape              recognised by                                         becomes
-=================  ====================================================  ============================================
-chat               ``messages`` (role, content), or ``conversations``    these messages, up to the last answer
-                   (from, value: the spelling of ShareGPT)
-alpaca             ``instruction`` and ``output``; ``input`` may follow  user: instruction, empty line, input;
-                                                                         assistant: output
-prompt/completion  ``prompt`` and ``completion``                         user: prompt; assistant: completion
-=================  ====================================================  ============================================
-
-A record with the keys of several shapes has the first of them; further keys are ignored.
+Every shape (``record_files.SHAPES``) becomes a list of messages, so that the rest of the program knows conversations only: a chat
+up to its last answer; of alpaca the instruction, an empty line and the input are the user's. A record with the keys of several
+shapes is a chat before it is alpaca, and that before prompt/completion; further keys are ignored.
 """
 
 from __future__ import annotations
@@ -102,10 +92,8 @@ class Records:
         found = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
         what = f"{len(self.records) // 2:,} pairs of answers" if self.preference else f"{len(self.records):,} records"
         lines = [f"{what} from {self.files:,} files ({found})"]
-        for sources, why in (
-            (self.unanswered, "without an answer"),
-            (self.untrained, "without an answer to learn (train = false)"),
-        ):
+        left_out = {"without an answer": self.unanswered, "without an answer to learn (train = false)": self.untrained}
+        for why, sources in left_out.items():
             if sources:
                 lines.append(f"{len(sources):,} records {why} left out, such as {sources[0]}")
         return lines
@@ -127,8 +115,7 @@ def read_records(
     """
     bad = BadRecords() if bad is None else bad
     records: list[Record] = []
-    unanswered: list[str] = []
-    untrained: list[str] = []
+    unanswered, untrained = list[str](), list[str]()
     paths = matching_files(key, patterns, tell)
     for source, value in (entry for path in paths for entry in values_of(path)):
         try:
@@ -141,9 +128,11 @@ def read_records(
             bad.add(source, problem)
             continue
         answered = [record for record in found if record is not None]
+        # Is there an answer to learn: any, or of a preference the last one?
+        own = [record.messages[-1:] if preference else record.messages for record in answered]
         if len(answered) < len(found):
             unanswered.append(source)
-        elif not all(_learnt(record, preference) for record in answered):
+        elif not all(any(one.trained for one in some if one.role == "assistant") for some in own):
             untrained.append(source)
         else:
             records.extend(answered)
@@ -155,12 +144,6 @@ def read_records(
             f"{key} must hold records with an answer to learn; none of its {len(silent):,} records has one{such}.\n{SHAPES}"
         )
     return Records(tuple(records), len(paths), tuple(unanswered), tuple(untrained), preference)
-
-
-def _learnt(record: Record, preference: bool) -> bool:
-    """Is there an answer to learn: any, or of a preference the last one?"""
-    own = record.messages[-1:] if preference else record.messages
-    return any(message.trained for message in own if message.role == "assistant")
 
 
 def _record(value: Mapping[str, Any], source: str) -> Record | None:

@@ -43,16 +43,8 @@ PLAIN_FORM = (
     "{%- endfor %}"
     '{{- "\\n\\n## Answer\\n" if add_generation_prompt else "" }}'
 )
-"""The plain form: a heading over every message, the end token behind every answer, an empty line between messages::
-
-    ## Task
-    Say hello.
-
-    ## Answer
-    Hello.<end>
-
-A tokenizer that begins every text with a special token gets it in front.
-"""
+"""The plain form: a heading over every message, the end token behind every answer, an empty line between messages. A tokenizer
+that begins every text with a special token gets it in front."""
 
 # A template may print today's date; then a run resumed tomorrow would learn other data than it began with. The date is
 # the one Llama's templates fall back to. A macro, because transformers hands no functions through to templates.
@@ -114,8 +106,10 @@ def choose_form(tokenizer: PreTrainedTokenizerFast, template: Template, records:
                 f"records with tools need a chat template that can print them, and the plain form cannot ({calling.source} "
                 f'has tools). Set data.template = "chat" and tokenizer.path to a tokenizer with such a template.'
             )
-        begin = "{{- bos_token }}" if _begins_texts(tokenizer) else ""
-        return Form("plain", begin + PLAIN_FORM)
+        # As Llama's and Gemma's tokenizers begin every text with their beginning token.
+        begin = tokenizer.bos_token_id
+        begins = begin is not None and encoded(own_tokens_only(tokenizer), ["a"], special=True)[0][:1] == [begin]
+        return Form("plain", ("{{- bos_token }}" if begins else "") + PLAIN_FORM)
     if not has_template(tokenizer):
         raise UserError(f'data.template = "chat" needs a tokenizer with a chat template; this one has none. {REMEDY}')
     try:
@@ -247,16 +241,15 @@ def _whole(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) -> tu
     """
     given = [message.given or {"role": message.role, "content": message.content} for message in record.messages]
     plainer = [_plainer(message) for message in record.messages]
-    text, refused = "", None
     try:
         text = _render(tokenizer, form, given, record.tools)
-    except BadRecord as problem:
-        refused = problem
-    if plainer == given:
-        if refused is not None:
-            raise refused
-    elif refused is not None or _garbled(text, record.messages):
+    except BadRecord:
+        if plainer == given:
+            raise
+        text = None
+    if plainer != given and (text is None or _garbled(text, record.messages)):
         given, text = plainer, _render(tokenizer, form, plainer, record.tools)
+    assert text is not None
     lost = [call["name"] for message in record.messages for call in message.calls() if call["name"] not in text]
     if lost:
         raise BadRecord(f"the tokenizer's chat template prints nothing of the call of {lost[0]!r}. {WAY_OUT}.")
@@ -430,9 +423,3 @@ def _tokens_of(whole: Encoding, beginnings: Mapping[int, Sequence[int]], span: t
     if whole.ids[: len(beginnings[last])] == list(beginnings[last]):
         return begin, len(beginnings[last])
     return begin, next((index for index, (start, _) in enumerate(whole.offsets) if start >= last), tokens)
-
-
-def _begins_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the tokenizer begins every text with its beginning token, as Llama's and Gemma's do."""
-    begin = tokenizer.bos_token_id
-    return begin is not None and encoded(own_tokens_only(tokenizer), ["a"], special=True)[0][:1] == [begin]

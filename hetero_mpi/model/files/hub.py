@@ -13,7 +13,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants
 
-from hetero_mpi.data.hub_records import why_not
+from hetero_mpi.data import hub_records
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ModelFiles
 
@@ -50,10 +50,7 @@ def is_hub_id(text: str, path: Path) -> bool:
 
 def cached(name: str) -> Path | None:
     """Directory of the model in this machine's Hugging Face cache, perhaps incomplete; None when there is nothing of it."""
-    try:
-        return Path(huggingface_hub.snapshot_download(name, local_files_only=True, allow_patterns=["config.json"]))
-    except (OSError, ValueError):  # what huggingface_hub raises is one of these
-        return None
+    return hub_records.cached(name, "model", "config.json")
 
 
 def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -> Path:
@@ -73,7 +70,9 @@ def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -
         wanted, unwanted = list(WANTED), list(UNWANTED)
         directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
-        raise UserError(_not_here(name, path, f"{reason}; {why_not(name, 'model', 'model.path', error)}")) from None
+        raise UserError(
+            _not_here(name, path, f"{reason}; {hub_records.why_not(name, 'model', 'model.path', error)}")
+        ) from None
     damage = _damage(directory)  # without a network, what is there may come back as it was
     if damage is not None:
         raise UserError(_not_here(name, path, f"{damage}; nothing better came from {constants.ENDPOINT}"))
