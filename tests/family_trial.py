@@ -24,15 +24,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
-from hetero_mpi.model.adapter import adapted, lora_config
 from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.layer.loss import IGNORED, Routed
 from hetero_mpi.model.layer.quantize import fused_experts
-from hetero_mpi.model.layer.router_loss import Routed
-from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, uses_dropout
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES, ROUTER_LOSS_FAMILIES
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
-from hetero_mpi.model.tuning import Tuning, adapter_tuning
+from hetero_mpi.model.tuning import Tuning, adapted, adapter_tuning, lora_config
 from tests.support.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"

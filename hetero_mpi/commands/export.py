@@ -25,15 +25,14 @@ from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, job_from_dict
-from hetero_mpi.model.adapter import MAGNITUDE, expert_delta, merged, scale_of
 from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.files.model_files import ModelFiles, read_json
-from hetero_mpi.model.stage import PassThrough
+from hetero_mpi.model.layer.interface import PassThrough
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart
-from hetero_mpi.model.tuning import Tuning, tuning_of
+from hetero_mpi.model.tuning import MAGNITUDE, Tuning, expert_delta, merged, scale_of, tuning_of
 from hetero_mpi.state.checkpointing import check_tensors
 
 _RESULTS = ("model", "adapter")

@@ -11,7 +11,6 @@ import re
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -80,10 +79,8 @@ class Accelerator(Backend):
 
     def _free_memory(self) -> Memory:
         (total, free), own = self._total_and_free(), int(self.module().memory_reserved(self.device))
-        if (
-            self.shares_host_memory()
-        ):  # the driver counts the system's file cache as used (vllm#40295); the system does not
-            host = host_memory()
+        if self.shares_host_memory():
+            host = host_memory()  # the driver counts the system's file cache as used (vllm#40295); the system does not
             return host if host.usable_bytes < total else Memory(total, f"{gigabytes(total)} on the device")
         others = max(0, total - free - own)
         reason = f"{gigabytes(free + own)} free of {gigabytes(total)} on the device"
@@ -164,20 +161,16 @@ class Accelerator(Backend):
 
     def seed(self, seed: int) -> None:
         super().seed(seed)
-        self.module().default_generators[self.index].manual_seed(
-            seed
-        )  # manual_seed() means the thread's current device
+        # manual_seed() means the thread's current device.
+        self.module().default_generators[self.index].manual_seed(seed)
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A mark in a device's queue: nobody waits for the device until the time is asked for."""
+class _Recorded(Mark):
+    """An event in a device's queue: nobody waits for the device until the time is asked for."""
 
-    event: Any
-
-    def seconds_since(self, earlier: _Recorded) -> float:
-        self.event.synchronize()
-        return float(earlier.event.elapsed_time(self.event)) / 1e3
+    def seconds_since(self, earlier: Mark) -> float:
+        self.at.synchronize()
+        return float(earlier.at.elapsed_time(self.at)) / 1e3
 
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -356,9 +349,8 @@ class MpsBackend(Backend):
 
     def _free_memory(self) -> Memory:
         limit, host = int(torch.mps.recommended_max_memory()), host_memory()
-        if limit < host.usable_bytes:
-            return Memory(limit, f"{gigabytes(limit)} recommended by Metal, of the host's memory")
-        return host
+        metal = Memory(limit, f"{gigabytes(limit)} recommended by Metal, of the host's memory")
+        return metal if limit < host.usable_bytes else host
 
     def synchronize(self) -> None:
         torch.mps.synchronize()

@@ -15,15 +15,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
 from hetero_mpi.comm import huge_pages
-from hetero_mpi.device.cgroup import cgroup_free_bytes
 from hetero_mpi.device.copying import Copying
+from hetero_mpi.device.memory import cgroup_free_bytes
 from hetero_mpi.device.products import has_products
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,30 +37,16 @@ class Memory:
     usable_bytes: int
     reason: str
 
-    def divided(self, sharing: int) -> Memory:
-        """The part of each of ``sharing`` ranks."""
-        if sharing <= 1:
-            return self
-        return Memory(self.usable_bytes // sharing, f"{self.reason}, shared by {sharing} ranks")
-
-
-class Mark(Protocol):
-    """A moment of a device's work (``Backend.mark``)."""
-
-    def seconds_since(self, earlier: Any) -> float:
-        """From an earlier mark of the same backend to this one; waits until the device has come so far."""
-        ...
-
 
 @dataclass(frozen=True)
-class Moment:
-    """A mark of a device that was waited for."""
+class Mark:
+    """A moment of a device's work (``Backend.mark``); here of one that was waited for, in seconds."""
 
-    at_s: float
+    at: Any
 
-    def seconds_since(self, earlier: Moment) -> float:
-        """As ``Mark.seconds_since``."""
-        return self.at_s - earlier.at_s
+    def seconds_since(self, earlier: Mark) -> float:
+        """From an earlier mark of the same backend to this one; waits until the device has come so far."""
+        return float(self.at - earlier.at)
 
 
 class Backend:
@@ -118,7 +104,10 @@ class Backend:
 
     def memory(self, sharing: int = 1) -> Memory:
         """Memory for one rank, now, when ``sharing`` ranks divide the device's memory among themselves."""
-        return self._free_memory().divided(sharing)
+        free = self._free_memory()
+        if sharing <= 1:
+            return free
+        return Memory(free.usable_bytes // sharing, f"{free.reason}, shared by {sharing} ranks")
 
     def _free_memory(self) -> Memory:
         return host_memory()
@@ -137,7 +126,7 @@ class Backend:
     def mark(self) -> Mark:
         """The moment at which the device has computed what this thread gave it so far; in general it lies ahead."""
         self.finish_compute()
-        return Moment(time.perf_counter())
+        return Mark(time.perf_counter())
 
     def copying(self) -> Copying:
         """A new queue of copies between host memory and the device."""

@@ -16,8 +16,8 @@ from hetero_mpi.engine.channel import PIECE_BYTES, Inbox, Outbox
 from hetero_mpi.engine.host_group import HostGroup
 from hetero_mpi.engine.placement import Placement
 from hetero_mpi.engine.wire import NEAREST, WireFormat
-from hetero_mpi.model.layer.preference import Comparison
-from hetero_mpi.model.layer.router_loss import Routed
+from hetero_mpi.model.layer.loss import Routed
+from hetero_mpi.model.layer.micro_batch import Comparison
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.memory import holdings

@@ -9,7 +9,7 @@ from itertools import accumulate
 from hetero_mpi.data.sequences import Batch
 from hetero_mpi.model.group.division import Division, Holding, divisions
 from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.stage import IGNORED
+from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.owners import owners

@@ -25,7 +25,7 @@ from hetero_mpi.device.backend import HOST, Backend, host_bytes
 from hetero_mpi.device.copying import Copied, Copying
 from hetero_mpi.emulation.pace import ActionPacer
 from hetero_mpi.engine.tied import TiedMatrix
-from hetero_mpi.model.flat_gradients import FlatGradients
+from hetero_mpi.model.held_layers import FlatGradients
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import Schedule, holders

@@ -32,13 +32,11 @@ from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, shared
 from hetero_mpi.engine.tied import TiedMatrix
 from hetero_mpi.engine.wire import format_of
 from hetero_mpi.job.load import TrainTable
-from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.group.link import StageGroup
-from hetero_mpi.model.held_layers import HeldLayers, Shared
-from hetero_mpi.model.held_stages import HeldStages
+from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Kept, Shared
 from hetero_mpi.model.layer.interface import LayerChain, as_input
-from hetero_mpi.model.layer.preference import Comparison, Method
-from hetero_mpi.model.layer.router_loss import Routed
+from hetero_mpi.model.layer.loss import Routed
+from hetero_mpi.model.layer.micro_batch import Comparison, Method
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
@@ -166,7 +164,8 @@ class Trainer:
         shared = {layer: owned for layer, owned in shared.items() if own.first <= layer < own.last}
         foreign = {name for name, rank in self.owner.items() if rank != self.rank and not self.has_part(name)}
         if own.streamed:
-            return StreamedStage(*given, kept, own.slice_sequences, folder, shared, foreign)
+            options = {"kept": kept, "slice_sequences": own.slice_sequences, "shared": shared, "foreign": foreign}
+            return StreamedStage(*given, folder=folder, **options)
         split, embedding = pipeline.split_backward and place.position > 0, None
         if tied is not None and self.stages and self.stages[0].is_first and own.last == self.chain.layer_count:
             embedding = self.stages[0].model_parameter(tied[1])

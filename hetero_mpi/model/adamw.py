@@ -46,14 +46,10 @@ class AdamW:
         self._places: dict[Parameter, tuple[Any, int, int]] = {}
         """Parameter -> (its optimizer, group, place in the group)."""
         for make, widths in _makers(train, fused):
-            groups: list[dict[str, Any]] = [
-                {
-                    "params": [p for p, decays, eight_bit in listed if decays is decay and eight_bit in widths],
-                    "weight_decay": train.weight_decay * decay,
-                }
-                for decay in (True, False)
-            ]
-            groups = [group for group in groups if group["params"]]
+            groups: list[dict[str, Any]] = []
+            for decay in (True, False):
+                some = [p for p, decays, eight_bit in listed if decays is decay and eight_bit in widths]
+                groups += [{"params": some, "weight_decay": train.weight_decay * decay}] if some else []
             if groups:  # a stage may hold nothing that is trained, such as an embedding beside adapters
                 self._parts.append(make(groups, **settings))
         for part in self._parts:
@@ -125,20 +121,12 @@ def _step_in_pieces(target: Parameter, held: dict[str, Any], group: Mapping[str,
         if "absmax1" in held:
             blocks = slice(begin // MOMENT_BLOCK, (begin + _PIECE) // MOMENT_BLOCK)
             maps, scales = ([held[f"{name}{i}"] for i in (1, 2)] for name in ("qmap", "absmax"))
-            numbers = (
-                beta1,
-                beta2,
-                *rest,
-                group["eps"],
-                held["step"],
-                group["lr"],
-                *maps,
-                *(one[blocks] for one in scales),
-            )
-            optimizer_update_8bit_blockwise("adam", gradient, values, first, second, *numbers, group["weight_decay"])
+            numbers = (beta1, beta2, *rest, group["eps"], held["step"], group["lr"])
+            own: tuple[Any, ...] = (*maps, *(one[blocks] for one in scales), group["weight_decay"])
+            optimizer_update_8bit_blockwise("adam", gradient, values, first, second, *numbers, *own)
         else:
-            numbers = (beta1, group["eps"], held["step"], group["lr"], second, beta2, *rest, group["weight_decay"])
-            optimizer_update_32bit("adam", gradient, values, first, *numbers)
+            own = (beta1, group["eps"], held["step"], group["lr"], second, beta2, *rest, group["weight_decay"])
+            optimizer_update_32bit("adam", gradient, values, first, *own)
 
 
 def _makers(train: TrainTable, fused: bool) -> list[tuple[Any, tuple[bool, ...]]]:

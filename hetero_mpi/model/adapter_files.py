@@ -10,10 +10,9 @@ import torch
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.model.adapter import FILE_PREFIX, lora_config
+from hetero_mpi.model.files.model_directory import WholeDirectory, write_tensors
 from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_json, read_tensor
-from hetero_mpi.model.files.whole_directory import WholeDirectory, write_tensors
-from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.model.tuning import FILE_PREFIX, Tuning, lora_config
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _A = ".lora_A.weight"
@@ -34,7 +33,7 @@ def write_adapter(
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(directory))
-    write_tensors(directory / _WEIGHTS, {FILE_PREFIX + name: tensor.contiguous() for name, tensor in state.items()})
+    write_tensors(directory / _WEIGHTS, {FILE_PREFIX + name: tensor for name, tensor in state.items()})
 
 
 def adapter_directory(directory: Path) -> WholeDirectory:

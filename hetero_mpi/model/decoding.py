@@ -138,31 +138,13 @@ class Decoder:
         Returns: Output (1, T, D); on the last stage the logits (V,) after the last token, fp32.
         """
         if text not in self._caches:
-            self._caches[text] = _new_cache(self.stage)
+            self._caches[text] = _Cache(self.stage)
         cache = self._caches[text]
         positions = cache.pass_on(x.shape[1], x.device)
         last: dict[str, Any] = {"logits_to_keep": 1} if self.stage.is_last else {}
         past = {self._cache_keyword: cache.layers}
         y = self.stage.apply(x, position_ids=positions, use_cache=True, **past, **last)
         return y[0, -1].float() if self.stage.is_last else y
-
-
-@dataclass
-class _Cache:
-    """What a stage knows of a text: transformers' cache for the model, those of its layers that only count, and the tokens that
-    have passed.
-    """
-
-    layers: DynamicCache
-    counting: list[Any]
-    passed: int = 0
-
-    def pass_on(self, length: int, device: torch.device) -> torch.Tensor:
-        """Positions (1, T) of the next tokens, which are about to pass."""
-        for layer in self.counting:
-            layer.cumulative_length = self.passed
-        self.passed += length
-        return torch.arange(self.passed - length, self.passed, device=device).unsqueeze(0)
 
 
 class _Counting(DynamicLayer):
@@ -174,24 +156,29 @@ class _Counting(DynamicLayer):
         return self.cumulative_length
 
 
-def _new_cache(stage: Stage) -> _Cache:
-    cache = DynamicCache(config=stage.model.config)
-    own = _own_layers(stage)
-    counting = []
-    for index, layer in enumerate(cache.layers):
-        if index in own or not isinstance(layer, DynamicLayer):
-            continue
-        if not isinstance(layer, DynamicSlidingWindowLayer):  # which counts by itself
-            layer = cache.layers[index] = _Counting()
-        counting.append(layer)
-    return _Cache(cache, counting)
+class _Cache:
+    """What a stage knows of a text: transformers' cache for the model, and how many tokens have passed."""
 
+    def __init__(self, stage: Stage) -> None:
+        self.layers = DynamicCache(config=stage.model.config)
+        self._counting: list[Any] = []
+        """Those of its layers that only count."""
+        self._passed = 0
+        blocks = stage.model.get_submodule(language(stage.chain).blocks_name)
+        own = {getattr(module, "layer_idx", None) for module in blocks.modules()}  # a block may have several
+        for index, layer in enumerate(self.layers.layers):
+            if index in own or not isinstance(layer, DynamicLayer):
+                continue
+            if not isinstance(layer, DynamicSlidingWindowLayer):  # which counts by itself
+                layer = self.layers.layers[index] = _Counting()
+            self._counting.append(layer)
 
-def _own_layers(stage: Stage) -> set[int]:
-    """Indices in the cache of the attention layers that the stage holds (a block may have several)."""
-    blocks = stage.model.get_submodule(language(stage.chain).blocks_name)
-    found = (getattr(module, "layer_idx", None) for module in blocks.modules())
-    return {index for index in found if isinstance(index, int)}
+    def pass_on(self, length: int, device: torch.device) -> torch.Tensor:
+        """Positions (1, T) of the next tokens, which are about to pass."""
+        for layer in self._counting:
+            layer.cumulative_length = self._passed
+        self._passed += length
+        return torch.arange(self._passed - length, self._passed, device=device).unsqueeze(0)
 
 
 def _tensor_bytes(value: Any) -> int:

@@ -1,4 +1,9 @@
-"""What a rank holds of the model: what the optimizer, the exchanges and saved state see of its stages, be they one or several."""
+"""What a rank holds of the model: what the optimizer, the exchanges and saved state see of its stages, be they one or several.
+
+Frozen weights stay where they are, on the device and packed, when a rank's stage is built anew for other layers. Only weights are
+carried over, not modules with their hooks: those belong to the stage that goes. NF4 layers are the exception: their weights and the
+state of their packing are one.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,53 @@ import torch
 from torch import nn
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.offloaded_gradients import OffloadedGradients
+from hetero_mpi.model.offloaded_gradients import OffloadedGradients, flat_layout
 from hetero_mpi.model.tuning import Tuning
+
+Kept = Mapping[int, Mapping[str, nn.Module]]
+"""Layer -> name of each of its modules, as in a fresh model -> a module that has the weights."""
+_WRAPPED, _ADAPTER = ".base_layer", ".lora_"
+"""What peft's wrappers put into the names of what they wrap, and of what they add."""
+
+
+def frozen_layers(chain: LayerChain, model: nn.Module, layers: Iterable[int]) -> Kept:
+    """The frozen weights of ``layers`` in a stage's model, of which nothing but adapters is trained.
+
+    The ends of a tied model are left out: a stage makes the head's copy itself.
+    """
+    return {
+        layer: {
+            name.replace(_WRAPPED, ""): module
+            for root in chain.module_names(layer)
+            for name, module in model.get_submodule(root).named_modules(prefix=root)
+            if _ADAPTER not in name and next(module.parameters(recurse=False), None) is not None
+        }
+        for layer in layers
+        if chain.tied is None or 0 < layer < chain.layer_count - 1
+    }
+
+
+def take_over(model: nn.Module, kept: Mapping[str, nn.Module]) -> None:
+    """Give the modules of a layer in a fresh model (on the meta device) the weights that were kept."""
+    for name, old in kept.items():
+        if type(old).__module__.partition(".")[0] == "bitsandbytes":
+            model.set_submodule(name, old)
+            continue
+        new = model.get_submodule(name)
+        for own, parameter in old.named_parameters(recurse=False):
+            setattr(new, own, parameter)
+
 
 Shared = Mapping[int, Sequence[Sequence[str]]]
 """Layer -> the names of the trained parameters that each of its holders owns."""
 
 
 class HeldLayers(ABC):
-    """The layers of one stage (``stage.Stage``), or of several of one pipeline (``held_stages.HeldStages``).
+    """The layers of one stage (``stage.Stage``), or of several of one pipeline (``HeldStages``).
 
     Attributes:
+        layers: their indices in the chain.
         parameters: name -> parameter this rank trains, in the model's order (compute dtype, on the device).
         masters: name -> fp32 copy of each parameter that this rank owns where the compute dtype is narrower, or ``state_device``
             another; else empty.
@@ -33,6 +72,7 @@ class HeldLayers(ABC):
     """
 
     chain: LayerChain
+    layers: Sequence[int]
     backend: Backend
     dtype: torch.dtype
     tuning: Tuning
@@ -72,3 +112,89 @@ class HeldLayers(ABC):
 
     def gradients_gone(self) -> None:  # noqa: B027 - nothing to do, where memory is not short
         """A step has ended, and its gradients are no more."""
+
+
+class FlatGradients:
+    """A layer's fp32 gradients, one after the other with a few zeros between them, in the same memory for good.
+
+    The buffer has a part for each holder, of the parameters that this one owns (``HeldLayers.shared``); the layout is the same
+    wherever the layer is held. Between two steps a part takes new values of its parameters, in their dtype.
+
+    Attributes:
+        gradients: (n,), where the stage keeps its state.
+        views: name -> a parameter's gradient in there.
+        parts: of ``gradients``, one for each holder.
+        values: what of them new values take, in fp32 numbers.
+    """
+
+    def __init__(self, stage: HeldLayers, layer: int) -> None:
+        self._stage = stage
+        owned = stage.shared[layer]
+        names = [name for of_part in owned for name in of_part]
+        starts, length = flat_layout(stage.parameters[name].numel() for name in names)
+        own = stage.offloaded.flat[layer] if stage.offloaded is not None else None
+        self.gradients = own if own is not None else torch.zeros(length, device=stage.backend.device)
+        self.views: dict[str, torch.Tensor] = {}
+        for name, start in zip(names, starts, strict=True):
+            parameter = stage.parameters[name]
+            self.views[name] = self.gradients[start : start + parameter.numel()].view(parameter.shape)
+        self.parts: list[slice] = []
+        self.values: list[slice] = []
+        self._rooms: list[dict[str, torch.Tensor]] = []
+        """Of each holder: name -> where a parameter's new values are."""
+        begin = 0
+        for of_part in owned:
+            end = begin + flat_layout(stage.parameters[name].numel() for name in of_part)[1]
+            where, taken = flat_layout(-(-stage.parameters[name].nbytes // 4) for name in of_part)
+            self._rooms.append({name: self._room(begin + at, name) for name, at in zip(of_part, where, strict=True)})
+            self.parts.append(slice(begin, end))
+            self.values.append(slice(begin, begin + taken))
+            begin = end
+
+    def _room(self, start: int, name: str) -> torch.Tensor:
+        parameter = self._stage.parameters[name]
+        numbers = self.gradients[start : start + -(-parameter.nbytes // 4)]
+        return numbers.view(torch.uint8)[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+
+    def pack(self, place: int) -> None:
+        """Copy a holder's parameters to where new values go."""
+        rooms, stage = self._rooms[place], self._stage
+        if rooms:
+            torch._foreach_copy_(list(rooms.values()), [stage.storage_of(stage.parameters[name]) for name in rooms])
+
+    def unpack(self, place: int) -> None:
+        """Copy the new values of a holder's parameters into these."""
+        self._stage.overwrite(self._rooms[place])
+
+
+class HeldStages(HeldLayers):
+    """Several stages of one pipeline on one rank, in the order of the chain, none of which is streamed."""
+
+    def __init__(self, stages: Sequence[HeldLayers]) -> None:
+        assert all(stage.offloaded is None for stage in stages), "a streamed stage is a rank's only one"
+        one, last = stages[0], stages[-1]
+        self._stages = tuple(stages)
+        self.layers = [layer for stage in stages for layer in stage.layers]
+        self.chain, self.backend, self.dtype, self.tuning = one.chain, one.backend, one.dtype, one.tuning
+        self.parameters = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
+        self.masters = {name: master for stage in stages for name, master in stage.masters.items()}
+        self.shared = {layer: owned for stage in stages for layer, owned in stage.shared.items()}
+        self.tied_head, self.offloaded, self.foreign = last.tied_head, None, one.foreign
+        self._holders = {parameter: stage for stage in stages for parameter in stage.parameters.values()}
+        if self.tied_head is not None:
+            self._holders[self.tied_head] = last
+
+    def model_parameter(self, name: str) -> nn.Parameter:
+        layer = self.chain.layer_of(name)
+        return next(stage for stage in self._stages if layer in stage.layers).model_parameter(name)
+
+    def before_each_layer(self, call: Callable[[int], None]) -> None:
+        for stage in self._stages:
+            stage.before_each_layer(call)
+
+    def take_gradients(self, parameter: nn.Parameter, add: Callable[[torch.Tensor], None]) -> None:
+        self._holders[parameter].take_gradients(parameter, add)
+
+    def frozen_layers(self, layers: Iterable[int]) -> Kept:
+        wanted = list(layers)
+        return {layer: kept for stage in self._stages for layer, kept in stage.frozen_layers(wanted).items()}

@@ -6,7 +6,7 @@ in the order of a stage that keeps them on its device, and the host's processor 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -14,8 +14,19 @@ from torch import nn
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.copying import Copied
-from hetero_mpi.model.layer.flat_layout import flat_layout
 from hetero_mpi.planning.memory import STREAMED_LAYERS
+
+_ALIGNMENT = 16
+"""Floats: every gradient in a flat buffer starts at a cache line."""
+
+
+def flat_layout(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """(where gradients of so many numbers begin in one flat buffer, its length): the same wherever a layer is held."""
+    starts, length = [], 0
+    for size in sizes:
+        starts.append(length)
+        length += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return starts, length
 
 
 class OffloadedGradients:

@@ -16,8 +16,7 @@ import torch
 
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.adamw import AdamW
-from hetero_mpi.model.flat_gradients import FlatGradients
-from hetero_mpi.model.held_layers import HeldLayers
+from hetero_mpi.model.held_layers import FlatGradients, HeldLayers
 
 _BLOCK, _SHORT = 1024, 4096
 """Squares added in fp32 at a time, and how many numbers are left to fp64 at most."""

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ from hetero_mpi.comm.ranks.versions import installed
 from hetero_mpi.device.accelerators import BACKENDS
 from hetero_mpi.device.backend import DTYPES, HOST, Backend
 from hetero_mpi.device.copying import Copied
-from hetero_mpi.device.memory_errors import is_out_of_memory
+from hetero_mpi.device.memory import is_out_of_memory
 from hetero_mpi.device.self_test_process import MARK, NF4, OPENING, Result
 from hetero_mpi.model.eager_imports import eager_imports
 
@@ -69,12 +70,12 @@ def checks_for(needs: Sequence[str]) -> list[_Check]:
     for dtype in dtypes:
         allowed = ALLOWED[dtype]
         for masked, name in ((False, "attention"), (True, "masked attention")):
-            compared = lambda b, d=dtype, m=masked: _attention(b, DTYPES[d], m)  # noqa: E731
+            compared = partial(_attention, dtype=DTYPES[dtype], masked=masked)
             found.append(_Check(f"{name} {dtype}", "attention", allowed, compared))
-        found.append(_Check(f"model {dtype}", "model", allowed, lambda b, d=dtype: _model(b, d)))  # type: ignore[misc]
+        found.append(_Check(f"model {dtype}", "model", allowed, partial(_model, dtype=dtype)))
     if NF4 in needs:
         found.append(_Check("NF4 weights", NF4, _PACKED, _nf4_weights))
-        found += [_Check(f"NF4 layer {d}", NF4, ALLOWED[d], lambda b, d=d: _nf4_layer(b, DTYPES[d])) for d in dtypes]  # type: ignore[misc]
+        found += [_Check(f"NF4 layer {d}", NF4, ALLOWED[d], partial(_nf4_layer, dtype=DTYPES[d])) for d in dtypes]
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,29 +19,20 @@ from torch.autograd.graph import Node
 from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
-from hetero_mpi.model.adapter import adapter_parameters, inject, start_value
-from hetero_mpi.model.frozen_weight_cache import Kept, frozen_layers, take_over
 from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.group.link import StageGroup
-from hetero_mpi.model.held_layers import HeldLayers, Shared
-from hetero_mpi.model.layer.gradient_ready import Beginnings, Finished, GradientReadyHooks
-from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.layer.interface import PassThrough as PassThrough
-from hetero_mpi.model.layer.loss import IGNORED as IGNORED
-from hetero_mpi.model.layer.loss import target_losses
+from hetero_mpi.model.held_layers import HeldLayers, Kept, Shared, frozen_layers, take_over
+from hetero_mpi.model.layer.gradients import Beginnings, Finished, GradientReadyHooks, WeightGradients
+from hetero_mpi.model.layer.interface import LayerChain, PassThrough
+from hetero_mpi.model.layer.loss import Routed, RouterLoss, target_losses
+from hetero_mpi.model.layer.micro_batch import Comparison, Slices, joined, parts
 from hetero_mpi.model.layer.micro_batch import MicroBatch as MicroBatch
-from hetero_mpi.model.layer.micro_batch import Slices as Slices
-from hetero_mpi.model.layer.micro_batch import joined as joined
-from hetero_mpi.model.layer.micro_batch import parts as parts
-from hetero_mpi.model.layer.preference import Comparison
 from hetero_mpi.model.layer.quantize import is_empty, quantize, set_training
-from hetero_mpi.model.layer.router_loss import Routed, RouterLoss
 from hetero_mpi.model.layer.seeds import seed_from
-from hetero_mpi.model.layer.split_backward import WeightGradients
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.weights import Start
-from hetero_mpi.model.tuning import Tuning, full_training
+from hetero_mpi.model.tuning import Tuning, full_training, inject, start_value
 
 
 @dataclass(frozen=True)
@@ -102,7 +93,7 @@ class Stage(HeldLayers):
 
         :raises UserError: the model's files do not fit its configuration.
         """
-        self.chain, self.first, self.last = chain, first, last
+        self.chain, self.first, self.last, self.layers = chain, first, last, range(first, last)
         self.backend, self.dtype, self.seed = backend, DTYPES[dtype], seed
         self.tuning = tuning if tuning is not None else full_training(chain)
         self.slice_sequences, self.shared, self.foreign = slice_sequences, shared or {}, foreign
@@ -114,7 +105,8 @@ class Stage(HeldLayers):
         self._materialize(start, kept or {}, embedding)
         chain.restore_buffers(self.model, backend.device)
         if not backend.shares_keys(self.dtype):
-            _repeat_shared_keys()
+            # From now on transformers repeats keys and values that heads share, as it does itself where a mask is given.
+            sdpa_attention.use_gqa_in_sdpa = lambda *_: False
         self.routers = self._router_loss()
         self.parameters = self._trained_parameters()
         if self.divided is not None:
@@ -125,17 +117,18 @@ class Stage(HeldLayers):
         self.offloaded: OffloadedGradients | None = None
         self.deferred: WeightGradients | None = None
         if split_backward and self.tuning.full:
-            self._put_off_matrices(recompute)
-        self._before_layer: Callable[[int], None] = lambda layer: None
-        self._trained_layers = self._layers_with_gradients()
+            self._put_off_matrices()
+        self._trained_layers = {chain.layer_of(name) for name in self.parameters}
+        """Layers that hold something trained, be it the head's copy of a tied matrix."""
+        if self.tied_head is not None and self.tied_head.requires_grad:
+            self._trained_layers.add(last - 1)
         self._beginnings = Beginnings(chain, self.model, first, last)
         self._kept: dict[int, list[_Kept]] = {}
         self._position: MicroBatch | None = None
         if self.tuning.uses_dropout(chain):
-            self._key_dropout()
-        for layer in self._trained_layers:
-            for name in chain.module_names(layer):
-                self.model.get_submodule(name).register_forward_pre_hook(partial(self._begin_layer, layer))
+            for layer in range(first, last):  # masks depend on (seed, step, first sample, layer) alone
+                module = self.model.get_submodule(chain.module_names(layer)[0])
+                module.register_forward_pre_hook(partial(self._seed, layer))
         self._input: torch.Tensor | None = None
         if not self.is_first:
             entrance = self.model.get_submodule(chain.module_names(first)[0])
@@ -168,10 +161,10 @@ class Stage(HeldLayers):
         scalar (fp32).
         """
         kept = []
-        for part, rows in position.slices(len(x), self.slice_sequences):
+        for part, rows in replace(position, targets=targets).slices(len(x), self.slice_sequences):
             own = x[rows] if self.is_first else x[rows].detach().requires_grad_(True)
             self._beginnings.start()
-            y = self._compute(self.first, self.last, part, own, None if targets is None else targets[rows])
+            y = self._compute(self.first, self.last, part, own)
             kept.append(_Kept(part, None if self.is_first else own, self._input, y, self._beginnings.stop()))
         self._kept[position.index] = kept
         return self._together([one.y.detach() for one in kept])
@@ -207,24 +200,22 @@ class Stage(HeldLayers):
 
     def backward_weights(self, index: int, finished: Finished | None = None) -> None:
         """The rest of the backward of a micro-batch; ``finished`` as in ``backward``."""
-        report = GradientReadyHooks(self._trained_layers, finished) if finished is not None else None
+        report = GradientReadyHooks(self._trained_layers, finished)
         if self.deferred is not None:
-            self.deferred.compute(index, report.down_to if report is not None else None)
-        if report is not None:
-            report.down_to(self.first)
+            self.deferred.compute(index, report.down_to)
+        report.down_to(self.first)
 
     def _backward(
         self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
     ) -> torch.Tensor | None:
         slices = self._kept.pop(index)
-        report = GradientReadyHooks(self._trained_layers, finished) if finished is not None else None
-        dxs = []
+        report, dxs = GradientReadyHooks(self._trained_layers, finished), []
         for kept, own_dy in zip(slices, parts(dy, [len(one.y) if one.y.dim() else 1 for one in slices]), strict=True):
             # Recomputing has the same input and draws the same random numbers again.
             self._position, self._input = kept.position, kept.entered
             if self.deferred is not None:
                 self.deferred.begin(index)
-            if report is not None and kept is slices[-1]:
+            if kept is slices[-1]:
                 report.follow(kept.beginnings)
             if kept.y.requires_grad:  # not where a first stage holds nothing that is trained
                 torch.autograd.backward(kept.y, own_dy)
@@ -233,8 +224,7 @@ class Stage(HeldLayers):
             if kept.x is not None:
                 assert kept.x.grad is not None
                 dxs.append(kept.x.grad)
-        if report is not None:
-            report.down_to(self.first)
+        report.down_to(self.first)
         return joined(dxs) if dxs else None
 
     def model_parameter(self, name: str) -> nn.Parameter:
@@ -259,48 +249,43 @@ class Stage(HeldLayers):
         """Forward without dropout and without keeping anything; the last stage returns the *sum* of the losses, or margins."""
         set_training(self.model, False)
         try:
-            slices = MicroBatch(0, 0, 0, 1, positions, comparison, routed).slices(len(x), self.slice_sequences)
-            return self._together(self._evaluated(slices, x, targets))
+            whole = MicroBatch(0, 0, 0, 1, positions, comparison, routed, targets)
+            return self._together(self._evaluated(whole.slices(len(x), self.slice_sequences), x))
         finally:
             set_training(self.model, True)
 
-    def _evaluated(self, slices: Slices, x: torch.Tensor, targets: torch.Tensor | None) -> list[torch.Tensor]:
-        return [
-            self._compute(self.first, self.last, part, x[rows], None if targets is None else targets[rows])
-            for part, rows in slices
-        ]
+    def _evaluated(self, slices: Slices, x: torch.Tensor) -> list[torch.Tensor]:
+        return [self._compute(self.first, self.last, part, x[rows]) for part, rows in slices]
 
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Own layers on ``x``, as the model is called with ``keywords``; the last stage gives what the loss takes."""
         self._input = x
         return self.chain.run(self.model, self.first, self.last, x, **keywords)
 
-    def _compute(
-        self, first: int, last: int, part: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _compute(self, first: int, last: int, part: MicroBatch, x: torch.Tensor) -> torch.Tensor:
         """Own layers ``[first, last)`` on a slice; after the model's last one the loss."""
         self._position = part
         self._input = x = x if self.routers is None else self.routers.enter(x)
         y = self.chain.run(self.model, first, last, x, **self.chain.isolation(x, part.positions))
         if last == self.chain.layer_count:
-            return self._loss(part, y, targets)
+            return self._loss(part, y)
         return y if self.routers is None else self.routers.leave(y)
 
-    def _loss(self, part: MicroBatch, y: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+    def _loss(self, part: MicroBatch, y: torch.Tensor) -> torch.Tensor:
         """The share of the loss, of the last layer's output."""
-        assert targets is not None
-        if part.comparison is None:
-            summed = self.chain.loss if self.divided is None else self.divided.loss
-            loss = summed(y, targets) / part.divisor
-            if self.routers is None:
-                return loss
-            if part.routed is None:
-                self.routers.drop()
-                return loss
-            return loss + self.routers.loss((part.index, part.first_sample))
-        assert part.positions is not None
-        of_targets = target_losses if self.divided is None else self.divided.target_losses
-        return part.comparison.loss(y, targets, part.positions, of_targets) / part.divisor
+        assert part.targets is not None
+        if part.comparison is not None:
+            assert part.positions is not None
+            of_targets = target_losses if self.divided is None else self.divided.target_losses
+            return part.comparison.loss(y, part.targets, part.positions, of_targets) / part.divisor
+        summed = self.chain.loss if self.divided is None else self.divided.loss
+        loss = summed(y, part.targets) / part.divisor
+        if self.routers is None:
+            return loss
+        if part.routed is None:
+            self.routers.drop()
+            return loss
+        return loss + self.routers.loss((part.index, part.first_sample))
 
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
         """The received tensor enters at the first own module: what a model does to its embeddings (Granite's multiplier,
@@ -310,7 +295,11 @@ class Stage(HeldLayers):
         return arguments, {**keywords, "hidden_states": self._input}
 
     def before_each_layer(self, call: Callable[[int], None]) -> None:
-        self._before_layer = call
+        for layer in self._trained_layers:
+            for name in self.chain.module_names(layer):
+                module = self.model.get_submodule(name)
+                # Before the hooks by which streamed weights come to the device.
+                module.register_forward_pre_hook(lambda *_, layer=layer: call(layer), prepend=True)
 
     def take_gradients(self, parameter: nn.Parameter, add: Callable[[torch.Tensor], None]) -> None:
         def take(p: torch.Tensor) -> None:
@@ -326,25 +315,24 @@ class Stage(HeldLayers):
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
         if self.tuning.full:
             return {}
-        return frozen_layers(self.chain, self.model, [layer for layer in layers if self.first <= layer < self.last])
+        return frozen_layers(self.chain, self.model, [layer for layer in layers if layer in self.layers])
 
     def _materialize(self, start: Start | None, kept: Kept, embedding: nn.Parameter | None) -> None:
         chain, model = self.chain, self.model
-        own = range(self.first, self.last)
         needs_tied_copy = chain.tied is not None and self.is_last
         for layer in range(chain.layer_count):
-            if layer in own and layer in kept:
+            own, scales = layer in self.layers, None
+            if own and layer in kept:
                 take_over(model, kept[layer])
                 if self.divided is not None:
                     self.divided.fit(model, layer)
-                self._placed(layer)
-                continue
-            if layer in own or (layer == 0 and needs_tied_copy and embedding is None):
+            elif own or (layer == 0 and needs_tied_copy and embedding is None):
                 scales = self._fill(start, layer)
             if layer == 0 and needs_tied_copy:
                 self._tie(embedding)
-            if layer in own:
+            if scales is not None and own:
                 self._place(layer, scales)
+            if own:
                 self._placed(layer)
                 return_freed_memory()
             else:
@@ -424,12 +412,10 @@ class Stage(HeldLayers):
         modules = self.tuning.modules_in(self.first, self.last)
         experts = [n for n in self.tuning.parameters if self.first <= self.chain.layer_of(n) < self.last]
         self.model.is_loaded_in_4bit = self.tuning.nf4  # peft looks here to choose its layers for packed weights
-        inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, self._adapter_start)
-        found = adapter_parameters(self.model)
-        own = {name: found[name] for name in here}
-        if (
-            self.dtype != torch.float32
-        ):  # else peft would bring the inputs of all adapted layers to fp32, and keep them so
+        found = inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, self._adapter_start)
+        own = {spec.name: found[spec.name] for spec in specs}
+        # Else peft would bring the inputs of all adapted layers to fp32, and keep them so.
+        if self.dtype != torch.float32:
             for name, parameter in own.items():
                 if name not in self.foreign:
                     self.masters[name] = parameter.data
@@ -450,38 +436,17 @@ class Stage(HeldLayers):
         leads = self.divided is None or self.divided.leads
         return RouterLoss(routers, map(self.model.get_submodule, own), position, leads)
 
-    def _layers_with_gradients(self) -> set[int]:
-        """Layers that hold something trained, be it the head's copy of a tied matrix."""
-        layers = {self.chain.layer_of(name) for name in self.parameters}
-        if self.tied_head is not None and self.tied_head.requires_grad:
-            layers.add(self.last - 1)
-        return layers
-
-    def _put_off_matrices(self, recompute: bool) -> None:
-        self.deferred = WeightGradients(recompute)
+    def _put_off_matrices(self) -> None:
+        self.deferred = WeightGradients()
         for layer in range(self.first, self.last):
             for name in self.chain.module_names(layer):
                 for module in self.model.get_submodule(name).modules():
                     if type(module) is nn.Linear and module.weight.requires_grad:
                         self.deferred.watch(module, layer)
 
-    def _key_dropout(self) -> None:
-        """Seed the generators before every layer, so that masks depend on (seed, step, first sample, layer) alone."""
-        for layer in range(self.first, self.last):
-            module = self.model.get_submodule(self.chain.module_names(layer)[0])
-            module.register_forward_pre_hook(partial(self._seed, layer))
-
-    def _begin_layer(self, layer: int, module: nn.Module, arguments: object) -> None:
-        self._before_layer(layer)
-
     def _seed(self, layer: int, module: nn.Module, arguments: object) -> None:
         if module.training and self._position is not None:
             self.backend.seed(dropout_seed(self.seed, self._position, layer))
-
-
-def _repeat_shared_keys() -> None:
-    """From now on transformers repeats keys and values that heads share, as it does itself where a mask is given."""
-    sdpa_attention.use_gqa_in_sdpa = lambda *_: False
 
 
 def dropout_seed(seed: int, position: MicroBatch, layer: int) -> int:

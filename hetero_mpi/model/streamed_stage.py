@@ -10,7 +10,8 @@ it: of mapped files, each would be written to the disk in every step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.device.backend import HOST, Backend, return_freed_memory
-from hetero_mpi.model.frozen_weight_cache import Kept
-from hetero_mpi.model.held_layers import Shared
+from hetero_mpi.device.backend import HOST, return_freed_memory
+from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.host_weights import HostLayer, HostWeights
-from hetero_mpi.model.layer.gradient_ready import Finished, GradientReadyHooks
-from hetero_mpi.model.layer.interface import LayerChain, PassThrough
+from hetero_mpi.model.layer.gradients import Finished, GradientReadyHooks
+from hetero_mpi.model.layer.interface import PassThrough
+from hetero_mpi.model.layer.micro_batch import MicroBatch, Slices, joined, parts
 from hetero_mpi.model.layer.quantize import unpack_experts
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
-from hetero_mpi.model.stage import MicroBatch, Slices, Stage, joined, parts
-from hetero_mpi.model.transformers.weights import Start
-from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.model.stage import Stage
 
 Inputs = dict[int, list[torch.Tensor]]
 """Layer -> its input of every slice."""
@@ -41,22 +40,7 @@ class StreamedStage(Stage):
         weights: those in host memory.
     """
 
-    def __init__(
-        self,
-        chain: LayerChain,
-        first: int,
-        last: int,
-        backend: Backend,
-        dtype: str,
-        start: Start | None,
-        seed: int = 0,
-        tuning: Tuning | None = None,
-        kept: Kept | None = None,
-        slice_sequences: int | None = None,
-        folder: Path | None = None,
-        shared: Shared | None = None,
-        foreign: Collection[str] = (),
-    ) -> None:
+    def __init__(self, *given: Any, folder: Path | None = None, **options: Any) -> None:
         """As ``Stage``. ``folder``: where a rank that computes in the host's own memory (integrated GPUs too) keeps what is frozen
         beside adapters, as mapped files; None: in memory.
 
@@ -64,35 +48,22 @@ class StreamedStage(Stage):
         """
         self._folder = folder
         self._host_layers: dict[int, HostLayer] = {}
-        super().__init__(
-            chain,
-            first,
-            last,
-            backend,
-            dtype,
-            start,
-            seed,
-            tuning,
-            kept=kept,
-            slice_sequences=slice_sequences,
-            shared=shared,
-            foreign=foreign,
-        )
+        super().__init__(*given, **options)
+        chain, layers = self.chain, range(self.first, self.last)
         if self.tuning.nf4:  # backward repeats each layer's forward just before
             unpack_experts(self.model, repeat=False, draws=False)
-        self.weights = HostWeights(self._host_layers, backend)
-        if self.state_device != backend.device:
-            self.offloaded = OffloadedGradients(backend, self._trained_by_layer(), self.tied_head)
+        self.weights = HostWeights(self._host_layers, self.backend)
+        if self.state_device != self.backend.device:
+            self.offloaded = OffloadedGradients(self.backend, self._trained_by_layer(), self.tied_head)
         self._modules = {
-            layer: {name: self.model.get_submodule(name) for name in chain.module_names(layer)}
-            for layer in range(first, last)
+            layer: {name: self.model.get_submodule(name) for name in chain.module_names(layer)} for layer in layers
         }
-        self._shown = set(self._modules)
-        self._layer_inputs: dict[int, tuple[Slices, torch.Tensor | None, Inputs]] = {}
-        for layer in range(first, last):
+        self._shown = set(layers)
+        self._layer_inputs: dict[int, tuple[Slices, Inputs]] = {}
+        for layer in layers:
             entrance = self._modules[layer][chain.module_names(layer)[0]]
             entrance.register_forward_pre_hook(partial(self._arrive, layer))
-            if layer > first:
+            if layer > self.first:
                 entrance.register_forward_pre_hook(self._enter_alone, with_kwargs=True)
 
     @property
@@ -111,15 +82,15 @@ class StreamedStage(Stage):
             self.storage_of(self.tied_head).copy_(self.parameters[self.chain.tied[1]].data)
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        slices = position.slices(len(x), self.slice_sequences)
+        slices = replace(position, targets=targets).slices(len(x), self.slice_sequences)
         inputs: Inputs = {}
         with torch.no_grad():
-            outputs = self._through(slices, x, targets, inputs)
-        self._layer_inputs[position.index] = slices, targets, inputs
+            outputs = self._through(slices, x, inputs)
+        self._layer_inputs[position.index] = slices, inputs
         return self._together(outputs)
 
-    def _evaluated(self, slices: Slices, x: torch.Tensor, targets: torch.Tensor | None) -> list[torch.Tensor]:
-        return self._through(slices, x, targets, None)
+    def _evaluated(self, slices: Slices, x: torch.Tensor) -> list[torch.Tensor]:
+        return self._through(slices, x, None)
 
     def gradients_gone(self) -> None:
         if self.tuning.full and self.backend.device == HOST:
@@ -154,55 +125,43 @@ class StreamedStage(Stage):
             found[layer] = {name: self.parameters[name] for names in owned for name in names}
         return found
 
-    def _through(
-        self,
-        slices: Slices,
-        x: torch.Tensor,
-        targets: torch.Tensor | None,
-        inputs: Inputs | None,
-    ) -> list[torch.Tensor]:
+    def _through(self, slices: Slices, x: torch.Tensor, inputs: Inputs | None) -> list[torch.Tensor]:
         """All layers forward, each on every slice; their inputs are noted."""
         values = [x[rows] for _, rows in slices]
         for layer in self._one_by_one(range(self.first, self.last)):
             if inputs is not None:
                 inputs[layer] = values
             values = [
-                self._compute(layer, layer + 1, part, value, None if targets is None else targets[rows])
-                for (part, rows), value in zip(slices, values, strict=True)
+                self._compute(layer, layer + 1, part, value) for (part, _), value in zip(slices, values, strict=True)
             ]
         return values
 
     def _backward(
         self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
     ) -> torch.Tensor | None:
-        slices, targets, inputs = self._layer_inputs.pop(index)
-        report = GradientReadyHooks(self._trained_layers, finished) if finished is not None else None
+        slices, inputs = self._layer_inputs.pop(index)
+        report = GradientReadyHooks(self._trained_layers, finished)
         gradients = list(parts(dy, [rows.stop - rows.start for _, rows in slices]))
         for layer in self._one_by_one(reversed(range(self.first, self.last))):
             if self.offloaded is not None:
                 self.offloaded.begin(layer)
-            for place, ((part, rows), value) in enumerate(zip(slices, inputs.pop(layer), strict=True)):
+            for place, ((part, _), value) in enumerate(zip(slices, inputs.pop(layer), strict=True)):
                 x = value if layer == 0 else value.detach().requires_grad_(True)
-                y = self._compute(layer, layer + 1, part, x, None if targets is None else targets[rows])
+                y = self._compute(layer, layer + 1, part, x)
                 if y.requires_grad:  # not of an embedding that is not trained
                     torch.autograd.backward(y, gradients[place])
                 gradients[place] = x.grad
+            whole_from = layer
             if self.offloaded is not None:
                 self.offloaded.end(layer)
-            if report is not None:
-                report.down_to(self._whole_from(layer))
-        if report is not None:
-            if self.offloaded is not None:
-                self.offloaded.wait()
-            report.down_to(self.first)
+                if finished is not None:
+                    self.offloaded.wait(newest=False)  # gradients of the layer itself are on their way to host memory
+                    whole_from = layer + 1
+            report.down_to(whole_from)
+        if self.offloaded is not None and finished is not None:
+            self.offloaded.wait()
+        report.down_to(self.first)
         return None if self.is_first else joined([dx for dx in gradients if dx is not None])
-
-    def _whole_from(self, layer: int) -> int:
-        """From which layer on gradients are where they belong, since the backward of ``layer`` has been given to the device."""
-        if self.offloaded is None:
-            return layer
-        self.offloaded.wait(newest=False)
-        return layer + 1
 
     def _one_by_one(self, layers: Iterable[int]) -> Iterator[int]:
         """Each of ``layers``, which computes alone meanwhile; whoever calls the model between actions finds all layers."""

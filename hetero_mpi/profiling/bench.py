@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -20,8 +19,8 @@ from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import unpack_experts, unpacked_bytes
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.profiling.layer_clock import LayerClock, Seconds
 from hetero_mpi.profiling.subject import CACHE_BYTES, Subject
+from hetero_mpi.profiling.timings import LayerClock, Seconds
 
 _OPTIMIZER_STEPS = 4
 
@@ -56,15 +55,12 @@ class Bench:
         self.stage = Stage(*given, split_backward=split, group=group)
         self.clock = LayerClock(self.stage)
         self.optimizer = Optimizer(self.stage, train)
-        self._kept: dict[int, tuple[int, int]] | None = None
-        """While activations are counted: address of a storage -> (layer, bytes)."""
 
     def forward(self, rows: int, index: int = 0) -> tuple[Seconds, float]:
         """Micro-batch ``index`` of ``rows`` sequences: seconds of every layer, seconds outside of them."""
         x, targets, _ = self._inputs(rows)
         position = MicroBatch(index, 0, 0, rows * self.subject.sequence_length)
-        with self._counted():
-            return self.clock.forward(lambda: self.stage.forward(position, x, targets))
+        return self.clock.forward(lambda: self.stage.forward(position, x, targets))
 
     def backward(self, rows: int) -> tuple[Seconds, float]:
         """Of micro-batch 0, likewise."""
@@ -88,28 +84,9 @@ class Bench:
         counted, a storage that several layers keep counts for the first. What packed experts compute counts as if it was kept and
         not computed again: it is all there in their backward."""
         kept: dict[int, tuple[int, int]] = {}
+        """Address of a storage -> (layer, bytes)."""
         model = self.stage.model
-        if self.subject.tuning.nf4:
-            unpack_experts(model, repeat=False, draws=False)
-        self._kept = kept
-        run()
-        self._kept = None
-        if self.subject.tuning.nf4:
-            self.recompute(False)
-        found = {}
-        for layer in range(self.stage.first, self.stage.last):
-            unpacked = sum(unpacked_bytes(model.get_submodule(name)) for name in self.stage.chain.module_names(layer))
-            found[layer] = max(0, sum(size for holder, size in kept.values() if holder == layer) - unpacked)
-        return found
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """A forward; what it keeps is noted where that is asked for."""
-        kept = self._kept
-        if kept is None:
-            yield
-            return
-        own = {p.untyped_storage().data_ptr() for p in self.stage.model.parameters() if p.device.type != "meta"}
+        own = {p.untyped_storage().data_ptr() for p in model.parameters() if p.device.type != "meta"}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -117,9 +94,18 @@ class Bench:
                 kept.setdefault(storage.data_ptr(), (self.clock.current, storage.nbytes()))
             return tensor
 
+        if self.subject.tuning.nf4:
+            unpack_experts(model, repeat=False, draws=False)
         self.clock.current = self.stage.first
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
+            run()
+        if self.subject.tuning.nf4:
+            self.recompute(False)
+        found = {}
+        for layer in range(self.stage.first, self.stage.last):
+            unpacked = sum(unpacked_bytes(model.get_submodule(name)) for name in self.stage.chain.module_names(layer))
+            found[layer] = max(0, sum(size for holder, size in kept.values() if holder == layer) - unpacked)
+        return found
 
     def deferred_bytes(self, rows: int) -> dict[int, int]:
         """Layer -> bytes kept from the input part of backward to the weight part."""
@@ -158,14 +144,10 @@ class Bench:
         return time.perf_counter() - start
 
     def _inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        dtype, device = DTYPES[self.subject.train.dtype], self.backend.device
         stage, length = self.stage, self.subject.sequence_length
-        x, targets, dy = stage.chain.example(stage.first, stage.last, rows, length, dtype)
-        return (
-            x.to(device),
-            targets.to(device) if targets is not None else None,
-            dy.to(device) if dy is not None else None,
-        )
+        x, *rest = stage.chain.example(stage.first, stage.last, rows, length, DTYPES[self.subject.train.dtype])
+        targets, dy = (None if one is None else one.to(self.backend.device) for one in rest)
+        return x.to(self.backend.device), targets, dy
 
 
 def host_optimizer_s(backend: Backend, train: TrainTable) -> float | None:

@@ -6,8 +6,7 @@ import datetime
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
 
 from hetero_mpi.comm.links import HostFlows, LinkSamples, fit_line, measure_flows, measure_links
 from hetero_mpi.comm.ranks.versions import own_versions
@@ -21,10 +20,9 @@ from hetero_mpi.model.optimizer import StepDecider
 from hetero_mpi.planning.analysis.plausible import rank_doubts
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, HostProfile, LinkProfile
+from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.profiling.group_sums import Sums, measure_sums
-from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles, measure_memory
+from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles, measure_memory, measure_sums
 from hetero_mpi.profiling.subject import Subject, sampled_rows
 from hetero_mpi.profiling.time_cache import device_key, forget_times, key_of, load_times, save_times, subject_content
 from hetero_mpi.report import units
@@ -88,8 +86,8 @@ def profile_cluster(
         versions=versions if world.size == 1 else world.broadcast_json(versions),
         model=model,
         devices=devices,
-        links=tuple(_link(one) for one in samples),
-        hosts=_with_sums(host_profiles(world.hosts, memories, flows), sums),
+        links=tuple(map(_link, samples)),
+        hosts=host_profiles(world.hosts, memories, flows, sums),
         notes=_notes(devices, tables, subject),
     )
     return with_memory(profile, subject.memory_bytes)
@@ -125,17 +123,16 @@ def _device_times(
     measuring = world.subset(ranks)
     counts = ", ".join(map(str, sampled_rows(subject.micro_batches)))
     say(f"Profiling {_ranks(len(ranks))}: layers with {counts} sequences, all ranks at once ...")
-    if measuring is None:
-        assert known is not None
-        world.meet_asleep()
-        return RankTimes(known, True)
-    times, steady = _measured(measuring, subject, backend, settings.repeats, say)
-    if not steady:
-        forget_times(key)
-    elif settings.cache:
-        save_times(key, times)
+    times, steady = known, True
+    if measuring is not None:
+        times, steady = _measured(measuring, subject, backend, settings.repeats, say)
+        if not steady:
+            forget_times(key)
+        elif settings.cache:
+            save_times(key, times)
     world.meet_asleep()
-    return RankTimes(times, False)
+    assert times is not None
+    return RankTimes(times, measuring is None)
 
 
 def _measured(world: World, subject: Subject, backend: Backend, repeats: int, say: Say) -> tuple[DeviceTimes, bool]:
@@ -220,6 +217,7 @@ def _messages(
 def _device_profile(
     world: World, backend: Backend, subject: Subject, times: DeviceTimes, memory: MeasuredMemory, decision_s: float
 ) -> DeviceProfile:
+    names = {field.name for field in fields(DeviceProfile)}
     return DeviceProfile(
         rank=world.rank,
         host=world.host,
@@ -228,20 +226,10 @@ def _device_profile(
         memory_bytes=memory.usable_bytes,
         memory_reason=memory.reason,
         dtypes=backend.dtypes(),
-        layers=times.layers,
         optimizer_fixed_s=decision_s,
-        optimizer_s_per_parameter=times.optimizer_s_per_parameter,
-        copy_latency_s=times.copy_latency_s,
-        device_to_host_bytes_per_s=times.device_to_host_bytes_per_s,
-        host_to_device_bytes_per_s=times.host_to_device_bytes_per_s,
         cores=subject.cores,
-        forward_overhead_s=times.forward_overhead_s,
-        backward_overhead_s=times.backward_overhead_s,
-        alone=times.alone,
-        halved=times.halved,
-        without_experts=times.without_experts,
-        host_optimizer_s_per_parameter=times.host_optimizer_s_per_parameter,
         shares_host_memory=memory.shares_host_memory,
+        **{name: value for name, value in vars(times).items() if name in names},
     )
 
 
@@ -263,17 +251,7 @@ def _model_cost(subject: Subject, tables: Sequence[DeviceTimes]) -> tuple[ModelC
 
 def _link(samples: LinkSamples) -> LinkProfile:
     latency_s, bytes_per_s = fit_line(samples.sample_bytes, samples.sample_s)
-    fields: dict[str, Any] = asdict(samples)
-    return LinkProfile(latency_s=latency_s, bytes_per_s=bytes_per_s, **fields)
-
-
-def _with_sums(hosts: tuple[HostProfile, ...], sums: Sums) -> tuple[HostProfile, ...]:
-    return tuple(
-        replace(host, sum_latency_s=sums[host.name][0], sum_bytes_per_s=sums[host.name][1])
-        if host.name in sums
-        else host
-        for host in hosts
-    )
+    return LinkProfile(latency_s=latency_s, bytes_per_s=bytes_per_s, **asdict(samples))
 
 
 def _ranks(number: int) -> str:

@@ -16,17 +16,16 @@ from functools import partial
 import torch
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.memory_errors import is_out_of_memory
+from hetero_mpi.device.memory import is_out_of_memory
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.divided_cost import shareable_heads
 from hetero_mpi.model.group.division import experts_to_share
 from hetero_mpi.model.group.link import StageGroup
+from hetero_mpi.model.model_cost import shareable_heads
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds, host_optimizer_s
-from hetero_mpi.profiling.layer_clock import Seconds
 from hetero_mpi.profiling.subject import Subject, cold_by_itself, layer_groups, sampled_rows
-from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
+from hetero_mpi.profiling.timings import Seconds, TimedPart, TimingSamples, layer_times
 
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
 """Benches, sequences per micro-batch, where the times go."""
@@ -235,13 +234,13 @@ class DeviceBenchmark:
             layers, outside = bench.forward(rows)
             if part is TimedPart.BACKWARD:
                 self._add(samples, TimedPart.FORWARD, rows, layers)
-                samples.add_overhead(TimedPart.FORWARD, bench.stage.first, rows, outside)
+                samples.add(TimedPart.FORWARD, bench.stage.first, rows, outside)
         for bench in reversed(benches):
             layers, outside = bench.backward(rows)
             if part is TimedPart.RECOMPUTE:  # of blocks only
                 layers = {layer: seconds for layer, seconds in layers.items() if 0 < layer < self.chain.layer_count - 1}
             self._add(samples, part, rows, layers)
-            samples.add_overhead(part, bench.stage.first, rows, outside)
+            samples.add(part, bench.stage.first, rows, outside)
 
     def _split_pass(self, benches: Sequence[Bench], rows: int, samples: TimingSamples) -> None:
         """Two micro-batches in the order of a pipeline: F0 I0 F1 I1 W0 W1."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.model_cost import BYTES
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.types.cost import DTYPE_BYTES
 
 CACHE_BYTES = 64 << 20
 """More than a processor's caches hold for one of its cores."""
@@ -82,4 +82,4 @@ def cold_by_itself(subject: Subject) -> bool:
     chain = subject.chain
     blocks = (sum(spec.count for spec in chain.specs(layer, layer + 1)) for layer in range(1, chain.layer_count - 1))
     largest = max(blocks, default=0)
-    return subject.tuning.nf4 or largest * BYTES[subject.train.dtype] > CACHE_BYTES
+    return subject.tuning.nf4 or largest * DTYPE_BYTES[subject.train.dtype] > CACHE_BYTES

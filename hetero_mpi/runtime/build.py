@@ -16,8 +16,8 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
 from hetero_mpi.model.adapter_files import check_adapter
-from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.group.division import refusal
+from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.model.transformers.chain import language

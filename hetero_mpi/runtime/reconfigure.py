@@ -25,7 +25,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.emulation.pace import emulate
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.model.frozen_weight_cache import Kept
+from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.schedule import holders, schedule_of
 from hetero_mpi.planning.types.plan import Plan

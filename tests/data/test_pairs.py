@@ -23,7 +23,7 @@ from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.engine.placement import training_share
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.loss import summed_loss, target_losses
-from hetero_mpi.model.layer.preference import Comparison, Method
+from hetero_mpi.model.layer.micro_batch import Comparison, Method
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
 ASKED = {"role": "user", "content": "grass"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.device.cgroup import cgroup_free_bytes
+from hetero_mpi.device.memory import cgroup_free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.slurm import Component, components, entries, step_command, tasks_per_node

@@ -190,8 +190,8 @@ def test_missing_and_repeated_tensors_are_noticed(tmp_path: Path) -> None:
     writer.add(pieces[0])
     with pytest.raises(AssertionError, match=r"repeated.*model\.layers\.0\."):
         writer.add(pieces[0])
-    with pytest.raises(AssertionError, match=r"never added.*lm_head\.weight"):
-        writer.close()
+    with pytest.raises(AssertionError, match=r"never added.*lm_head\.weight"), writer:
+        pass
     writer.discard()
     assert list(tmp_path.iterdir()) == []
 

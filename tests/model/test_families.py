@@ -16,7 +16,8 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.layer.loss import IGNORED
+from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart, Start

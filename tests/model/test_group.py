@@ -17,8 +17,9 @@ from hetero_mpi.model.custom.layers import CustomChain
 from hetero_mpi.model.group.division import Holding, divisions, is_of_experts, key_value_heads, refusal
 from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.layer import quantize
-from hetero_mpi.model.layer.preference import Comparison
-from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.layer.loss import IGNORED
+from hetero_mpi.model.layer.micro_batch import Comparison
+from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES, PROVEN_FAMILIES

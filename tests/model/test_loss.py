@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hetero_mpi.model.layer.loss import IGNORED, PIECE, piece_size, summed_loss
-from hetero_mpi.model.model_cost import BYTES
+from hetero_mpi.planning.types.cost import DTYPE_BYTES
 
 
 @pytest.mark.parametrize("factor", [1.0, 65536.0])
@@ -57,7 +57,7 @@ def test_pieces_on_a_gpu_are_few_and_fit_what_planning_counts(logits: int) -> No
     assert piece_size(logits, cpu=True) == PIECE <= piece <= 1 << 26
     assert logits / piece <= 16 or piece == 1 << 26
     if piece > PIECE:  # planning counts the gradient twice
-        assert 3 * 4 * piece <= logits * BYTES["bf16"]
+        assert 3 * 4 * piece <= logits * DTYPE_BYTES["bf16"]
 
 
 def test_backward_of_pieces_runs_no_autograd_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ import torch
 from hetero_mpi.data.sequences import Batch
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.layer.loss import IGNORED
-from hetero_mpi.model.layer.router_loss import Routed, Routers, _Join, _Split
+from hetero_mpi.model.layer.loss import IGNORED, Routed, Routers, _Join, _Split
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.streamed_stage import StreamedStage

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import AdapterTable, TrainTable
+from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.optimizer import Optimizer
-from hetero_mpi.model.stage import IGNORED, MicroBatch, Stage
+from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.initial_values import materialize

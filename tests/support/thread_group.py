@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.model.frozen_weight_cache import Kept
 from hetero_mpi.model.group.division import Holding, divisions
 from hetero_mpi.model.group.link import StageGroup
+from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import Start

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from hetero_mpi.comm.ranks.library import JOINED_VARIABLE, MPICH, OPEN_MPI, MpiLibrary, parse_library_version
-from hetero_mpi.device.memory_kills import memory_kills, memory_kills_text
+from hetero_mpi.device.memory import memory_kills, memory_kills_text
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, host_list, read_hostfile
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, choose_interface, local_addresses, resolve

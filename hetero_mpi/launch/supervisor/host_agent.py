@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.comm.ranks.versions import own_source
-from hetero_mpi.device.memory_kills import memory_kills
+from hetero_mpi.device.memory import memory_kills
 from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines
 from hetero_mpi.launch.hosts.processes import end_starts
 from hetero_mpi.report.run_files.run_directory import LOCK_NAME

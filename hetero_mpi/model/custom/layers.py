@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.custom.layered import Builder
-from hetero_mpi.model.custom.result_file import LayersWriter
+from hetero_mpi.model.files.model_directory import LayersWriter
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, PassThrough, as_input
 from hetero_mpi.model.layer.seeds import seeded
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
@@ -67,8 +68,8 @@ class LayerShape:
     def differences(self, layer: nn.Module) -> str | None:
         """In what a layer is another one, in words; None: it is this one, as far as names and shapes tell."""
         for what, own, found in (
-            ("parameters", self.parameters, _shapes(layer.named_parameters())),
-            ("buffers", self.buffers, _shapes(layer.named_buffers())),
+            ("parameters", self.parameters, shapes_of(layer.named_parameters())),
+            ("buffers", self.buffers, shapes_of(layer.named_buffers())),
         ):
             if own != found:
                 return f"has the {what} {found} here and had {own}"
@@ -95,7 +96,9 @@ class CustomChain(LayerChain):
         seed: int,
     ) -> None:
         self.name, self.shapes, self.layer_count, self.seed = name, shapes, len(shapes), seed
-        self.start_is_sent = existing
+        self.summary, self.start_is_sent = f"{name}, {len(shapes)} layers", existing
+        self.embeddings = {f"{shape.name}.{inner}" for shape in shapes for inner in shape.embeddings}
+        self.draws = any(shape.draws for shape in shapes)
         self._builders, self._loss, self._sample = builders, loss, sample
         self._layer_of = {shape.name: layer for layer, shape in enumerate(shapes)}
         # Planning calls the ends of every chain by these names.
@@ -107,9 +110,6 @@ class CustomChain(LayerChain):
         ]
         self.parameters = {spec.name: spec for spec, frozen in listed if not frozen}
         self.constants = {spec.name: spec for spec, frozen in listed if frozen}
-
-    def summary(self) -> str:
-        return f"{self.name}, {self.layer_count} layers"
 
     def to_dict(self) -> dict[str, Any]:
         return {"factory": self.name, "layers": [asdict(shape) for shape in self.shapes]}
@@ -126,17 +126,11 @@ class CustomChain(LayerChain):
         """Not to what has fewer than two dimensions, as norms, nor to what is called a bias."""
         return len(self.parameters[name].shape) >= 2 and not name.endswith("bias")
 
-    def embeddings(self) -> set[str]:
-        return {f"{shape.name}.{inner}" for shape in self.shapes for inner in shape.embeddings}
-
     def module_names(self, layer: int) -> tuple[str, ...]:
         return (self.shapes[layer].name,)
 
     def layer_of(self, name: str) -> int:
         return self._layer_of[name.partition(".")[0]]
-
-    def draws(self) -> bool:
-        return any(shape.draws for shape in self.shapes)
 
     def frame(self) -> nn.Module:
         return nn.Sequential(OrderedDict((shape.name, PassThrough()) for shape in self.shapes))
@@ -210,22 +204,13 @@ class CustomChain(LayerChain):
 
     def writer(self, directory: Path, shard_bytes: int) -> LayersWriter:
         """``model.safetensors`` with the full state dict of ``torch.nn.Sequential`` of the layers, in one file of any size."""
-        return LayersWriter(
-            directory, {shape.name: self._buffers(layer) for layer, shape in enumerate(self.shapes)}, self._sizes()
-        )
+        sizes = {spec.name: spec.shape for spec in (*self.parameters.values(), *self.constants.values())}
+        return LayersWriter(directory, [partial(self._buffers, layer) for layer in range(self.layer_count)], sizes)
 
-    def _sizes(self) -> dict[str, tuple[int, ...]]:
-        return {spec.name: spec.shape for spec in (*self.parameters.values(), *self.constants.values())}
-
-    def _buffers(self, layer: int) -> Callable[[], dict[str, torch.Tensor]]:
-        """Gives the layer's buffers under their names in a state dict: they never change, so the builder has them."""
-        shape = self.shapes[layer]
-
-        def found() -> dict[str, torch.Tensor]:
-            state = self.built(layer, self.seed).state_dict()
-            return {f"{shape.name}.{name}": value for name, value in state.items() if name not in shape.parameters}
-
-        return found
+    def _buffers(self, layer: int) -> dict[str, torch.Tensor]:
+        """The layer's buffers under their names in a state dict: they never change, so the builder has them."""
+        shape, state = self.shapes[layer], self.built(layer, self.seed).state_dict()
+        return {f"{shape.name}.{name}": value for name, value in state.items() if name not in shape.parameters}
 
 
 def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
@@ -273,5 +258,5 @@ def unlike(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[floa
     return None
 
 
-def _shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
+def shapes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors}

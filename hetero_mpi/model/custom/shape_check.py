@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.custom.layered import Builder, LayeredModel, check_not_shared, shared
-from hetero_mpi.model.custom.layers import REMEDY, LayerShape, build_layer, sampled, unlike
+from hetero_mpi.model.custom.layers import REMEDY, LayerShape, build_layer, sampled, shapes_of, unlike
 from hetero_mpi.model.layer.interface import as_input, embedding_matrices
 from hetero_mpi.model.layer.seeds import seeded
 
@@ -120,14 +120,13 @@ def _look(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -
             f"layer {name!r} makes something else of a sample when another one is beside it: its result would depend on the size "
             f"of the micro-batches, which the plan decides. Each sample must be computed by itself"
         )
-    parameters = dict(layer.named_parameters())
     shape = LayerShape(
         name,
         type(layer).__name__,
         tuple(y.shape[1:]),
-        {inner: tuple(parameter.shape) for inner, parameter in parameters.items()},
-        tuple(inner for inner, parameter in parameters.items() if not parameter.requires_grad),
-        {inner: tuple(buffer.shape) for inner, buffer in layer.named_buffers()},
+        shapes_of(layer.named_parameters()),
+        tuple(inner for inner, parameter in layer.named_parameters() if not parameter.requires_grad),
+        shapes_of(layer.named_buffers()),
         tuple(sorted(embedding_matrices(layer))),
         draws,
         sampled(layer),

@@ -6,22 +6,136 @@
         tokenizer.save_pretrained(writer.path)    # whatever else belongs into the directory
 
 The names and contents of the files are those of transformers' ``save_pretrained``, through its own conversion, but only
-one layer and one shard are in memory at a time. The directory appears at the end, whole, in place of a former one.
+one layer and one shard are in memory at a time. The directory is never seen half written: it appears at the end, whole, in place of
+a former one.
+
+The result of a model made of layers is one safetensors file with the full state dict. As all shapes are known before, the header
+comes first, and no more than a layer is ever in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hetero_mpi.disk import sync
-from hetero_mpi.model.files.model_files import INDEX, WEIGHTS
-from hetero_mpi.model.files.whole_directory import WholeDirectory, write_tensors
+from hetero_mpi.device.backend import host_bytes
+from hetero_mpi.disk import atomic_write, sync
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.files.model_files import INDEX, WEIGHTS, file_parts, header_of
+
+T = TypeVar("T", bound="WholeDirectory")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make a safetensors file of host tensors."""
+    with path.open("wb") as file:
+        file.writelines(file_parts(tensors))
+
+
+class WholeDirectory:
+    """A context manager: at the end of the block what was put into ``path`` becomes ``directory``; after an error nothing does.
+
+    Whoever is killed at any moment leaves the former directory, none, or the new one. What a dead writer left unfinished beside it
+    is removed: one process at a time writes there. Files of the former one that are neither weights nor written anew are kept.
+
+    Args:
+        marker: the file by which such a directory is known.
+        weights: how names of files with weights begin, which are never kept.
+
+    :raises UserError: ``directory`` holds something else, or cannot be written.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], kind: str, marker: str, weights: tuple[str, ...]) -> None:
+        self.directory = Path(directory).absolute()
+        self._kind, self._marker, self._weights = kind, marker, weights
+        self._former = self.directory.with_name(f".{self.directory.name}.former")
+        self.path = self.directory.with_name(f".{self.directory.name}.tmp-{secrets.token_hex(4)}")
+        """Where files are collected."""
+        try:
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            self._check_replaceable()
+            for leftover in self.directory.parent.glob(f".{self.directory.name}.tmp-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            self.path.mkdir()
+        except OSError as error:
+            raise self._error(error) from error
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            try:
+                self._complete()
+                self._keep_other_files()
+                for file in self.path.iterdir():
+                    sync(file)
+                sync(self.path)
+                self._replace()
+                return
+            except OSError as problem:
+                error = problem
+        self.discard()
+        if isinstance(error, OSError):
+            raise self._error(error) from error
+
+    def discard(self) -> None:
+        """Remove what was put into ``path``; a former directory stays as it was."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _error(self, error: Exception) -> UserError:
+        return UserError(
+            f"The {self._kind} {self.directory} could not be written ({error}); what was there before is untouched. "
+            "Free space or choose another output.run_dir; the last checkpoint holds the same weights."
+        )
+
+    def _complete(self) -> None:
+        """Called when all has been put into ``path``, for what remains to be written."""
+
+    def _check_replaceable(self) -> None:
+        """Refuse to replace anything of another kind; undo a replacement that a crash interrupted."""
+        if self._former.exists() and not self.directory.exists():
+            os.rename(self._former, self.directory)
+        if not self.directory.exists():
+            return
+        filled = not self.directory.is_dir() or any(self.directory.iterdir())
+        if filled and not (self.directory / self._marker).is_file():
+            raise UserError(
+                f"{self.directory} exists and is not a {self._kind} (it has no {self._marker}): it is not replaced. "
+                "Move it away or choose another output.run_dir."
+            )
+
+    def _keep_other_files(self) -> None:
+        if not self.directory.is_dir():
+            return
+        for entry in self.directory.iterdir():
+            if (self.path / entry.name).exists() or entry.name.startswith(self._weights):
+                continue
+            if entry.is_dir():
+                shutil.copytree(entry, self.path / entry.name, symlinks=True)
+            else:
+                shutil.copy2(entry, self.path / entry.name, follow_symlinks=False)
+
+    def _replace(self) -> None:
+        """Two renames; a crash between them is undone by the next writer."""
+        shutil.rmtree(self._former, ignore_errors=True)
+        if self.directory.exists():
+            os.rename(self.directory, self._former)
+        os.rename(self.path, self.directory)
+        sync(self.directory.parent)
+        shutil.rmtree(self._former, ignore_errors=True)
+
 
 CONFIG = "config.json"
 _WEIGHT_FILES = ("model-", WEIGHTS, "pytorch_model")
@@ -38,7 +152,8 @@ class ModelDirectoryWriter(WholeDirectory):
     def __init__(self, model: PreTrainedModel, directory: str | os.PathLike[str], shard_bytes: int) -> None:
         self._model = model
         self._shard_bytes = shard_bytes
-        self._awaited = _written_names(model)
+        unwritten = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+        self._awaited = set(model.state_dict()) - unwritten
         self._buffer: dict[str, torch.Tensor] = {}
         self._shards: list[list[str]] = []
         self._total_bytes = 0
@@ -102,15 +217,79 @@ class ModelDirectoryWriter(WholeDirectory):
             self._model.generation_config.to_json_file(self.path / "generation_config.json", use_diff=True)
 
 
-def _written_names(model: PreTrainedModel) -> set[str]:
-    """The names of ``model.state_dict()`` that ``save_pretrained`` would write: no tied copies, no ignored ones."""
-    unwritten = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
-    return set(model.state_dict()) - unwritten
-
-
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _part(number: int) -> str:
     return f"part-{number:05d}.safetensors"
+
+
+Buffers = Callable[[], dict[str, torch.Tensor]]
+"""Gives a layer's buffers under their full names."""
+
+
+class LayersWriter:
+    """Writes ``DIRECTORY/model.safetensors``; a context manager. A former file is replaced when the new one is whole.
+
+    Args:
+        buffers: of each layer.
+        parameters: name -> shape of every parameter, trained or not.
+
+    :raises UserError: it cannot be written.
+    """
+
+    def __init__(self, directory: Path, buffers: Sequence[Buffers], parameters: Mapping[str, tuple[int, ...]]) -> None:
+        self.path = directory
+        self._buffers = buffers
+        self._awaited = set(parameters)
+        self._appearing = contextlib.ExitStack()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            temporary = self._appearing.enter_context(atomic_write(directory / WEIGHTS, durable=True))
+            self._file: BinaryIO = temporary.open("wb")
+            self._places = self._write_header(parameters)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def __enter__(self) -> LayersWriter:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            with self._appearing, self._file:
+                if error is not None:
+                    raise error
+                assert not self._awaited, f"never added: {sorted(self._awaited)}"
+                for buffers in self._buffers:
+                    self._put(buffers())
+        except OSError as problem:
+            if problem is not error:
+                raise self._error(problem) from problem
+
+    def add(self, state: dict[str, torch.Tensor]) -> None:
+        self._awaited -= set(state)
+        try:
+            self._put(state)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _put(self, state: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in state.items():
+            self._file.seek(self._places[name])
+            self._file.write(host_bytes(tensor.detach().contiguous()).data)
+
+    def _write_header(self, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Returns where each tensor lies."""
+        listed = {name: ("float32", shape) for name, shape in parameters.items()}
+        for buffers in self._buffers:
+            listed |= {n: (str(one.dtype).removeprefix("torch."), tuple(one.shape)) for n, one in buffers().items()}
+        begin, places = header_of(listed)
+        self._file.write(begin)
+        return places
+
+    def _error(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self.path / WEIGHTS} could not be written ({error}); free space or choose another output.run_dir; the last "
+            f"checkpoint holds the same weights"
+        )

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -309,17 +309,27 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def header_of(tensors: Mapping[str, tuple[str, Iterable[int]]]) -> tuple[bytes, dict[str, int]]:
-    """How a safetensors file with such tensors (torch's name of the dtype, shape) begins, and where in it each of them does."""
+    """How a safetensors file with such tensors (torch's name of the dtype, shape) begins, and where in it each of them does, in
+    the order in which they lie there: so that each is aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        first, end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
-        header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [first, end]}
+    places, end = {}, 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda one: -_ITEM_BYTES[one[1][0]]):
+        places[name], end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
+        header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [places[name], end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, {
-        name: 8 + len(text) + header[name]["data_offsets"][0] for name in tensors
-    }
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + place for name, place in places.items()}
+
+
+def file_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+    """The bytes of a safetensors file with host tensors, part by part: there is no second copy of any tensor."""
+    import torch
+
+    listed = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
+    begin, places = header_of(listed)
+    yield begin
+    for name in places:
+        yield tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _entry(path: Path, data: int, entry: dict[str, Any]) -> StoredTensor:

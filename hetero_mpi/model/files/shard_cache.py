@@ -16,11 +16,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from hetero_mpi.disk import SPARE_BYTES, atomic_write, free_bytes, write_whole
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, header_of, read_header, read_tensor
+from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, file_parts, read_header, read_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -89,8 +89,16 @@ class ShardCache:
         path, manifest = self._paths(layer)
         with self._usable():  # nothing is forced to the disk: what a power loss spoils is found by its hash
             with atomic_write(path) as temporary, open(temporary, "wb") as file:
-                digest = _write(file, tensors)
-            described = {"sha256": digest, "model": self.identity, "layer": layer, "bytes": path.stat().st_size}
+                digest = hashlib.sha256()
+                for part in file_parts(tensors):
+                    file.write(part)
+                    digest.update(part)
+            described = {
+                "sha256": digest.hexdigest(),
+                "model": self.identity,
+                "layer": layer,
+                "bytes": path.stat().st_size,
+            }
             write_whole(manifest, json.dumps(described, indent=2) + "\n")
 
     def _problem(self, path: Path, manifest: Path, layer: int, wanted: Mapping[str, ListedTensor]) -> str | None:
@@ -123,19 +131,6 @@ class ShardCache:
                 f"[model] shard_cache must be a directory that this rank can write to; {self.directory.parent} cannot be used: "
                 f"{error}. Choose another, or leave it empty to keep nothing."
             ) from None
-
-
-def _write(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Write a safetensors file without a second copy of any tensor; returns its sha256."""
-    import torch
-
-    listed = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
-    digest = hashlib.sha256()
-    bodies = (tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values())
-    for part in (header_of(listed)[0], *bodies):
-        file.write(part)
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _sha256(path: Path) -> str:

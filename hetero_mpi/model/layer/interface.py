@@ -1,11 +1,12 @@
 """What a stage, the benchmark, the planner's costs and a run ask of a model: a chain of layers that is cut between any two.
 
-Two kinds of model answer. ``chain.Chain`` is transformers' language models: embedding, blocks, head. ``layers.CustomChain`` is a
+Two kinds of model answer. ``TransformersChain`` is transformers' language models: embedding, blocks, head. ``CustomChain`` is a
 list of a user's own layers. What travels between layers is one tensor, whose first dimension counts sequences (or samples).
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from hetero_mpi.model.layer.router_loss import Routers
+from hetero_mpi.model.layer.loss import Routers
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ParameterSpec:
 
     @property
     def count(self) -> int:
-        return int(torch.Size(self.shape).numel())
+        return math.prod(self.shape)
 
 
 class PassThrough(nn.Module):
@@ -44,10 +45,8 @@ class PassThrough(nn.Module):
 class ResultWriter(Protocol):
     """Takes a trained model layer by layer and writes it to a directory, which appears whole at the end."""
 
-    @property
-    def path(self) -> Path:
-        """Where other files that belong to it may be put."""
-        ...
+    path: Path
+    """Where other files that belong to it may be put."""
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
         """One layer's parameters and constants, in host memory; the layers come in order."""
@@ -63,10 +62,13 @@ class LayerChain(ABC):
 
     Attributes:
         name: of the model's family.
+        summary: the model in a few words.
         layer_count: number of layers, the embedding and the head among them.
         kinds: kind of each layer; layers of one kind cost the same.
         parameters: name -> ``ParameterSpec``, in the model's own order, each tensor that can be trained once.
         constants: name -> ``ParameterSpec`` of what belongs to the model but is never trained.
+        embeddings: names of parameters that are the matrix of a ``torch.nn.Embedding``.
+        draws: does any layer draw random numbers in training?
         tied: (head's name, embedding's name) when the last layer's matrix *is* the first one's, else None.
         start_is_sent: the start weights are rank 0's, which sends them; no other rank has them.
         logits: numbers per token of which the loss needs the gradient too; None: no more than other activations.
@@ -74,10 +76,13 @@ class LayerChain(ABC):
     """
 
     name: str
+    summary: str
     layer_count: int
     kinds: tuple[str, ...]
     parameters: dict[str, ParameterSpec]
     constants: dict[str, ParameterSpec]
+    embeddings: set[str]
+    draws: bool
     tied: tuple[str, str] | None = None
     start_is_sent: bool = False
     logits: int | None = None
@@ -109,14 +114,6 @@ class LayerChain(ABC):
         """Is weight decay applied to a trained tensor?"""
 
     @abstractmethod
-    def embeddings(self) -> set[str]:
-        """Names of parameters that are the matrix of a ``torch.nn.Embedding``."""
-
-    @abstractmethod
-    def summary(self) -> str:
-        """The model in a few words."""
-
-    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """What the model is, for checkpoints, as JSON-able values."""
 
@@ -127,10 +124,6 @@ class LayerChain(ABC):
     @abstractmethod
     def layer_of(self, name: str) -> int:
         """Index of the layer that holds the parameter or module ``name``."""
-
-    @abstractmethod
-    def draws(self) -> bool:
-        """Does any layer draw random numbers in training?"""
 
     @abstractmethod
     def frame(self) -> nn.Module:

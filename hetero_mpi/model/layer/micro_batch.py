@@ -1,14 +1,89 @@
-"""A micro-batch as a stage computes it: what its loss needs, and its slices."""
+"""A micro-batch as a stage computes it: what its loss needs, and its slices; and the losses of preferences.
+
+Of two answers to a prompt, the chosen one is to become likelier than the rejected one. In a row of a micro-batch the records
+alternate: chosen, rejected, chosen, rejected. Their positions begin at 0, and no record sees another one of its row
+(``LayerChain.isolation``), so that a pair takes one row wherever a record takes one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
-from hetero_mpi.model.layer.preference import Comparison
-from hetero_mpi.model.layer.router_loss import Routed
+from hetero_mpi.model.layer.loss import Routed, target_losses
+
+Method = Literal["dpo", "orpo", "margins"]
+"""The loss; or the margins by themselves, of which a reference model's are kept."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The pairs of a micro-batch. B rows of T tokens have at most K pairs each.
+
+    Attributes:
+        answers: (B, T), 1 where the target belongs to an answer that is compared.
+        reference: (B, K) fp32, the reference model's margins; 0 without one.
+        likelihood_weight: factor of the loss of the chosen records' targets (ORPO).
+    """
+
+    method: Method
+    beta: float
+    answers: torch.Tensor
+    reference: torch.Tensor
+    likelihood_weight: float = 0.0
+
+    def of_rows(self, rows: slice) -> Comparison:
+        return Comparison(self.method, self.beta, self.answers[rows], self.reference[rows], self.likelihood_weight)
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor,
+        of_targets: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = target_losses,
+    ) -> torch.Tensor:
+        """Sum of the losses of all pairs, a scalar (fp32), differentiable; or the margins (B, K).
+
+        Args:
+            logits: (B, T, V).
+            targets: (B, T), ``IGNORED`` where nothing is learnt.
+            positions: (B, T), each token's place in its own record.
+            of_targets: gives each target's loss (B, T) of logits and targets.
+        """
+        losses = of_targets(logits, targets)
+        records = 2 * self.reference.shape[1]
+        own = ((positions == 0).cumsum(1) - 1).unsqueeze(1) == torch.arange(records, device=logits.device).view(
+            1, -1, 1
+        )
+        answers = own * self.answers.unsqueeze(1)
+        counts = answers.sum(2)
+        likelihoods = -(losses.unsqueeze(1) * answers).sum(2)
+        there = counts[:, ::2] > 0
+        if self.method == "orpo":  # where there is no pair: any number of which the loss is finite
+            means = torch.where(counts > 0, likelihoods / counts.clamp(min=1), -1.0)
+            pairs = -self.beta * F.logsigmoid(_log_odds(means[:, ::2]) - _log_odds(means[:, 1::2]))
+            of_chosen = (losses.unsqueeze(1) * own[:, ::2]).sum()
+            return torch.where(there, pairs, 0.0).sum() + self.likelihood_weight * of_chosen
+        margins = likelihoods[:, ::2] - likelihoods[:, 1::2]
+        if self.method == "margins":
+            return margins
+        return torch.where(there, -F.logsigmoid(self.beta * (margins - self.reference)), 0.0).sum()
+
+
+def _log_odds(likelihoods: torch.Tensor) -> torch.Tensor:
+    """log(p / (1 - p)) of log p, which is below 0 (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012).
+
+    Of an answer that is certain in fp32 the odds would have no end, and the gradient no number.
+    """
+    likelihoods = likelihoods.clamp(max=-1e-7)
+    small = torch.log1p(-torch.exp(likelihoods.clamp(max=-math.log(2))))
+    large = torch.log(-torch.expm1(likelihoods.clamp(min=-math.log(2))))
+    return likelihoods - torch.where(likelihoods < -math.log(2), small, large)
 
 
 @dataclass(frozen=True)
@@ -29,17 +104,22 @@ class MicroBatch:
     """On the last stage, where preferences are learnt."""
     routed: Routed | None = None
     """On every stage, where routers have a loss; None: it is not computed (nor is it in profiling)."""
+    targets: torch.Tensor | None = None
+    """On the last stage."""
 
     def slices(self, rows: int, size: int | None) -> Slices:
         """The parts of at most ``size`` of the micro-batch's ``rows`` sequences (None: one part), and which rows each has."""
         found, size = [], size or rows
         for begin in range(0, rows, size):
             part = slice(begin, min(begin + size, rows))
-            positions = None if self.positions is None else self.positions[part]
-            comparison = None if self.comparison is None else self.comparison.of_rows(part)
-            routed = None if self.routed is None else self.routed.of_rows(part)
-            first_sample = self.first_sample + begin
-            own = replace(self, first_sample=first_sample, positions=positions, comparison=comparison, routed=routed)
+            own = replace(
+                self,
+                first_sample=self.first_sample + begin,
+                positions=None if self.positions is None else self.positions[part],
+                comparison=None if self.comparison is None else self.comparison.of_rows(part),
+                routed=None if self.routed is None else self.routed.of_rows(part),
+                targets=None if self.targets is None else self.targets[part],
+            )
             found.append((own, part))
         return found
 

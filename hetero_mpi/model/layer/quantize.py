@@ -214,25 +214,11 @@ def _quantized(
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     packed, state = _packed(layer.weight, device, dtype, double, scales)
-    new = Linear4bit(
-        layer.in_features,
-        layer.out_features,
-        bias=layer.bias is not None,
-        compute_dtype=dtype,
-        compress_statistics=state.nested,
-        quant_type="nf4",
-        device="meta",
-    )
-    new.weight = Params4bit(
-        packed,
-        requires_grad=False,
-        quant_state=state,
-        blocksize=BLOCK,
-        compress_statistics=state.nested,
-        quant_type="nf4",
-        module=new,
-        bnb_quantized=True,
-    )
+    how: dict[str, Any] = {"compress_statistics": state.nested, "quant_type": "nf4"}
+    sizes = layer.in_features, layer.out_features
+    new = Linear4bit(*sizes, bias=layer.bias is not None, compute_dtype=dtype, device="meta", **how)
+    held = {"quant_state": state, "blocksize": BLOCK, "module": new, "bnb_quantized": True, **how}
+    new.weight = Params4bit(packed, requires_grad=False, **held)
     new.quant_state = state
     if layer.bias is not None:
         new.bias = nn.Parameter(layer.bias.detach().to(device, dtype), requires_grad=False)

@@ -20,11 +20,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
-from hetero_mpi.model.layer.interface import Example, LayerChain, embedding_matrices
-from hetero_mpi.model.layer.interface import ParameterSpec as ParameterSpec
-from hetero_mpi.model.layer.loss import IGNORED, summed_loss
+from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, embedding_matrices
+from hetero_mpi.model.layer.loss import IGNORED, Routers, summed_loss
 from hetero_mpi.model.layer.quantize import unpack_experts
-from hetero_mpi.model.layer.router_loss import Routers
 from hetero_mpi.model.transformers import record_attention
 from hetero_mpi.model.transformers.initial_values import initialise, materialize, restore_buffers
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
@@ -79,21 +77,21 @@ class TransformersChain(LayerChain):
         base = self.model.base_model_prefix
         inner = [name for name in plan if name.startswith(f"{base}.")]
         outer = [name for name in plan if not name.startswith(f"{base}.")]
-        lists = [
-            name for name, module in self.model.named_modules() if name in inner and isinstance(module, nn.ModuleList)
-        ]
+        modules = dict(self.model.named_modules())
+        lists = [name for name in inner if isinstance(modules.get(name), nn.ModuleList)]
         if len(lists) != 1 or not outer:
             raise UserError(
-                f"the {config.model_type} family declares no pipeline plan in transformers that hetero_mpi can follow"
+                f"the {self.name} family declares no pipeline plan in transformers that hetero_mpi can follow"
             )
-        norms = (name for name, module in self.model.named_modules() if isinstance(module, nn.LayerNorm))
-        self._layer_norms = tuple(f"{name}." for name in norms)
+        self._layer_norms = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.LayerNorm))
         self.blocks_name = lists[0]
         position = inner.index(self.blocks_name)
         self.before_names = tuple(inner[:position])
         self.after_names = tuple(inner[position + 1 :] + outer)
         self.blocks = len(self.model.get_submodule(self.blocks_name))
         self.layer_count = self.blocks + 2
+        self.summary = f"{self.name}, {self.blocks} blocks"
+        self.embeddings, self.draws = embedding_matrices(self.model), uses_dropout(self.model)
         self.tied = self._tied_pair()
         held = {
             name: (ParameterSpec(name, self.layer_of(name), tuple(parameter.shape)), parameter.requires_grad)
@@ -107,7 +105,6 @@ class TransformersChain(LayerChain):
         self.kinds = self._kinds()
 
     def module_names(self, layer: int) -> tuple[str, ...]:
-        """Qualified names of the modules that make up a layer."""
         if layer == 0:
             return self.before_names
         if layer == self.layer_count - 1:
@@ -115,7 +112,6 @@ class TransformersChain(LayerChain):
         return (f"{self.blocks_name}.{layer - 1}",)
 
     def layer_of(self, name: str) -> int:
-        """Index of the layer that holds the parameter or module ``name``."""
         if name.startswith(f"{self.blocks_name}."):
             return int(name[len(self.blocks_name) + 1 :].split(".", 1)[0]) + 1
         if any(name == prefix or name.startswith(f"{prefix}.") for prefix in self.before_names):
@@ -141,17 +137,8 @@ class TransformersChain(LayerChain):
         """By names, as transformers' ``Trainer.get_decay_parameter_names`` decides it: neither biases nor norms."""
         return _NOT_DECAYED.search(name.lower()) is None and not name.startswith(self._layer_norms)
 
-    def embeddings(self) -> set[str]:
-        return embedding_matrices(self.model)
-
-    def summary(self) -> str:
-        return f"{self.name}, {self.blocks} blocks"
-
     def to_dict(self) -> dict[str, Any]:
         return dict(self.config.to_dict())
-
-    def draws(self) -> bool:
-        return uses_dropout(self.model)
 
     def frame(self) -> PreTrainedModel:
         return build_on_meta(self.config)

@@ -20,15 +20,20 @@ def initialise(chain: LayerChain, model: PreTrainedModel, layer: int, seed: int)
     """
     for root in chain.module_names(layer):
         for name, module in model.get_submodule(root).named_modules(prefix=root):
-            own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
-            if not own or (chain.tied is not None and own == [chain.tied[0]]):
+            names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+            if not names or (chain.tied is not None and names == [chain.tied[0]]):
                 continue  # a tied head takes the embedding's values
             materialize(module)
             _forget(module.named_parameters(recurse=False))
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.default_generator.manual_seed(seed_from(seed, name))
                 model._init_weights(module)
-            _require_values(model, name, module.named_parameters(recurse=False))
+            for own, parameter in module.named_parameters(recurse=False):
+                lacking = (
+                    f"{name}.{own}: transformers gives the {model.config.model_type} family no rule that initialises it; start "
+                    f"from a model directory instead ([model] path; transformers' from_config and save_pretrained write one)"
+                )
+                _require_value(parameter, lacking)
 
 
 def materialize(module: nn.Module) -> None:
@@ -46,13 +51,9 @@ def _forget(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             tensor.detach().fill_(math.nan)
 
 
-def _require_values(model: PreTrainedModel, module: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    for name, tensor in tensors:
-        if tensor.is_floating_point() and math.isnan(tensor.detach().sum().item()):
-            raise UserError(
-                f"{module}.{name}: transformers gives the {model.config.model_type} family no rule that initialises it; start "
-                f"from a model directory instead ([model] path; transformers' from_config and save_pretrained write one)"
-            )
+def _require_value(tensor: torch.Tensor, lacking: str) -> None:
+    if tensor.is_floating_point() and math.isnan(tensor.detach().sum().item()):
+        raise UserError(lacking)
 
 
 def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -73,12 +74,7 @@ def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
         with torch.no_grad():
             model._init_weights(module)
         for name, _ in buffers:
-            _require_buffer(model, name, getattr(module, name))
+            family = model.config.model_type
+            lacking = f"transformers gives the {family} family no rule that computes its buffer {name}"
+            _require_value(getattr(module, name), lacking)
             module.register_buffer(name, getattr(module, name).to(device), persistent=False)
-
-
-def _require_buffer(model: PreTrainedModel, name: str, buffer: torch.Tensor) -> None:
-    if buffer.is_floating_point() and math.isnan(buffer.sum().item()):
-        raise UserError(
-            f"transformers gives the {model.config.model_type} family no rule that computes its buffer {name}"
-        )

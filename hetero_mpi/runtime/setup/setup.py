@@ -169,7 +169,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
                 f"{job.train.global_batch / len(dataset.train):.3g} times. Lower train.global_batch, or add data"
             )
     parameters = sum(spec.count for spec in chain.parameters.values())
-    say(f"model: {chain.summary()}, {parameters:,} parameters, {job.train.dtype}")
+    say(f"model: {chain.summary}, {parameters:,} parameters, {job.train.dtype}")
     return RunSetup(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
 
 

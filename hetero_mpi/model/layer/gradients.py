@@ -1,4 +1,5 @@
-"""Weight gradients of linear layers that wait: the backward of a micro-batch in two parts.
+"""When a layer's gradients are whole, so that their sums over the pipelines may start while backward still runs; and weight
+gradients of linear layers that wait: the backward of a micro-batch in two parts.
 
 The input part computes what the previous stage waits for, and with it the gradients of everything that is not a matrix of a
 linear layer. The weight part, at any later time, computes the matrices' gradients (Qi et al. 2023, arXiv:2401.10241, whose
@@ -7,15 +8,72 @@ WeightGradStore this is in other words). Matrices used in another way, such as f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import Node
 
-from hetero_mpi.model.layer.gradient_ready import Finished
+from hetero_mpi.model.layer.interface import LayerChain
+
+Finished = Callable[[int], None]
+"""Is told the number of a layer whose parameters' gradients are whole. On accelerators autograd calls it from a thread of its own,
+in which work for the device follows that of the gradients; the caller of backward waits meanwhile."""
+
+
+class Beginnings:
+    """Notes where in autograd's graph each layer of a stage begins.
+
+    The node that made a layer's input runs in backward when nothing later in the forward is left to do, since autograd runs
+    ready nodes in the reverse order of their making. So the layer's gradients are whole then, whatever took part in them.
+    """
+
+    def __init__(self, chain: LayerChain, model: nn.Module, first: int, last: int) -> None:
+        """Watch the layers ``[first, last)``; the first one ends with backward itself."""
+        self._nodes: dict[int, Node] | None = None
+        for layer in range(first + 1, last):
+            for name in chain.module_names(layer):
+                module = model.get_submodule(name)
+                module.register_forward_pre_hook(partial(self._note, layer), with_kwargs=True)
+
+    def start(self) -> None:
+        """A forward begins. (What runs outside of one, such as recomputation, is not noted.)"""
+        self._nodes = {}
+
+    def stop(self) -> dict[int, Node]:
+        """The forward is over: layer -> the node that made its input."""
+        nodes, self._nodes = self._nodes, None
+        assert nodes is not None
+        return nodes
+
+    def _note(self, layer: int, module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        if self._nodes is None or layer in self._nodes:
+            return
+        x = arguments[0] if arguments else keywords.get("hidden_states")
+        if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+            self._nodes[layer] = x.grad_fn
+
+
+class GradientReadyHooks:
+    """Reports each of ``layers`` once, the last first; where ``finished`` is None, to nobody."""
+
+    def __init__(self, layers: Iterable[int], finished: Finished | None) -> None:
+        self._waiting = sorted(layers) if finished is not None else []
+        self._finished = finished
+
+    def follow(self, nodes: Mapping[int, Node]) -> None:
+        """Report while the backward through ``nodes`` runs."""
+        for layer, node in nodes.items() if self._waiting else ():
+            node.register_prehook(lambda gradients, layer=layer: self.down_to(layer))
+
+    def down_to(self, layer: int) -> None:
+        """Everything from ``layer`` on is whole."""
+        while self._finished is not None and self._waiting and self._waiting[-1] >= layer:
+            self._finished(self._waiting.pop())
+
 
 Entry = tuple[nn.Parameter, torch.Tensor, torch.Tensor]
 """(weight (O, I), input (..., I), gradient of the output (..., O))"""
@@ -24,9 +82,7 @@ Entry = tuple[nn.Parameter, torch.Tensor, torch.Tensor]
 class WeightGradients:
     """What the weight parts of a stage's micro-batches still need."""
 
-    def __init__(self, recompute: bool = False) -> None:
-        """``recompute``: the layers lie in blocks that run again in backward."""
-        self.recompute = recompute
+    def __init__(self) -> None:
         self.adders: dict[nn.Parameter, Callable[[torch.Tensor], object]] = {}
         """Parameters whose gradients are not added to their ``grad`` but given to a function."""
         self._kept: dict[int, dict[int, list[Entry]]] = {}
@@ -103,11 +159,7 @@ class WeightGradients:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, module.weight, module.bias)
         y = F.linear(x, module.weight.detach(), module.bias)
-        if self.recompute:
-            return _Keep.apply(y, x.detach(), (self, layer, module))
-        kept = x.detach()
-        y.register_hook(lambda dy: self.keep(layer, (module.weight, kept, dy)))
-        return y
+        return _Keep.apply(y, x.detach(), (self, layer, module))
 
     def keep(self, layer: int, entry: Entry) -> None:
         """Called by backward."""
@@ -117,8 +169,7 @@ class WeightGradients:
 class _Keep(torch.autograd.Function):
     """The identity of a linear layer's output, whose backward hands (input, gradient of the output) to the store.
 
-    A hook on the output does so in less time, but its input would stay in memory when a block is recomputed. Here the input is
-    saved as autograd saves things.
+    The input is saved as autograd saves things, so that it does not stay in memory when a block is recomputed.
     """
 
     @staticmethod
