@@ -46,6 +46,20 @@ class Accelerator(Backend):
         module = getattr(torch, cls.torch_type, None)
         return int(module.device_count()) if module is not None and module.is_available() else 0
 
+    @classmethod
+    def unusable(cls) -> dict[int, str]:
+        facts = {index: cls(index)._without_kernels() for index in range(cls.count())}
+        return {
+            index: f"{fact}, and torch {torch.__version__} has kernels for {', '.join(torch.cuda.get_arch_list())} only; install a "
+            f"build that has them (docs/devices.md, Which torch for which GPU)"
+            for index, fact in facts.items()
+            if fact is not None
+        }
+
+    def _without_kernels(self) -> str | None:
+        """Which device it is, where torch has no kernels for it."""
+        return None
+
     def _properties(self) -> Any:
         return self.module().get_device_properties(self.device)
 
@@ -204,16 +218,11 @@ class CudaBackend(Accelerator):
         except RuntimeError:  # WSL and some virtual GPUs have no such memory
             settings("expandable_segments:False")
 
-    @classmethod
-    def unusable(cls) -> dict[int, str]:
-        built = torch.cuda.get_arch_list()
-        found = {}
-        for index in range(cls.count()):
-            capability = torch.cuda.get_device_capability(index)
-            if not has_kernels(capability, built):
-                name, version = torch.cuda.get_device_name(index), ".".join(map(str, capability))
-                found[index] = _no_kernels(f"{name} has compute capability {version}", built)
-        return found
+    def _without_kernels(self) -> str | None:
+        capability = torch.cuda.get_device_capability(self.index)
+        if has_kernels(capability, torch.cuda.get_arch_list()):
+            return None
+        return f"{torch.cuda.get_device_name(self.index)} has compute capability {'.'.join(map(str, capability))}"
 
     def architecture(self) -> str:
         major, minor = torch.cuda.get_device_capability(self.device)
@@ -253,13 +262,6 @@ def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
     return not built
 
 
-def _no_kernels(fact: str, built: Sequence[str]) -> str:
-    return (
-        f"{fact}, and torch {torch.__version__} has kernels for {', '.join(built)} only; install a build that has them "
-        f"(docs/devices.md, Which torch for which GPU)"
-    )
-
-
 class RocmBackend(Accelerator):
     """AMD GPUs: torch's HIP build presents them under the name ``cuda``."""
 
@@ -284,15 +286,9 @@ class RocmBackend(Accelerator):
         native = re.match(r"gfx(908|90a|94|950|11|12)", self.chip())
         return ("fp32", "bf16", "fp16") if native else ("fp32", "fp16")
 
-    @classmethod
-    def unusable(cls) -> dict[int, str]:
-        built, found = torch.cuda.get_arch_list(), {}
-        for index in range(cls.count()):
-            device = cls(index)
-            architecture = device.chip()
-            if built and architecture and architecture not in built:
-                found[index] = _no_kernels(f"{device.description()} is a {architecture}", built)
-        return found
+    def _without_kernels(self) -> str | None:
+        built, own = torch.cuda.get_arch_list(), self.chip()
+        return f"{self.description()} is a {own}" if built and own and own not in built else None
 
     def architecture(self) -> str:
         return f"{super().architecture()}, HIP {torch.version.hip}"

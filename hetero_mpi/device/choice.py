@@ -57,15 +57,7 @@ def wish(job_device: str, environment: Mapping[str, str]) -> Wish:
 
 
 def device_of(rank: int, places: Sequence[VisibleDevices]) -> int | None:
-    """The number of the GPU that ``rank`` takes, given what all ranks see; None where lower ranks take all of them.
-
-    >>> two_vendors = [Place("box", "cuda", ((0, "a"),), None), Place("box", "rocm", ((0, "b"),), None)]
-    >>> device_of(0, two_vendors), device_of(1, two_vendors)
-    (0, 0)
-    >>> without_the_first = [Place("box", "cuda", ((1, "b"), (2, "c")), None)] * 3
-    >>> [device_of(rank, without_the_first) for rank in range(3)]
-    [1, 2, None]
-    """
+    """The number of the GPU that ``rank`` takes, given what all ranks see; None where lower ranks take all of them."""
     own = places[rank]
     if own.gpu is not None:
         return own.gpu
@@ -88,10 +80,6 @@ def cores_of(rank: int, ranks: Sequence[Cores]) -> float:
     """The cores that ``rank`` can count on: every core counts 1 / the ranks of its host that may run on it.
 
     A rank that feeds a GPU leaves what it has beyond ``CORES_PER_GPU`` to those ranks that compute on the same cores.
-
-    >>> box = [Cores("box", tuple(range(16)), computes) for computes in (False, False, False, True)]
-    >>> [cores_of(rank, box) for rank in range(4)]
-    [2.0, 2.0, 2.0, 10.0]
     """
     own = ranks[rank]
     users = Counter(core for one in ranks if one.host == own.host for core in one.numbers)

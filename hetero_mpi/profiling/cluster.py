@@ -6,7 +6,7 @@ import datetime
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 
 from hetero_mpi.comm.links import HostFlows, LinkSamples, fit_line, measure_flows, measure_links
 from hetero_mpi.comm.ranks.versions import own_versions
@@ -30,14 +30,6 @@ from hetero_mpi.report import units
 _SMALLEST_MESSAGE = 1024
 _GROWTH = 4
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """One rank's times, and whether they were kept from an earlier run."""
-
-    times: DeviceTimes
-    kept: bool
 
 
 def profile_key(world: World, backend: Backend, subject: Subject) -> str:
@@ -65,14 +57,14 @@ def profile_cluster(
     """
     key = profile_key(world, backend, subject)
     memories = measure_memory(world, backend)
-    table = _device_times(world, backend, subject, settings, say, settings.cache and not fresh)
+    times = _device_times(world, backend, subject, settings, say, settings.cache and not fresh)
     decision_s = _decision_s(world, subject)
     samples, flows = _messages(world, transport, settings, say)
     sums = measure_sums(world, settings.largest_message_bytes) if subject.groups and world.size > 1 else {}
-    own = _device_profile(world, backend, subject, table.times, memories[world.rank], decision_s)
-    gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(table, infinity_as_text=True)])
-    tables = [decode(RankTimes, known, "profile") for _, known in gathered]
-    model, ratios = _model_cost(subject, [table.times for table in tables])
+    own = _device_profile(world, backend, subject, times, memories[world.rank], decision_s)
+    gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(times, infinity_as_text=True)])
+    tables = [decode(DeviceTimes, known, "profile") for _, known in gathered]
+    model, ratios = _model_cost(subject, tables)
     devices = tuple(
         replace(decode(DeviceProfile, device, "profile"), activation_ratio=ratio)
         for (device, _), ratio in zip(gathered, ratios, strict=True)
@@ -99,7 +91,7 @@ def _now() -> str:
 
 def _device_times(
     world: World, backend: Backend, subject: Subject, settings: ProfileTable, say: Say, use_cache: bool
-) -> RankTimes:
+) -> DeviceTimes:
     """This rank's times: kept ones, or measured together with the other ranks of its host. Collective.
 
     Ranks of one host are timed all at once and then each while the others are still, so they are measured anew together. What
@@ -119,7 +111,7 @@ def _device_times(
         say(f"Device times of {_ranks(kept)} were measured before (--reprofile measures again)")
     if not ranks:
         assert known is not None
-        return RankTimes(known, True)
+        return replace(known, kept=True)
     measuring = world.subset(ranks)
     counts = ", ".join(map(str, sampled_rows(subject.micro_batches)))
     say(f"Profiling {_ranks(len(ranks))}: layers with {counts} sequences, all ranks at once ...")
@@ -132,7 +124,7 @@ def _device_times(
             save_times(key, times)
     world.meet_asleep()
     assert times is not None
-    return RankTimes(times, measuring is None)
+    return replace(times, kept=measuring is None)
 
 
 def _measured(world: World, subject: Subject, backend: Backend, repeats: int, say: Say) -> tuple[DeviceTimes, bool]:
@@ -258,9 +250,9 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' if number > 1 else ''}"
 
 
-def _notes(devices: Sequence[DeviceProfile], tables: Sequence[RankTimes], subject: Subject) -> tuple[str, ...]:
+def _notes(devices: Sequence[DeviceProfile], tables: Sequence[DeviceTimes], subject: Subject) -> tuple[str, ...]:
     """How the figures came about, for a reader."""
-    rows = sorted({count for table in tables for count in table.times.rows})
+    rows = sorted({count for table in tables for count in table.rows})
     notes = [f"layers were timed with {', '.join(map(str, rows))} sequences of {subject.sequence_length} tokens"]
     if any(device.alone for device in devices):
         notes.append(
@@ -276,16 +268,16 @@ def _notes(devices: Sequence[DeviceProfile], tables: Sequence[RankTimes], subjec
             f"{len(ranks)} ranks share {cores} core{'s' if cores > 1 else ''} on {host}: times hold for when all of them "
             f"compute, and are stretched by how long each waited for a core"
         )
-    for date in sorted({table.times.measured for table in tables if table.kept}):
-        ranks = [rank for rank, table in enumerate(tables) if table.kept and table.times.measured == date]
+    for date in sorted({table.measured for table in tables if table.kept}):
+        ranks = [rank for rank, table in enumerate(tables) if table.kept and table.measured == date]
         notes.append(f"device times of rank {', '.join(map(str, ranks))} were measured {date}; links and memory anew")
     for rank, table in enumerate(tables):
-        if table.times.slow_s:
+        if table.slow_s:
             notes.append(
-                f"rank {rank}: the smallest micro-batch took {units.seconds(table.times.slow_s)}, so it was timed once and nothing "
+                f"rank {rank}: the smallest micro-batch took {units.seconds(table.slow_s)}, so it was timed once and nothing "
                 f"else was; give the rank more cores, lower [data] sequence_length, or leave it out"
             )
-    short = [rank for rank, table in enumerate(tables) if len(table.times.rows) < len(rows) and not table.times.slow_s]
+    short = [rank for rank, table in enumerate(tables) if len(table.rows) < len(rows) and not table.slow_s]
     if short:
         notes.append(
             f"rank {', '.join(map(str, short))}: larger micro-batches took too long or too much memory to time"

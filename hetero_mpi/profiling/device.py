@@ -67,6 +67,8 @@ class DeviceTimes:
     """Of a member of a group with half of the heads and of the experts, without sums; empty: not timed."""
     without_experts: dict[str, LayerTimes] = field(default_factory=dict)
     """The same with none of the experts."""
+    kept: bool = False
+    """From an earlier run?"""
 
 
 class DeviceBenchmark:
