@@ -4,52 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.data.order import Indices, batch_indices, permutation
-from hetero_mpi.data.sequences import HELD_OUT_STREAM, Batch, shares
+from hetero_mpi.data.sequences import HELD_OUT_STREAM, Batch, Dataset, shares
 from hetero_mpi.errors import UserError
 
 _LOOKED_AT = 64
 """Samples whose content tells whether a resumed run goes on with the same data."""
-
-
-class DataSource(Protocol):
-    """The data of a job, in batches. Only rank 0 has it."""
-
-    @property
-    def train(self) -> Indices:
-        """What is learnt from, by number."""
-        ...
-
-    @property
-    def held_out(self) -> Indices:
-        """What measures the evaluation loss."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Remarks for a person."""
-        ...
-
-    def batch(self, step: int, global_batch: int) -> Batch:
-        """The training batch of ``step`` (from 0), a function of its arguments and the job's seed only."""
-        ...
-
-    def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
-        """The first ``limit`` held-out rows, ``batch`` at a time, always the same ones."""
-        ...
-
-    def unigram_entropy(self) -> float | None:
-        """The loss of a model that knows only how frequent the targets are; None where that means nothing."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Equal when the data is: a resumed run must go on with the data it began with."""
-        ...
 
 
 class Samples:
@@ -87,7 +52,8 @@ class Samples:
         for first in range(0, len(chosen), batch):
             yield _gather(source, chosen[first : first + batch])
 
-    def unigram_entropy(self) -> None:
+    def unigram_entropy(self) -> float | None:
+        """None: how frequent targets are means nothing."""
         return None
 
     def fingerprint(self) -> str:
@@ -102,6 +68,10 @@ class Samples:
                     digest.update(repr((array.dtype.str, array.shape)).encode())
                     digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
+
+
+DataSource = Dataset | Samples
+"""The data of a job, in batches. Only rank 0 has it."""
 
 
 def pair(source: Sequence[Any], number: int) -> tuple[NDArray[Any], NDArray[Any]]:

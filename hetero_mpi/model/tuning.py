@@ -22,7 +22,7 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.model.eager_imports import imported_peft
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.layer.quantize import fused_experts
-from hetero_mpi.model.layer.seeds import seed_from
+from hetero_mpi.model.layer.seeds import seeded
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, language
 
 if TYPE_CHECKING:
@@ -167,8 +167,7 @@ def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """peft's own start (A: Kaiming uniform, B: zero), drawn from (seed, name)."""
     value = torch.zeros(shape, dtype=torch.float32)
     if ".lora_A." in name:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed_from(seed, name))
+        with seeded(seed, name):
             nn.init.kaiming_uniform_(value, a=math.sqrt(5))
     return value
 

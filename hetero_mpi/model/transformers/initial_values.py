@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.layer.seeds import seed_from
+from hetero_mpi.model.layer.seeds import seeded
 
 
 def initialise(chain: LayerChain, model: PreTrainedModel, layer: int, seed: int) -> None:
@@ -25,8 +25,7 @@ def initialise(chain: LayerChain, model: PreTrainedModel, layer: int, seed: int)
                 continue  # a tied head takes the embedding's values
             materialize(module)
             _forget(module.named_parameters(recurse=False))
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.default_generator.manual_seed(seed_from(seed, name))
+            with seeded(seed, name), torch.no_grad():
                 model._init_weights(module)
             for own, parameter in module.named_parameters(recurse=False):
                 lacking = (
