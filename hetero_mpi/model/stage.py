@@ -277,7 +277,7 @@ class Stage(HeldLayers):
         if part.comparison is not None:
             assert part.positions is not None
             of_targets = target_losses if self.divided is None else self.divided.target_losses
-            return part.comparison.loss(y, part.targets, part.positions, of_targets) / part.divisor
+            return part.comparison.loss(of_targets(y, part.targets), part.positions) / part.divisor
         summed = self.chain.loss if self.divided is None else self.divided.loss
         loss = summed(y, part.targets) / part.divisor
         if self.routers is None:

@@ -200,7 +200,7 @@ def test_losses_of_pairs_one_by_one(tokenizer: PreTrainedTokenizerFast, tmp_path
         method, 0.3, torch.from_numpy(batch.pairs.answers), reference, batch.pairs.likelihood_weight
     )
     logits = logits_of(tokens)
-    loss = comparison.loss(logits, targets, positions)
+    loss = comparison.loss(target_losses(logits, targets), positions)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
     expected, likelihood, number = 0.0, 0.0, 0
@@ -250,6 +250,6 @@ def test_an_answer_that_is_certain_has_a_gradient() -> None:
         logits[0, 1, 3] = logits[0, 3, 2] = gap
         logits.requires_grad_(True)
         answers = torch.tensor([[0, 1, 0, 1]])
-        loss = Comparison("orpo", 0.1, answers, torch.zeros(1, 1), 1.0).loss(logits, targets, positions)
+        loss = Comparison("orpo", 0.1, answers, torch.zeros(1, 1), 1.0).loss(target_losses(logits, targets), positions)
         (gradient,) = torch.autograd.grad(loss, logits)
         assert torch.isfinite(loss) and torch.isfinite(gradient).all()

@@ -8,14 +8,14 @@ alternate: chosen, rejected, chosen, rejected. Their positions begin at 0, and n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from hetero_mpi.model.layer.loss import Routed, target_losses
+from hetero_mpi.model.layer.loss import Routed
 
 Method = Literal["dpo", "orpo", "margins"]
 """The loss; or the margins by themselves, of which a reference model's are kept."""
@@ -40,26 +40,15 @@ class Comparison:
     def of_rows(self, rows: slice) -> Comparison:
         return Comparison(self.method, self.beta, self.answers[rows], self.reference[rows], self.likelihood_weight)
 
-    def loss(
-        self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        positions: torch.Tensor,
-        of_targets: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = target_losses,
-    ) -> torch.Tensor:
+    def loss(self, losses: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all pairs, a scalar (fp32), differentiable; or the margins (B, K).
 
         Args:
-            logits: (B, T, V).
-            targets: (B, T), ``IGNORED`` where nothing is learnt.
+            losses: (B, T), of each target (``target_losses``).
             positions: (B, T), each token's place in its own record.
-            of_targets: gives each target's loss (B, T) of logits and targets.
         """
-        losses = of_targets(logits, targets)
-        records = 2 * self.reference.shape[1]
-        own = ((positions == 0).cumsum(1) - 1).unsqueeze(1) == torch.arange(records, device=logits.device).view(
-            1, -1, 1
-        )
+        records = torch.arange(2 * self.reference.shape[1], device=losses.device).view(1, -1, 1)
+        own = ((positions == 0).cumsum(1) - 1).unsqueeze(1) == records
         answers = own * self.answers.unsqueeze(1)
         counts = answers.sum(2)
         likelihoods = -(losses.unsqueeze(1) * answers).sum(2)
