@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hetero_mpi.job.load import JobConfig, load_job  # noqa: E402
-from hetero_mpi.model.optimizer import LearningRate  # noqa: E402
+from hetero_mpi.model.optimizer import learning_rate  # noqa: E402
 from hetero_mpi.runtime.setup.material import Material, prepare  # noqa: E402
 
 SINGLE = {"Schedule1F1B": pipelining.Schedule1F1B, "ScheduleGPipe": pipelining.ScheduleGPipe}
@@ -91,7 +91,7 @@ def stepped(
     material: Material, job: JobConfig, steps: int, named: list[tuple[str, nn.Parameter]], gradients: Gradients
 ) -> dict[str, list[float]]:
     """Seconds and loss of every step, each from a barrier to a barrier where there are several ranks."""
-    optimizer, rate = optimizer_of(named, job), LearningRate(job.train)
+    optimizer = optimizer_of(named, job)
     seconds, losses = [], []
     for step in range(steps):
         together()
@@ -99,7 +99,7 @@ def stepped(
         batch = material.dataset.batch(step, job.train.global_batch)
         optimizer.zero_grad()
         own = gradients(torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.targets).long())
-        update(optimizer, rate, step)
+        update(optimizer, learning_rate(job.train, step))
         together()
         seconds.append(time.perf_counter() - start)
         total = torch.tensor([own], dtype=torch.float64)
@@ -187,9 +187,9 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def update(optimizer: torch.optim.AdamW, rate: LearningRate, step: int) -> None:
+def update(optimizer: torch.optim.AdamW, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate.at(step)
+        group["lr"] = rate
     optimizer.step()
 
 

@@ -22,30 +22,20 @@ _BLOCK, _SHORT = 1024, 4096
 """Squares added in fp32 at a time, and how many numbers are left to fp64 at most."""
 
 
-class LearningRate:
-    """A function of the step, with no state to save: up to the peak in a line, then constant, or down to 0 in a line or a
-    half cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts).
+def learning_rate(train: TrainTable, step: int) -> float:
+    """The learning rate of optimizer step ``step`` (the first is 0): up to the peak in a line, then constant, or down to 0 in a
+    line or a half cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts). There is no state to save.
 
     The numbers are those of transformers' schedules, whose import alone takes two seconds.
     """
-
-    def __init__(self, train: TrainTable) -> None:
-        self.peak = train.learning_rate
-        self._kind, self._warm_up, self._steps = train.schedule, train.warmup_steps, train.steps
-
-    def at(self, step: int) -> float:
-        """Learning rate of optimizer step ``step`` (the first is 0)."""
-        return self.peak * self._factor(step)
-
-    def _factor(self, step: int) -> float:
-        if step < self._warm_up:
-            return step / self._warm_up
-        rest = max(1, self._steps - self._warm_up)
-        if self._kind == "linear":
-            return max(0.0, (self._steps - step) / rest)
-        if self._kind == "cosine":
-            return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - self._warm_up) / rest))))
-        return 1.0
+    factor, rest = 1.0, max(1, train.steps - train.warmup_steps)
+    if step < train.warmup_steps:
+        factor = step / train.warmup_steps
+    elif train.schedule == "linear":
+        factor = max(0.0, (train.steps - step) / rest)
+    elif train.schedule == "cosine":
+        factor = max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - train.warmup_steps) / rest))))
+    return train.learning_rate * factor
 
 
 class Optimizer:
@@ -85,7 +75,6 @@ class Optimizer:
             self._views = offloaded.views
         for name, view in self._views.items():
             self._added[name].grad = view
-        self.schedule = LearningRate(train)
         listed = [(t, stage.chain.decays(n), n in stage.tuning.eight_bit) for n, t in self.targets.items()]
         self.adamw = AdamW(train, stage.backend.fused_optimizer(), listed)
 
@@ -139,7 +128,7 @@ class Optimizer:
             return
         if scale != 1.0:
             torch._foreach_mul_([self.gradient(name) for name in self.targets], scale)
-        self.adamw.step(self.schedule.at(step))
+        self.adamw.step(learning_rate(self.train, step))
         if self.stage.masters:
             self.stage.overwrite(self.targets)
 

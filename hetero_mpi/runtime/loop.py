@@ -15,7 +15,7 @@ from hetero_mpi.data.sequences import Batch, pair_counts
 from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.model.optimizer import LearningRate, StepDecision
+from hetero_mpi.model.optimizer import StepDecision, learning_rate
 from hetero_mpi.report.past_run import note_end
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
@@ -63,7 +63,6 @@ class Loop:
         self._asked, self._rebalancer, self._beside = asked, rebalancer, beside
         self._run_dir = context.run_dir
         self.saver = open_saver(self.trainer, context.run_dir / "checkpoints", self.job, state.newest_checkpoint)
-        self.schedule = LearningRate(self.job.train)
         self._held_out = self._broadcast_held_out()
         self._recorder = Recorder(
             self.trainer, self.world, context.transport, context.run_dir, state.step, self.job.train.steps
@@ -155,7 +154,7 @@ class Loop:
             step=step + 1,
             loss=decision.loss,
             grad_norm=decision.grad_norm,
-            lr=self.schedule.at(step),
+            lr=learning_rate(self.job.train, step),
             tokens=target_tokens,
             tokens_per_s=tokens / seconds,
             step_s=seconds,

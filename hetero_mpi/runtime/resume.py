@@ -20,7 +20,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import TrainTable
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.launch.supervisor.event_log import own_event
-from hetero_mpi.model.optimizer import LearningRate
+from hetero_mpi.model.optimizer import learning_rate
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.set_aside import EarlierRun
 from hetero_mpi.runtime.reference import check_reference
@@ -111,15 +111,15 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
         then: ``[train]`` when the state after ``step`` steps was written.
         train: ``[train]`` now.
     """
-    before, now = LearningRate(train.model_copy(update={key: then[key] for key in _RATE})), LearningRate(train)
-    old, new = before.at(step), now.at(step)
+    old = learning_rate(train.model_copy(update={key: then[key] for key in _RATE}), step)
+    new = learning_rate(train, step)
     if step >= train.steps or math.isclose(old, new, rel_tol=1e-9):
         return None
     changed = [f"{key} is {as_toml(getattr(train, key))}, was {as_toml(then[key])}" for key in _RATE]
     changed = [text for text, key in zip(changed, _RATE, strict=True) if getattr(train, key) != then[key]]
     kept = ", ".join(f"{key} = {as_toml(then[key])}" for key in _RATE if getattr(train, key) != then[key])
     remedy = f"set {kept} again to go on as before"
-    share = new / now.peak
+    share = new / train.learning_rate
     if share > 0:
         remedy += f", or learning_rate = {old / share:.4g} to begin this schedule at the old value"
     return (

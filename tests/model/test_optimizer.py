@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import TrainTable
-from hetero_mpi.model.optimizer import LearningRate, LossScale, Optimizer, StepDecider, _short
+from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, _short, learning_rate
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -76,9 +76,9 @@ def test_wide_exponents_need_no_scale(dtype: torch.dtype) -> None:
 
 
 def test_learning_rate_is_a_function_of_the_step() -> None:
-    rate = LearningRate(TrainTable(steps=10, warmup_steps=4, learning_rate=1.0, schedule="linear"))
+    train = TrainTable(steps=10, warmup_steps=4, learning_rate=1.0, schedule="linear")
     np.testing.assert_allclose(
-        [rate.at(step) for step in range(10)], [0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+        [learning_rate(train, step) for step in range(10)], [0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
     )
 
 
@@ -87,10 +87,10 @@ def test_learning_rate_is_a_function_of_the_step() -> None:
 def test_learning_rates_are_those_of_transformers(
     schedule: Literal["cosine", "linear", "constant"], warm_up: int
 ) -> None:
-    rate = LearningRate(TrainTable(steps=30, warmup_steps=warm_up, learning_rate=3e-4, schedule=schedule))
+    train = TrainTable(steps=30, warmup_steps=warm_up, learning_rate=3e-4, schedule=schedule)
     name = "constant_with_warmup" if schedule == "constant" else schedule
     theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=3e-4), warm_up, 30).lr_lambdas[0]
-    assert [rate.at(step) for step in range(34)] == [3e-4 * theirs(step) for step in range(34)]
+    assert [learning_rate(train, step) for step in range(34)] == [3e-4 * theirs(step) for step in range(34)]
 
 
 @pytest.mark.parametrize("shape", [(7,), (4096,), (4097,), (513, 1001), (1100, 1000)])
@@ -154,7 +154,7 @@ def test_a_resume_that_changes_the_learning_rate_says_so_and_how_to_keep_it() ->
         "Warning: the learning rate jumps from 0.00015 to 0.0005427 at step 21, since [train] steps is 100, was 30:"
     )
     assert "set steps = 30 again to go on as before, or learning_rate = 0.0001658 to begin" in text
-    kept = LearningRate(now.model_copy(update={"learning_rate": 0.0001658})).at(20)
+    kept = learning_rate(now.model_copy(update={"learning_rate": 0.0001658}), 20)
     assert kept == pytest.approx(1.5e-4, rel=1e-3)
     assert rate_change(then, now.model_copy(update={"steps": 30}), 20) is None
     assert rate_change({**then, "schedule": "constant"}, now.model_copy(update={"schedule": "constant"}), 20) is None
