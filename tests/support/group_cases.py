@@ -10,9 +10,8 @@ from torch import nn
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.load import AdapterTable
-from hetero_mpi.model.layer.loss import IGNORED
+from hetero_mpi.model.layer.loss import IGNORED, Routed
 from hetero_mpi.model.layer.quantize import fused_experts
-from hetero_mpi.model.layer.router_loss import Routed
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
