@@ -413,7 +413,7 @@ class Stage(HeldLayers):
         experts = [n for n in self.tuning.parameters if self.first <= self.chain.layer_of(n) < self.last]
         self.model.is_loaded_in_4bit = self.tuning.nf4  # peft looks here to choose its layers for packed weights
         found = inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, self._adapter_start)
-        own = {spec.name: found[spec.name] for spec in specs}
+        own = {name: found[name] for name in here}
         # Else peft would bring the inputs of all adapted layers to fp32, and keep them so.
         if self.dtype != torch.float32:
             for name, parameter in own.items():
