@@ -20,7 +20,7 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
-from hetero_mpi.planning.decision.remedies import in_eight_bit
+from hetero_mpi.planning.decision.shortage import in_eight_bit
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_wire
