@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,29 +22,57 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 
 Table = NDArray[np.float64]
+Item = TypeVar("Item")
+NOISE = 0.12
+"""Figures that differ by no more than this share are taken to be the same: measured within 5 % either way."""
 
 
 def rank_classes(profile: ClusterProfile) -> list[list[int]]:
-    """The usable ranks in classes of interchangeable ranks, in an order that does not depend on how ranks are numbered.
+    """The usable ranks in classes of interchangeable ranks.
 
     Two ranks are interchangeable when their devices are equal, swapping them leaves every link as it is, and their hosts
     set them the same limits: ranks of one host, or each the only one of a host of the same kind.
     """
-    contents = rank_contents(profile)
-    if profile.links:
-        return _linked_classes(profile, [device.rank for device in usable_devices(profile)], contents)
+    contents, hosts = rank_contents(profile), [device.host for device in profile.devices]
+    ordered = sorted(contents, key=lambda rank: (contents[rank], rank))
     # Where links are told by pairs of hosts, equal ranks of one host have equal links: one of them stands for all.
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank, content in contents.items():
-        groups.setdefault((profile.devices[rank].host, content), []).append(rank)
-    members = {group[0]: group for group in groups.values()}
-    classes = _linked_classes(profile, list(members), {rank: contents[rank] for rank in members})
-    return [sorted(rank for first in one for rank in members[first]) for one in classes]
+    groups = in_classes(ordered, lambda a, b: not profile.links and (hosts[a], contents[a]) == (hosts[b], contents[b]))
+    ranks = {group[0]: group for group in groups}
+    links = {}
+    for a, b in itertools.permutations(ranks, 2):
+        link = profile.link(a, b)
+        links[a, b] = link.latency_s, link.bytes_per_s
+
+    def exchangeable(a: int, b: int) -> bool:
+        return bool(
+            contents[a] == contents[b]
+            and (
+                hosts[a] == hosts[b]
+                or hosts.count(hosts[a]) == hosts.count(hosts[b]) == 1
+                or (profile.links and profile.host(a) is None)
+            )
+            and links[a, b] == links[b, a]
+            and all(links[a, x] == links[b, x] and links[x, a] == links[x, b] for x in ranks if x not in (a, b))
+        )
+
+    return [sorted(rank for first in one for rank in ranks[first]) for one in in_classes(ranks, exchangeable)]
+
+
+def in_classes(items: Iterable[Item], alike: Callable[[Item, Item], bool]) -> list[list[Item]]:
+    """Each item with the first class to whose first member it is ``alike``."""
+    classes: list[list[Item]] = []
+    for item in items:
+        fitting = next((members for members in classes if alike(members[0], item)), None)
+        if fitting is None:
+            classes.append([item])
+        else:
+            fitting.append(item)
+    return classes
 
 
 def rank_contents(profile: ClusterProfile) -> dict[int, str]:
     """What every usable rank is, its number and its host's name aside."""
-    alone = _only_one_of_its_host(profile)
+    counts = Counter(device.host for device in profile.devices)
     known: dict[int, str] = {}
     """Of the tables of times, which many devices of a large profile are one object or equal ones."""
     found = {}
@@ -51,54 +80,10 @@ def rank_contents(profile: ClusterProfile) -> dict[int, str]:
         if id(device.layers) not in known:
             known[id(device.layers)] = repr(sorted((k, repr(v)) for k, v in device.layers.items()))
         host = profile.host(device.rank)
-        limits = None if host is None else (host.memory_bytes, host.shared_nic, alone[device.rank])
+        limits = None if host is None else (host.memory_bytes, host.shared_nic, counts[device.host] == 1)
         plain = replace(device, rank=0, host="", memory_reason="", layers={})
         found[device.rank] = f"{limits} {known[id(device.layers)]} {plain}"
     return found
-
-
-def _linked_classes(profile: ClusterProfile, ranks: list[int], contents: dict[int, str]) -> list[list[int]]:
-    """Classes of ``ranks`` by what they are and how they are linked among themselves."""
-    alone = _only_one_of_its_host(profile)
-    links: dict[tuple[int, int], tuple[float, float]] = {}
-    for a, b in itertools.permutations(ranks, 2):
-        link = profile.link(a, b)
-        links[a, b] = link.latency_s, link.bytes_per_s
-
-    def exchangeable(a: int, b: int) -> bool:
-        same_host = profile.devices[a].host == profile.devices[b].host
-        return bool(
-            contents[a] == contents[b]
-            and (same_host or (alone[a] and alone[b]) or (profile.links and profile.host(a) is None))
-            and links[a, b] == links[b, a]
-            and all(links[a, x] == links[b, x] and links[x, a] == links[x, b] for x in ranks if x not in (a, b))
-        )
-
-    # Colours: what a rank is, then also what it is linked to; a few rounds tell unlike ranks apart.
-    colours = _numbered(contents)
-    for _ in range(3):
-        if len(set(colours.values())) == len(ranks):
-            break
-        seen = {a: (colours[a], sorted((colours[b], links[a, b], links[b, a]) for b in ranks if b != a)) for a in ranks}
-        colours = _numbered({rank: repr(view) for rank, view in seen.items()})
-    classes: list[list[int]] = []
-    for rank in sorted(ranks, key=lambda rank: (colours[rank], rank)):
-        fitting = next((members for members in classes if exchangeable(members[0], rank)), None)
-        if fitting is None:
-            classes.append([rank])
-        else:
-            fitting.append(rank)
-    return classes
-
-
-def _only_one_of_its_host(profile: ClusterProfile) -> dict[int, bool]:
-    counts = Counter(device.host for device in profile.devices)
-    return {device.rank: counts[device.host] == 1 for device in profile.devices}
-
-
-def _numbered(texts: dict[int, str]) -> dict[int, int]:
-    order = {text: i for i, text in enumerate(sorted(set(texts.values())))}
-    return {rank: order[text] for rank, text in texts.items()}
 
 
 def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int:

@@ -27,6 +27,7 @@ from hetero_mpi.launch.supervisor.event_log import append_event
 from hetero_mpi.planning.analysis.drift import Decider, Move, moved_layers
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import COMPUTE, Action
+from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.request import PlanRequest
@@ -258,9 +259,9 @@ class Replanner:
                 env=environment,
                 text=True,
             )
-            answer, complaint = self._process.communicate(json.dumps(question.to_dict()), LIMIT_S)
+            answer, complaint = self._process.communicate(json.dumps(encode(question, infinity_as_text=True)), LIMIT_S)
             if self._process.returncode == 0:
-                return ReplanAnswer.from_dict(json.loads(answer))
+                return decode(ReplanAnswer, json.loads(answer), "answer")
             _LOG.warning("planning anew ended with exit code %d: %s", self._process.returncode, complaint)
         except subprocess.TimeoutExpired:
             assert self._process is not None

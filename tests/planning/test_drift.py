@@ -24,6 +24,7 @@ from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion, an
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
+from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.request import PlanRequest
@@ -284,8 +285,9 @@ def test_what_moves_is_priced_as_it_is_sent(old: Plan, new: Plan) -> None:
 
 def test_the_program_answers_as_the_function_does() -> None:
     question = ReplanQuestion(PROFILE, {1: 3.0}, REQUEST, planned(), 100, 1.0)
-    assert ReplanQuestion.from_dict(json.loads(json.dumps(question.to_dict()))) == question
+    asked = json.dumps(encode(question, infinity_as_text=True))
+    assert decode(ReplanQuestion, json.loads(asked), "question") == question
     command = [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"]
-    result = subprocess.run(command, input=json.dumps(question.to_dict()), capture_output=True, text=True, check=False)
+    result = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert ReplanAnswer.from_dict(json.loads(result.stdout)) == answer(question)
+    assert decode(ReplanAnswer, json.loads(result.stdout), "answer") == answer(question)

@@ -37,6 +37,8 @@ WITH_EXPERTS = (
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "sarvam_mla",
+    "sarvam_moe",
     "solar_open",
 )
 """Those of the divided families that have experts to share."""

@@ -14,9 +14,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.drift import Prospect, moving_s
@@ -26,11 +25,11 @@ from hetero_mpi.planning.decision.groups import improved
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan
+from hetero_mpi.planning.types.codec import decode, encode
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_from_dict, profile_to_dict, report_from_dict
 
 _MADE = "made while the run went on, for the speeds measured then"
 _LEFT_OUT = "too slow by the speeds measured while the run went on"
@@ -54,27 +53,6 @@ class ReplanQuestion:
     rebuild_s: float
     """Part of the cost of a change that does not depend on what moves."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able values."""
-        request = asdict(self.request)
-        plain = (self.remaining_steps, self.rebuild_s)
-        ratios = sorted(self.ratios.items())
-        return {
-            "profile": profile_to_dict(self.profile),
-            "plan": plan_to_dict(self.report),
-            "request": request,
-            "ratios": ratios,
-            "plain": plain,
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ReplanQuestion:
-        request: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values["request"].items()
-        }
-        profile, report = profile_from_dict(values["profile"]), report_from_dict(values["plan"])
-        return cls(profile, dict(map(tuple, values["ratios"])), PlanRequest(**request), report, *values["plain"])
-
 
 @dataclass(frozen=True)
 class ReplanAnswer:
@@ -82,14 +60,6 @@ class ReplanAnswer:
 
     report: PlanReport
     prospect: Prospect
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able values."""
-        return {"plan": plan_to_dict(self.report), "prospect": asdict(self.prospect)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ReplanAnswer:
-        return cls(report_from_dict(values["plan"]), Prospect(**values["prospect"]))
 
 
 def answer(question: ReplanQuestion) -> ReplanAnswer:
@@ -217,21 +187,19 @@ def _decided(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
 
 def _renumbered(plan: Plan, ranks: list[int]) -> Plan:
     """A plan of a restricted cluster in the numbers of the whole one."""
-    pipelines = tuple(
-        replace(
-            pipeline,
-            stages=tuple(replace(stage, ranks=tuple(ranks[rank] for rank in stage.ranks)) for stage in pipeline.stages),
-        )
-        for pipeline in plan.pipelines
-    )
-    return replace(plan, pipelines=pipelines)
+
+    def changed(stage: StagePlan) -> StagePlan:
+        return replace(stage, ranks=tuple(ranks[rank] for rank in stage.ranks))
+
+    pipelines = (replace(one, stages=tuple(map(changed, one.stages))) for one in plan.pipelines)
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def main() -> int:
     """Question on stdin, answer on stdout. Stands back behind whatever else the machine computes."""
     os.nice(10)
-    question = ReplanQuestion.from_dict(json.load(sys.stdin))
-    json.dump(answer(question).to_dict(), sys.stdout)
+    question = decode(ReplanQuestion, json.load(sys.stdin), "question")
+    json.dump(encode(answer(question), infinity_as_text=True), sys.stdout)
     return 0
 
 

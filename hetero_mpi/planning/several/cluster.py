@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.durations import repeated_s, summed_bytes, value_bytes
-from hetero_mpi.planning.noise import NOISE
-from hetero_mpi.planning.tables import rank_usable_bytes, stage_bytes
+from hetero_mpi.planning.tables import NOISE, rank_usable_bytes, stage_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -249,7 +248,7 @@ def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
 
 
 def levels(values: Floats) -> Floats:
-    """``values`` such that those within ``noise.NOISE`` of the largest of them are equal to it."""
+    """``values`` such that those within ``NOISE`` of the largest of them are equal to it."""
     result, top = np.empty(len(values)), math.inf
     for index in np.argsort(-values, kind="stable").tolist():
         if values[index] * (1 + NOISE) < top:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from hetero_mpi.planning.types.cost import INT8
 from hetero_mpi.planning.types.profile import (
@@ -20,6 +21,10 @@ from hetero_mpi.planning.types.profile import (
 
 AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
+TABLES = "layers", "alone", "halved", "without_experts"
+"""Of a device: times of layers."""
+SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter", "forward_overhead_s", "backward_overhead_s"
+"""Of a device: what else its computing takes."""
 PLENTY_BYTES = 2**50
 """More memory than any model needs."""
 
@@ -60,24 +65,13 @@ def with_wire(profile: ClusterProfile, wire: str | None) -> ClusterProfile:
 def with_free_links(profile: ClusterProfile) -> ClusterProfile:
     """Messages take no time: neither on links nor on NICs nor between devices and their hosts."""
     devices = tuple(
-        replace(
-            device,
-            copy_latency_s=0.0,
-            device_to_host_bytes_per_s=float("inf"),
-            host_to_device_bytes_per_s=float("inf"),
-        )
+        replace(device, copy_latency_s=0.0, device_to_host_bytes_per_s=math.inf, host_to_device_bytes_per_s=math.inf)
         for device in profile.devices
     )
-    links = tuple(_free(link) for link in profile.links)
-    between = tuple(_free(link) for link in profile.host_links)
-    hosts = tuple(
-        replace(host, shared_nic=False, sum_latency_s=0.0, sum_bytes_per_s=float("inf")) for host in profile.hosts
-    )
+    links = tuple(replace(link, latency_s=0.0, bytes_per_s=math.inf) for link in profile.links)
+    between = tuple(replace(link, latency_s=0.0, bytes_per_s=math.inf) for link in profile.host_links)
+    hosts = tuple(replace(x, shared_nic=False, sum_latency_s=0.0, sum_bytes_per_s=math.inf) for x in profile.hosts)
     return replace(profile, devices=devices, links=links, host_links=between, hosts=hosts)
-
-
-def _free(link: AnyLink) -> AnyLink:
-    return replace(link, latency_s=0.0, bytes_per_s=float("inf"))
 
 
 def with_plenty_of_memory(profile: ClusterProfile) -> ClusterProfile:
@@ -111,7 +105,7 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
     fastest = max(
         (profile.link(rank, other) for other in others), key=lambda k: (k.bytes_per_s, -k.latency_s), default=None
     )
-    speed = (0.0, float("inf")) if fastest is None else (fastest.latency_s, fastest.bytes_per_s)
+    speed = (0.0, math.inf) if fastest is None else (fastest.latency_s, fastest.bytes_per_s)
     if not profile.links:  # all but what the host's own ranks have among themselves is told by the hosts
         own = () if profile.host_link(host, host) else (HostLinkProfile(host, host, *speed),)
         return replace(more, host_links=(*profile.host_links, *own))
@@ -128,34 +122,17 @@ def with_slowness(profile: ClusterProfile, ratios: Mapping[int, float]) -> Clust
     def slower(device: DeviceProfile) -> DeviceProfile:
         ratio = ratios.get(device.rank, 1.0)
 
-        def all_of(table: Mapping[str, LayerTimes]) -> dict[str, LayerTimes]:
-            return {kind: _slower(times, ratio) for kind, times in table.items()}
+        def longer(curve: Curve | None) -> Any:
+            return curve and replace(curve, seconds=tuple(seconds * ratio for seconds in curve.seconds))
 
-        return replace(
-            device,
-            layers=all_of(device.layers),
-            alone=all_of(device.alone),
-            halved=all_of(device.halved),
-            without_experts=all_of(device.without_experts),
-            optimizer_fixed_s=device.optimizer_fixed_s * ratio,
-            optimizer_s_per_parameter=device.optimizer_s_per_parameter * ratio,
-            forward_overhead_s=device.forward_overhead_s * ratio,
-            backward_overhead_s=device.backward_overhead_s * ratio,
-        )
+        def all_of(table: Mapping[str, LayerTimes]) -> dict[str, LayerTimes]:
+            return {
+                kind: LayerTimes(*(longer(getattr(times, field.name)) for field in fields(times)))
+                for kind, times in table.items()
+            }
+
+        changed: dict[str, Any] = {name: all_of(getattr(device, name)) for name in TABLES}
+        changed |= {name: getattr(device, name) * ratio for name in SECONDS}
+        return replace(device, **changed)
 
     return replace(profile, devices=tuple(slower(device) for device in profile.devices))
-
-
-def _slower(times: LayerTimes, ratio: float) -> LayerTimes:
-    def scaled(curve: Curve) -> Curve:
-        return replace(curve, seconds=tuple(seconds * ratio for seconds in curve.seconds))
-
-    optional = {
-        name: scaled(curve) if curve is not None else None
-        for name, curve in (
-            ("recompute_s", times.recompute_s),
-            ("input_s", times.input_s),
-            ("weight_s", times.weight_s),
-        )
-    }
-    return LayerTimes(scaled(times.forward_s), scaled(times.backward_s), **optional)

@@ -1,7 +1,7 @@
 """Dataclasses of plain values <-> dictionaries, driven by their type hints; all problems are collected, not the first.
 
-Knows ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]``, ``dict[str, X]``, ``X | None`` and dataclasses of these:
-all that a profile or a plan is made of. Nothing is coerced except an integer given where a float is wanted.
+Knows ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]``, ``dict[str, X]`` and ``dict[int, X]``, ``X | None`` and
+dataclasses of these: all that a profile or a plan is made of. Nothing is coerced except an integer given where a float is wanted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
     if origin is dict:
         if not isinstance(data, dict):
             return _refuse(path, data, "must be a table", problems)
-        return {key: _decode(arguments[1], item, _join(path, key), problems) for key, item in data.items()}
+        return {
+            arguments[0](key): _decode(arguments[1], item, _join(path, key), problems) for key, item in data.items()
+        }
     if isinstance(kind, types.UnionType):
         return _decode(next(of for of in arguments if of is not type(None)), data, path, problems)
     return _decode_scalar(kind, data, path, problems)
