@@ -47,9 +47,9 @@ from clusters import TYPES, Case, generate  # noqa: E402
 from random_plans import random_search_s  # noqa: E402
 
 from hetero_mpi.errors import UserError  # noqa: E402
-from hetero_mpi.planning.analysis.what_if import whole_model_s  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
+from hetero_mpi.planning.durations import whole_model_s  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.outline import outlined  # noqa: E402
 from hetero_mpi.planning.pacing import classic_depths  # noqa: E402

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,10 +24,14 @@ _STEP_BYTES = 46
 
 def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int, op: Op) -> float:
     """Seconds of forward, backward or a part of it (``F``, ``B``, ``I``, ``W``) through the layers [first, last)."""
-    total = _overhead_s(device, op)
-    for layer in profile.model.layers[first:last]:
-        total += layer_s(device.layers[layer.kind], op, tokens)
-    return total
+    of_kind = {kind: layer_s(times, op, tokens) for kind, times in device.layers.items()}
+    return reduce(add, (of_kind[layer.kind] for layer in profile.model.layers[first:last]), _overhead_s(device, op))
+
+
+def whole_model_s(profile: ClusterProfile, device: DeviceProfile, tokens: int | None = None) -> float:
+    """Seconds of forward and backward of so many tokens (one sequence) through the whole chain on ``device``: how fast it is."""
+    tokens = profile.model.sequence_length if tokens is None else tokens
+    return sum(compute_s(profile, device, 0, len(profile.model.layers), tokens, op) for op in (Op.F, Op.B))
 
 
 def layer_s(times: LayerTimes, op: Op, tokens: int) -> float:
@@ -56,11 +59,13 @@ def repeated_s(times: LayerTimes, tokens: int) -> float:
 
 def recompute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int) -> float:
     """Seconds of the forward that backward repeats: of the blocks among the layers [first, last)."""
-    blocks = profile.model.layers[max(first, 1) : min(last, len(profile.model.layers) - 1)]
-    total = 0.0
-    for layer in blocks:
-        total += repeated_s(device.layers[layer.kind], tokens)
-    return total
+    return reduce(add, _repeats_s(profile, device, tokens)[first:last], 0.0)
+
+
+def _repeats_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) -> list[float]:
+    """The same of every layer of the chain."""
+    of_kind = {kind: repeated_s(times, tokens) for kind, times in device.layers.items()}
+    return [0.0, *(of_kind[layer.kind] for layer in profile.model.layers[1:-1]), 0.0]
 
 
 def optimizer_s(profile: ClusterProfile, device: DeviceProfile, parameters: float, streamed: bool = False) -> float:
@@ -258,13 +263,9 @@ def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, t
     return repeated + compute_s(profile, device, stage.first, stage.last, tokens, op)
 
 
-class _Pass(NamedTuple):
-    """What a forward or backward of a streamed stage finds when it begins."""
-
-    weights_there: bool
-    """Of the two layers with which it begins: where it goes back the way that the pass before has come."""
-    gradients_come: bool
-    """Sums of the micro-batches before."""
+_Pass = tuple[bool, bool]
+"""What a forward or backward of a streamed stage finds when it begins: the weights of the two layers with which it begins (where
+it goes back the way that the pass before has come), and sums of gradients of the micro-batches before."""
 
 
 def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, whole: bool) -> dict[_Pass, float]:
@@ -276,9 +277,9 @@ def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, whole: bool) -> di
     alike = 0 if few else min(stage.warm_up, count - 1)
     if op is Op.F:
         alike += whole
-        return {_Pass(False, False): alike / count, _Pass(True, False): 1 - alike / count}
-    others = {_Pass(False, whole): alike / count, _Pass(True, whole): (count - 1 - alike) / count}
-    return {**others, _Pass(True, False): 1 / count + others.get(_Pass(True, False), 0.0)}
+        return {(False, False): alike / count, (True, False): 1 - alike / count}
+    others = {(False, whole): alike / count, (True, whole): (count - 1 - alike) / count}
+    return {**others, (True, False): 1 / count + others.get((True, False), 0.0)}
 
 
 def _streamed_s(
@@ -287,46 +288,40 @@ def _streamed_s(
     """Seconds until the first layer's weights (and the gradients that come) are there, then of every layer in computing order; the
     mean of a step's passes."""
     found = [0.0] * (1 + stage.last - stage.first)
-    for one, share in _passes(pipeline, stage, op, profile.model.trained_whole).items():
+    for begins, share in _passes(pipeline, stage, op, profile.model.trained_whole).items():
         if share > 0:
-            found = [
-                sum_s + share * own_s
-                for sum_s, own_s in zip(found, _pass_s(profile, stage, slices, op, one), strict=True)
-            ]
+            own = _pass_s(profile, stage, slices, op, *begins)
+            found = [sum_s + share * own_s for sum_s, own_s in zip(found, own, strict=True)]
     return found
 
 
-def _pass_s(profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op, begins: _Pass) -> list[float]:
+def _pass_s(
+    profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op, weights_there: bool, gradients_come: bool
+) -> list[float]:
     """The same of one pass.
 
     A layer takes as long as all of its slices or as the copies beside it, whichever is longer: of the next one's weights; in
     backward also, where all weights are trained, of the gradients of the one before, which leave, and of the next one, which come.
     Each layer is called by itself and costs what a stage of one layer does. In backward it repeats its forward.
     """
-    device, back = profile.devices[stage.ranks[0]], op is not Op.F
+    model, device, back = profile.model, profile.devices[stage.ranks[0]], op is not Op.F
     order = range(stage.last - 1, stage.first - 1, -1) if back else range(stage.first, stage.last)
     overhead_s = _overhead_s(device, op) + (device.forward_overhead_s if back else 0.0)
 
     def computing_s(layer: int) -> float:
-        times = device.layers[profile.model.layers[layer].kind]
+        times = device.layers[model.layers[layer].kind]
         again = repeated_s if back else lambda *_: 0.0
         return sum(overhead_s + layer_s(times, op, tokens) + again(times, tokens) for tokens in slices)
 
-    model = profile.model
-    there = STREAMED_LAYERS * begins.weights_there
+    there = STREAMED_LAYERS * weights_there
     copies = [
         0.0 if place < there else weights_s(device, model.streamed_bytes(layer)) for place, layer in enumerate(order)
     ]
-    leaving = [offload_s(device, model, layer) if back else 0.0 for layer in order]
-    coming = [weights_s(device, begins.gradients_come * model.gradient_bytes(layer)) for layer in order]
-    beside = [
-        max(copy_s, out_s + in_s)
-        for copy_s, out_s, in_s in zip([*copies[1:], 0.0], [0.0, *leaving], [*coming[1:], 0.0], strict=False)
-    ]
-    return [
-        max(copies[0], coming[0]),
-        *(max(beside_s, computing_s(layer)) for layer, beside_s in zip(order, beside, strict=True)),
-    ]
+    leaving = [0.0, *(offload_s(device, model, layer) if back else 0.0 for layer in order)]
+    coming = [weights_s(device, gradients_come * model.gradient_bytes(layer)) for layer in order]
+    beside = zip([*copies[1:], 0.0], leaving, [*coming[1:], 0.0], order, strict=False)
+    computed = [max(copy_s, out_s + in_s, computing_s(layer)) for copy_s, out_s, in_s, layer in beside]
+    return [max(copies[0], coming[0]), *computed]
 
 
 def offload_s(device: DeviceProfile, model: ModelCost, layer: int) -> float:
@@ -366,10 +361,8 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
     before_s += broadcast_s(profile, stage, tokens, True)
     of_kind = {kind: layer_s(times, action.op, tokens) for kind, times in device.layers.items()}
     seconds = [of_kind[layer.kind] for layer in profile.model.layers]
-    again = [0.0] * plan.layers
-    if stage.recompute and action.op is Op.B:
-        of_kind = {kind: repeated_s(times, tokens) for kind, times in device.layers.items()}
-        again = [0.0, *(of_kind[layer.kind] for layer in profile.model.layers[1:-1]), 0.0]
+    repeats = stage.recompute and action.op is Op.B
+    again = _repeats_s(profile, device, tokens) if repeats else [0.0] * plan.layers
     # The same additions as for a stage that begins with the layer.
     overhead = _overhead_s(device, action.op)
     return {
@@ -389,8 +382,12 @@ class Durations:
         self.tied_heads = tied_heads(plan, profile.model)
         self._pipelines = [plan.pipelines[index] for _, index, _ in stages(plan)]
         self._known: dict[tuple[Op, int, int | None], tuple[float, int]] = {}
-        self._sums: dict[tuple[tuple[int, ...], int], float] = {}
-        """(holders, bytes) -> seconds: most layers are alike, and holders may be many."""
+        first: dict[tuple[tuple[int, ...], int], int] = {}
+        self._alike = {
+            layer: first.setdefault((held_by(plan, layer), summed_bytes(profile.model, layer)), layer)
+            for layer in self.summed
+        }
+        """Layer -> the first one that is summed alike: most are, and holders may be many."""
 
     def of(self, action: Action) -> tuple[float, int]:
         """(seconds, bytes)"""
@@ -398,18 +395,9 @@ class Durations:
         if action.micro_batch is not None:
             size = self._pipelines[stage].size(action.micro_batch)
         elif op is Op.REDUCE and (action.layer != 0 or stage not in self.tied_heads):
-            stage = -1  # a sum takes all its ranks equally long
+            stage, size = -1, self._alike[action.layer or 0]  # a sum takes all its ranks equally long
         key = (op, stage, size)
         if key not in self._known:
-            self._known[key] = self._computed(action)
+            known = duration(action, self.plan, self.profile), message_bytes(action, self.plan, self.profile)
+            self._known[key] = known
         return self._known[key]
-
-    def _computed(self, action: Action) -> tuple[float, int]:
-        size = message_bytes(action, self.plan, self.profile)
-        if action.op is not Op.REDUCE or (action.layer == 0 and action.stage in self.tied_heads):
-            return duration(action, self.plan, self.profile), size
-        assert action.layer is not None
-        sum_of = held_by(self.plan, action.layer), size
-        if sum_of not in self._sums:
-            self._sums[sum_of] = duration(action, self.plan, self.profile)
-        return self._sums[sum_of], size

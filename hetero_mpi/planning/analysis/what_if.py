@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.alone import alone
 from hetero_mpi.planning.decision.decide import decide
-from hetero_mpi.planning.durations import compute_s
-from hetero_mpi.planning.schedule import Op, stages
+from hetero_mpi.planning.durations import whole_model_s
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
     restricted,
@@ -27,7 +26,7 @@ from hetero_mpi.planning.types.cluster_changes import (
 from hetero_mpi.planning.types.cost import INT8
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
-from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostLinkProfile, LinkProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 AS_INT8 = 'activations and gradients as int8 (train.wire = "int8", which rounds them)'
@@ -118,7 +117,7 @@ def what_ifs(
         yield WhatIf(name, own.predicted_step_s) if unchanged else _what_if(name, faster, request)
     if not unchanged and profile.model.wire is None and profile.model.sequence_length > 1:  # a language model
         yield _what_if(AS_INT8, with_wire(profile, INT8), request)
-    used = sorted(rank for _, _, stage in stages(own.plan) for rank in stage.ranks)
+    used = own.plan.ranks
     if len(used) > 1:
         for rank in _representatives(used, profile)[:MOST_RANKS]:
             name = f"without rank {rank} ({profile.devices[rank].name})"
@@ -128,7 +127,7 @@ def what_ifs(
                 yield WhatIf(name, last.step_s, last.problem)
             else:
                 yield _what_if(name, restricted(profile, others), request)
-    fastest = min(_fit(profile), key=lambda device: (whole_model_s(profile, device), device.rank))
+    fastest = min(usable_devices(profile), key=lambda device: (whole_model_s(profile, device), device.rank))
     more = with_copy_of(profile, fastest.rank)
     alike = sum(device.name == fastest.name for device in profile.devices)
     yield _what_if(
@@ -176,17 +175,6 @@ def link_pairs(plan: Plan) -> list[tuple[int, int]]:
             if a != b:
                 pairs[min(a, b), max(a, b)] = None
     return list(pairs)
-
-
-def whole_model_s(profile: ClusterProfile, device: DeviceProfile) -> float:
-    """Seconds of forward and backward of one sequence through the whole chain on ``device``: how fast it is."""
-    layers, tokens = len(profile.model.layers), profile.model.sequence_length
-    return sum(compute_s(profile, device, 0, layers, tokens, op) for op in (Op.F, Op.B))
-
-
-def _fit(profile: ClusterProfile) -> list[DeviceProfile]:
-    """Devices that offer the model's dtype."""
-    return [device for device in profile.devices if profile.model.dtype in device.dtypes]
 
 
 def _representatives(used: Sequence[int], profile: ClusterProfile) -> list[int]:

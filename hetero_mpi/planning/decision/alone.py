@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.decide import decide
-from hetero_mpi.planning.durations import compute_s, optimizer_s
+from hetero_mpi.planning.durations import optimizer_s, whole_model_s
 from hetero_mpi.planning.memory import stage_trainable, with_copies
-from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.tables import rank_contents
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan_report import Alone
@@ -24,8 +23,7 @@ def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
     counted as ``planner.make_plan`` counts them.
     """
     single = restricted(profile, [rank])
-    (device,) = single.devices
-    single = replace(single, devices=(replace(device, layers=_times_alone(device)),))
+    single = replace(single, devices=(_while_alone(single.devices[0]),))
     request = replace(
         request,
         micro_batch_choices=_sizes(request),
@@ -39,7 +37,7 @@ def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
     except UserError as error:
         return Alone(rank, problem=str(error).splitlines()[0])
     if decision is None:
-        return Alone(rank, problem=f"does not fit into its {describe_bytes(device.memory_bytes)}")
+        return Alone(rank, problem=f"does not fit into its {describe_bytes(profile.devices[rank].memory_bytes)}")
     return Alone(rank, decision.step_s)
 
 
@@ -61,19 +59,15 @@ def _sizes(request: PlanRequest) -> tuple[int, ...]:
     return request.alone_micro_batch_choices or request.micro_batch_choices
 
 
-def _times_alone(device: DeviceProfile) -> dict[str, LayerTimes]:
+def _while_alone(device: DeviceProfile) -> DeviceProfile:
+    """With its times while the other ranks were still."""
     quiet = {kind: LayerTimes(times.forward_s, times.backward_s) for kind, times in device.alone.items()}
-    return device.layers | quiet
+    return replace(device, layers=device.layers | quiet)
 
 
 def _least_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
     """What ``rank`` computes by itself at least, had it memory enough."""
-    device, layers = profile.devices[rank], len(profile.model.layers)
-    device = replace(device, layers=_times_alone(device))
-
-    def seconds(size: int) -> float:
-        tokens = size * request.sequence_length
-        return sum(compute_s(profile, device, 0, layers, tokens, op) for op in (Op.F, Op.B)) / size
-
-    stepping_s = optimizer_s(profile, device, stage_trainable(profile.model, 0, layers))
-    return request.global_batch * min(map(seconds, _sizes(request))) + stepping_s
+    device = _while_alone(profile.devices[rank])
+    sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in _sizes(request))
+    stepping_s = optimizer_s(profile, device, stage_trainable(profile.model, 0, len(profile.model.layers)))
+    return request.global_batch * sequence_s + stepping_s
