@@ -11,7 +11,7 @@ from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.annealing.changes import Changes
 from hetero_mpi.planning.annealing.partitions import dealt, likely, partitions
 from hetero_mpi.planning.annealing.rounds import Budget
-from hetero_mpi.planning.cycles import cycle_bound_s
+from hetero_mpi.planning.bounds import cycle_bound_s
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
 from hetero_mpi.planning.outline import outlined
