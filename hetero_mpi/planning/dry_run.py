@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, reduced_layers, stages
+from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, reduced_layers
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 
@@ -24,6 +24,8 @@ CONTEXT = 5
 """Actions shown before and after the place where a rank is stuck."""
 ROWS = 16
 """Ranks shown at most."""
+Problem = tuple[int, int, str]
+"""Of a list: its rank, the position in it, and the rule that is broken."""
 
 
 def awaited(action: Action) -> Action | None:
@@ -120,27 +122,20 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
 
 
 def _wait(rank: int, action: Action) -> str:
-    message = awaited(action)
-    return f"rank {rank} waits at {action}" + (f" for {message}" if message is not None else " for the other ranks")
+    return f"rank {rank} waits at {action} for {awaited(action) or 'the other ranks'}"
 
 
-def _list_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[tuple[int, int, str]]:
-    """What is wrong with the lists one by one, as (rank, position, rule)."""
-    problems: list[tuple[int, int, str]] = []
-    numbered = stages(plan)
-    held: dict[int, set[int]] = {}
-    for number, _, stage in numbered:
-        for rank in stage.ranks:
-            held.setdefault(rank, set()).add(number)
-    for rank in sorted(schedule.keys() | held.keys()):
-        actions = schedule.get(rank, ())
+def _list_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[Problem]:
+    """What is wrong with the lists one by one."""
+    problems: list[Problem] = []
+    for rank in sorted({*schedule, *plan.ranks}):
+        actions, held = schedule.get(rank, ()), plan.of_rank(rank)
         for position, action in enumerate(actions):
-            if action.stage not in held.get(rank, set()):
+            if action.stage not in held:
                 problems.append((rank, position, f"rank {rank} does not hold the stage of {action}"))
-        if actions or rank in held:
-            steps = [position for position, action in enumerate(actions) if action.op is Op.STEP]
-            if steps != [len(actions) - 1]:
-                problems.append((rank, len(actions), f"rank {rank} must end with its only STEP"))
+        steps = [position for position, action in enumerate(actions) if action.op is Op.STEP]
+        if (actions or held) and steps != [len(actions) - 1]:
+            problems.append((rank, len(actions), f"rank {rank} must end with its only STEP"))
     first = 0
     for pipeline in plan.pipelines:
         for rank, places in pipeline.held.items():
@@ -151,9 +146,9 @@ def _list_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[tup
 
 def _rank_problems(
     rank: int, actions: Sequence[Action], pipeline: PipelinePlan, first: int, places: Sequence[int]
-) -> list[tuple[int, int, str]]:
+) -> list[Problem]:
     """One rank's stages: what must be there exactly once, and what must come before what. ``first``: its pipeline's first stage."""
-    problems: list[tuple[int, int, str]] = []
+    problems: list[Problem] = []
     seen: set[Action] = set()
     for position, action in enumerate(actions):
         m, place = action.micro_batch, action.stage - first
@@ -179,32 +174,23 @@ def _rank_problems(
             absent += [] if seen & set(_any(BACKWARDS, number, m)) else [Action(backward, number, m)]
             at = max((i for i, action in enumerate(actions) if action.stage == number), default=0)
             problems += [(rank, at, f"rank {rank} never does {action}") for action in absent]
-    return problems or [*_sum_problems(rank, actions), *_ends_problems(rank, actions)]
+    return problems or _order_problems(rank, actions)
 
 
-def _sum_problems(rank: int, actions: Sequence[Action]) -> list[tuple[int, int, str]]:
-    """Each stage adds up the gradients of its micro-batches in their order: the same bits in every schedule."""
-    problems, latest = [], dict[int, int]()
+def _order_problems(rank: int, actions: Sequence[Action]) -> list[Problem]:
+    """Each stage adds up the gradients of its micro-batches in their order: the same bits in every schedule. Of a rank's stages a
+    later one ends before an earlier one: gradients are summed from the last layer to the first."""
+    problems, latest, ends = [], dict[int, int](), dict[int, int]()
     for position, action in enumerate(actions):
         if action.op in (Op.B, Op.W) and action.micro_batch is not None:
             if action.micro_batch < latest.get(action.stage, 0):
                 problems.append((rank, position, f"{action} adds its gradients after those of a later micro-batch"))
-            latest[action.stage] = action.micro_batch
+            latest[action.stage], ends[action.stage] = action.micro_batch, position
+    for early, late in pairwise(sorted(ends)):
+        if ends[late] > ends[early]:
+            rule = f"stage {late} ends after stage {early}: on one rank the later stage's last backward comes first"
+            problems.append((rank, ends[late], rule))
     return problems
-
-
-def _ends_problems(rank: int, actions: Sequence[Action]) -> list[tuple[int, int, str]]:
-    """Of a rank's stages a later one ends before an earlier one: gradients are summed from the last layer to the first."""
-    ends = {action.stage: position for position, action in enumerate(actions) if action.op in (Op.B, Op.W)}
-    return [
-        (
-            rank,
-            ends[late],
-            f"stage {late} ends after stage {early}: on one rank the later stage's last backward comes first",
-        )
-        for early, late in pairwise(sorted(ends))
-        if ends[late] > ends[early]
-    ]
 
 
 def _possible(pipeline: PipelinePlan, place: int, rank: int) -> tuple[Op, ...]:
@@ -243,7 +229,7 @@ def _before(action: Action, pipeline: PipelinePlan, place: int) -> list[tuple[Ac
     return [_any(ops[op], stage, m)] if op in ops else []
 
 
-def _reduce_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[tuple[int, int, str]]:
+def _reduce_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[Problem]:
     """Every rank REDUCEs exactly the layers whose gradients it shares with others, after its last backward."""
     summed = reduced_layers(plan, model)
     problems = []

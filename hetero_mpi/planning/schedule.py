@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ class Op(str, enum.Enum):
 
 COMPUTE = (Op.F, Op.B, Op.I, Op.W)
 """Operations that keep the device busy with a micro-batch."""
+COMPUTING = (*COMPUTE, Op.STEP)
+"""Operations during which a rank is busy; messages and sums pass beside them."""
 WHOLE_STEP = (Op.REDUCE, Op.STEP)
 """Operations that belong to the step, not to a micro-batch."""
 
@@ -91,6 +93,15 @@ class Event:
     start_s: float
     end_s: float
     bytes: int = 0
+
+
+def busy(events: Iterable[Event]) -> dict[int, float]:
+    """Rank -> seconds of computing."""
+    result: dict[int, float] = {}
+    for event in events:
+        seconds = event.end_s - event.start_s if event.action.op in COMPUTING else 0.0
+        result[event.rank] = result.get(event.rank, 0.0) + seconds
+    return result
 
 
 def stages(plan: Plan) -> tuple[tuple[int, int, StagePlan], ...]:

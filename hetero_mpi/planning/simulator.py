@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from hetero_mpi.planning.dry_run import awaited, validate
 from hetero_mpi.planning.durations import Durations, finished_layers_s
-from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op, Schedule, held_by, schedule_of
+from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op, Schedule, busy, held_by, schedule_of
 from hetero_mpi.planning.types.network import THREADED, Network, Resource, resources
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -127,13 +127,31 @@ def _all_reduces(state: _State) -> None:
 
     A rank takes part in one all-reduce at a time, in the order of its list. They queue for shared NICs among themselves; the few
     messages that still pass beside them are left out of account.
+
+    Before them each head's share of a tied matrix's gradient goes to the embedding's rank as soon as it is whole; there, that of
+    layer 0 is whole when it has come.
     """
     costs = state.costs
     if not costs.summed:
         return
-    whole = _whole_s(state)
-    taken: dict[Resource, float] = {}
-    _bring_tied_shares(whole, taken, state)
+    whole, taken = _whole_s(state), dict[Resource, float]()
+
+    def passed(actions: dict[int, Action], ready_s: float, nics: set[Resource]) -> float:
+        """When what these ranks do together has ended."""
+        start = end = max([ready_s, *(taken.get(nic, 0.0) for nic in nics)])
+        for rank, action in actions.items():
+            seconds, size = costs.of(action)
+            end = start + seconds
+            state.events.append(Event(rank, 0, action, start, end, size))
+            state.clock[rank] = max(state.clock[rank], end)
+        taken.update(dict.fromkeys(nics, end))
+        return end
+
+    for number, first in costs.tied_heads.items():
+        head, embedding = costs.stages[number].ranks[0], costs.stages[first].ranks[0]
+        nics = _nics(costs.profile, [(head, embedding)])
+        end = passed({head: Action(Op.REDUCE, number, layer=0)}, whole[head, costs.plan.layers - 1], nics)
+        whole[embedding, 0] = max(whole[embedding, 0], end)
     # The heads of a tied matrix have brought their shares: they do not hold it.
     left = {layer: held_by(costs.plan, layer) for layer in costs.summed}
     waiting = {
@@ -149,15 +167,8 @@ def _all_reduces(state: _State) -> None:
             (max(max(whole[rank, layer], free[rank]) for rank in left[layer]), -layer) for layer in possible
         )
         ranks = left.pop(-last)
-        nics = _nics(costs.profile, ranks)
-        start = max([ready_s, *(taken.get(nic, 0.0) for nic in nics)])
-        for rank in ranks:
-            action = waiting[rank].pop()
-            seconds, size = costs.of(action)
-            free[rank] = end = start + seconds
-            state.events.append(Event(rank, 0, action, start, end, size))
-            state.clock[rank] = max(state.clock[rank], end)
-            taken.update(dict.fromkeys(nics, end))
+        nics = _nics(costs.profile, zip(ranks, (*ranks[1:], ranks[0]), strict=True))
+        free |= dict.fromkeys(ranks, passed({rank: waiting[rank].pop() for rank in ranks}, ready_s, nics))
 
 
 def _whole_s(state: _State) -> dict[tuple[int, int], float]:
@@ -170,26 +181,8 @@ def _whole_s(state: _State) -> dict[tuple[int, int], float]:
     return whole
 
 
-def _bring_tied_shares(whole: dict[tuple[int, int], float], taken: dict[Resource, float], state: _State) -> None:
-    """Each head's share of a tied matrix's gradient goes to the embedding's rank as soon as it is whole; there, that of layer
-    0 is whole when it has come, which ``whole`` is told. ``taken``: until when shared NICs are."""
-    costs = state.costs
-    for number, first in costs.tied_heads.items():
-        head, embedding = costs.stages[number].ranks[0], costs.stages[first].ranks[0]
-        action = Action(Op.REDUCE, number, layer=0)
-        seconds, size = costs.of(action)
-        nics = _nics(costs.profile, (head, embedding), there_only=True)
-        start = max([whole[head, costs.plan.layers - 1], *(taken.get(nic, 0.0) for nic in nics)])
-        end = start + seconds
-        taken.update(dict.fromkeys(nics, end))
-        state.events.append(Event(head, 0, action, start, end, size))
-        state.clock[head] = max(state.clock[head], end)
-        whole[embedding, 0] = max(whole[embedding, 0], end)
-
-
-def _nics(profile: ClusterProfile, ranks: Sequence[int], there_only: bool = False) -> set[Resource]:
-    """The shared NICs that messages around a ring of ``ranks`` pass through, or from the first to the second only."""
-    hops = [ranks] if there_only else zip(ranks, (*ranks[1:], ranks[0]), strict=True)
+def _nics(profile: ClusterProfile, hops: Iterable[tuple[int, int]]) -> set[Resource]:
+    """The shared NICs that messages from rank to rank pass through."""
     passed = {resource for a, b in hops if a != b for resource in resources(profile, a, b)}
     return {resource for resource in passed if resource[0] != "link"}
 
@@ -213,14 +206,10 @@ def _follow(plan: Plan, state: _State) -> None:
 
 
 def _summary(state: _State) -> SimulatedStep:
-    step_s = max(state.clock.values())
-    busy = dict.fromkeys(state.clock, 0.0)
-    for event in state.events:
-        if event.action.op in COMPUTE or event.action.op is Op.STEP:
-            busy[event.rank] += event.end_s - event.start_s
+    step_s, computed_s = max(state.clock.values()), busy(state.events)
     # Stable: events that start together on one rank stay in the order of its list.
     ordered = sorted(state.events, key=lambda event: (event.start_s, event.rank))
-    return SimulatedStep(step_s, tuple(ordered), busy)
+    return SimulatedStep(step_s, tuple(ordered), {rank: computed_s.get(rank, 0.0) for rank in state.clock})
 
 
 def spans_s(

@@ -30,7 +30,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Exchange, Message
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.planning.analysis.idle_time import busy
+from hetero_mpi.planning.schedule import busy
 from hetero_mpi.report import units
 
 SHORTEST_S = 60.0

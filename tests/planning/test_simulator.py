@@ -9,12 +9,13 @@ from itertools import pairwise
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.analysis.idle_time import Idling, busy, idling
+from hetero_mpi.planning.analysis.idle_time import Idling, idling
 from hetero_mpi.planning.durations import compute_s, duration, recompute_s
 from hetero_mpi.planning.schedule import (
     Action,
     Event,
     Op,
+    busy,
     parse_action,
     reduced_layers,
     schedule_of,

@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_mpi.planning.schedule import COMPUTE, Event, Op, stages
+from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, Event, Op
 from hetero_mpi.planning.types.plan import Plan
-
-COMPUTING = (*COMPUTE, Op.STEP)
-"""Actions during which a rank is busy; messages and sums pass beside them."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,7 @@ def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
         rank 1    a   F   B   F   B   e   s   S      a: activations, g: gradients, s: sums, e: end
     """
     last = max((event.end_s for event in events), default=0.0)
-    ready = _computed(events)
-    neighbours = _neighbours(plan)
+    ready, pipeline_of = _computed(events), {number: index for number, index, _ in plan.numbered}
     by_rank: dict[int, list[Event]] = {}
     for event in events:
         by_rank.setdefault(event.rank, []).append(event)
@@ -58,7 +54,7 @@ def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
         for event in own:
             if event.action.op in COMPUTING:
                 if event.start_s > now:
-                    found = _with_gap(found, now, event, ready, neighbours, sums)
+                    found = _with_gap(found, now, event, ready, pipeline_of, sums)
                 now = max(now, event.end_s)
         summing = _covered_s(sums, now, last)
         result[rank] = replace(found, sums_s=found.sums_s + summing, end_s=found.end_s + last - now - summing)
@@ -70,7 +66,7 @@ def _with_gap(
     now: float,
     event: Event,
     ready: dict[tuple[bool, int, int | None], float],
-    neighbours: dict[int, tuple[int | None, int | None]],
+    pipeline_of: dict[int, int],
     sums: Sequence[tuple[float, float]],
 ) -> Idling:
     """``found``, and the cause of waiting from ``now`` until ``event`` begins."""
@@ -78,24 +74,16 @@ def _with_gap(
     if op is Op.STEP:
         summing = _covered_s(sums, now, event.start_s)
         return replace(found, sums_s=found.sums_s + summing, end_s=found.end_s + gap - summing)
-    before, behind = neighbours[event.action.stage]
-    source = before if op is Op.F else behind if op is not Op.W else None
-    computed = None if source is None else ready.get((op is Op.F, source, event.action.micro_batch))
+    stage = event.action.stage
+    source = stage - 1 if op is Op.F else stage + 1
+    awaits = op is not Op.W and pipeline_of.get(source) == pipeline_of[stage]
+    computed = ready.get((op is Op.F, source, event.action.micro_batch)) if awaits else None
     # With nothing to wait for, only a send that blocks its rank can have kept it.
     since = now if computed is None else min(max(now, computed), event.start_s)
     found = replace(found, link_s=found.link_s + event.start_s - since)
     if op is Op.F:
         return replace(found, activations_s=found.activations_s + since - now)
     return replace(found, gradients_s=found.gradients_s + since - now)
-
-
-def busy(events: Iterable[Event]) -> dict[int, float]:
-    """Rank -> seconds of computing."""
-    result: dict[int, float] = {}
-    for event in events:
-        seconds = event.end_s - event.start_s if event.action.op in COMPUTING else 0.0
-        result[event.rank] = result.get(event.rank, 0.0) + seconds
-    return result
 
 
 def _covered_s(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
@@ -116,13 +104,3 @@ def _computed(events: Sequence[Event]) -> dict[tuple[bool, int, int | None], flo
             key = (event.action.op is Op.F, event.action.stage, event.action.micro_batch)
             ready.setdefault(key, event.end_s)
     return ready
-
-
-def _neighbours(plan: Plan) -> dict[int, tuple[int | None, int | None]]:
-    """Stage -> the stages before and behind it in its pipeline."""
-    index_of = {number: index for number, index, _ in stages(plan)}
-
-    def same(number: int, other: int) -> int | None:
-        return other if index_of.get(other) == index_of[number] else None
-
-    return {number: (same(number, number - 1), same(number, number + 1)) for number in index_of}
