@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.decision.decide import Decision, decide
-from hetero_mpi.planning.durations import Durations, compute_s
+from hetero_mpi.planning.durations import Durations, whole_model_s
 from hetero_mpi.planning.pacing import with_classic_depths
-from hetero_mpi.planning.schedule import Action, Op, stages
+from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import IdleRank
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import counted, describe_bytes, describe_layers, describe_seconds, ratio
+from hetero_mpi.planning.words import counted, describe_layers, describe_seconds, ratio
 
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
@@ -112,76 +112,68 @@ def _held(plan: Plan, rank: int) -> str:
 
 def _counts(plan: Plan, profile: ClusterProfile) -> str:
     used = sum(len(pipeline.held) for pipeline in plan.pipelines)
-    shares = counted((_share(pipeline) for pipeline in plan.pipelines), " + ")
+    shares = counted((f"{one.micro_batches} micro-batches of {one.micro_batch}" for one in plan.pipelines), " + ")
     many = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
     return f"{used} of {len(profile.devices)} ranks{many}, {shares} = global batch {plan.global_batch}"
 
 
-def _share(pipeline: PipelinePlan) -> str:
-    return f"{pipeline.micro_batches} micro-batches of {pipeline.micro_batch}"
-
-
 def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
     """What else one might have done, planned and simulated likewise: an even split, one pipeline, plain 1F1B."""
-    plan, fitter = decision.plan, Fitter(profile, request)
+    plan, fitter, sizes = (
+        decision.plan,
+        Fitter(profile, request),
+        sorted(set(request.micro_batch_choices), reverse=True),
+    )
     actions = sum(4 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
-    used = sum(len(pipeline.stages) for pipeline in plan.pipelines)
+    used, count = sum(len(pipeline.stages) for pipeline in plan.pipelines), len(plan.pipelines)
     if decision.one_stage_s is not None:
         yield Beaten("one stage per rank instead of several", decision.one_stage_s)
     if actions > MOST_ACTIONS or any(pipeline.interleaved for pipeline in plan.pipelines) or plan.leader_of:
         return
-    even = _even_split(plan)
-    if even is not None:
-        yield _changed("the same ranks with an even cut", even, fitter)
-    shares = request.global_batch // min(request.micro_batch_choices)
-    if len(plan.pipelines) < used <= min(request.max_pipelines, shares):
-        yield _changed(
-            "every rank by itself, with a share of the batch", _data_parallel(plan, profile, request), fitter
-        )
-    if len(plan.pipelines) > 1:
-        yield from _equal_shares(plan, request, fitter)
+
+    def changed(name: str, pipelines: Iterable[PipelinePlan]) -> Beaten:
+        fitting = fitter.fitted(replace(plan, pipelines=tuple(pipelines)))
+        return Beaten(name, fitter.step_s(fitting) if fitting is not None else None)
+
+    even = tuple(_even_split(pipeline, plan.layers) for pipeline in plan.pipelines)
+    if even != plan.pipelines:
+        yield changed("the same ranks with an even cut", even)
+    if count < used <= min(request.max_pipelines, request.global_batch // sizes[-1]):
+        yield changed("every rank by itself, with a share of the batch", _data_parallel(plan, profile, request))
+    if count > 1:
+        share, left = divmod(request.global_batch, count)
+        size = next((size for size in sizes if share % size == 0), None)
+        if not left and size is not None and len({pipeline.sequences for pipeline in plan.pipelines}) > 1:
+            equal = (replace(pipeline, sequences=share, micro_batch=size) for pipeline in plan.pipelines)
+            yield changed("equal shares of the batch", equal)
         if decision.one_pipeline_s is not None and request.allow_idle:
             step_s = decision.one_pipeline_s if decision.one_pipeline_s < math.inf else None
-            yield Beaten(f"one pipeline instead of {len(plan.pipelines)}", step_s)
+            yield Beaten(f"one pipeline instead of {count}", step_s)
     if request.schedule == "auto" and any(pipeline.split_backward for pipeline in plan.pipelines):
-        whole = tuple(replace(pipeline, split_backward=False) for pipeline in plan.pipelines)
-        yield _changed("backward in one part instead of two", replace(plan, pipelines=whole), fitter)
+        whole = (replace(pipeline, split_backward=False) for pipeline in plan.pipelines)
+        yield changed("backward in one part instead of two", whole)
     shallow = with_classic_depths(plan)
     if request.schedule == "auto" and shallow != plan:
         depths = counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines), ", ")
-        yield _changed(f"1F1B's own warm-up instead of {depths}", shallow, fitter)
+        yield changed(f"1F1B's own warm-up instead of {depths}", shallow.pipelines)
 
 
-def _changed(name: str, plan: Plan, fitter: Fitter) -> Beaten:
-    fitting = fitter.fitted(plan)
-    return Beaten(name, fitter.step_s(fitting) if fitting is not None else None)
+def _even_split(pipeline: PipelinePlan, layers: int) -> PipelinePlan:
+    """``pipeline`` with an even cut: stages with equally many layers, or one more or less."""
+    cuts = [round(i * layers / len(pipeline.stages)) for i in range(len(pipeline.stages) + 1)]
+    ends = zip(pipeline.stages, cuts, cuts[1:], strict=False)
+    return replace(pipeline, stages=tuple(replace(stage, first=first, last=last) for stage, first, last in ends))
 
 
-def _even_split(plan: Plan) -> Plan | None:
-    """``plan`` with an even cut: stages with equally many layers, or one more or less. None: ``plan`` has that already."""
-    pipelines = []
-    for pipeline in plan.pipelines:
-        count = len(pipeline.stages)
-        cuts = [round(i * plan.layers / count) for i in range(count + 1)]
-        even = tuple(replace(stage, first=cuts[i], last=cuts[i + 1]) for i, stage in enumerate(pipeline.stages))
-        pipelines.append(replace(pipeline, stages=even))
-    changed = replace(plan, pipelines=tuple(pipelines))
-    return None if changed == plan else changed
-
-
-def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
+def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[PipelinePlan]:
     """A pipeline for every rank in use, with as much of the batch as it is fast."""
-    ranks = sorted(stage.ranks[0] for pipeline in plan.pipelines for stage in pipeline.stages)
+    ranks = sorted(stage.ranks[0] for _, _, stage in plan.numbered)
     sizes = sorted(set(request.micro_batch_choices), reverse=True)
-    tokens = sizes[-1] * request.sequence_length
-    devices = [profile.devices[rank] for rank in ranks]
-    seconds = [sum(compute_s(profile, d, 0, plan.layers, tokens, op) for op in (Op.F, Op.B)) for d in devices]
-    pipelines = []
+    seconds = [whole_model_s(profile, profile.devices[rank], sizes[-1] * request.sequence_length) for rank in ranks]
     for rank, units in zip(ranks, _dealt(request.global_batch // sizes[-1], seconds), strict=True):
         share = units * sizes[-1]
         size = next(size for size in sizes if share % size == 0)
-        pipelines.append(PipelinePlan((StagePlan((rank,), 0, plan.layers, 0),), size, share))
-    return replace(plan, pipelines=tuple(pipelines))
+        yield PipelinePlan((StagePlan((rank,), 0, plan.layers, 0),), size, share)
 
 
 def _dealt(parts: int, seconds: Sequence[float]) -> list[int]:
@@ -196,53 +188,24 @@ def _dealt(parts: int, seconds: Sequence[float]) -> list[int]:
     return shares
 
 
-def _equal_shares(plan: Plan, request: PlanRequest, fitter: Fitter) -> Iterator[Beaten]:
-    count = len(plan.pipelines)
-    sizes = sorted(set(request.micro_batch_choices), reverse=True)
-    if request.global_batch % count == 0 and len({pipeline.sequences for pipeline in plan.pipelines}) > 1:
-        share = request.global_batch // count
-        possible = [size for size in sizes if share % size == 0]
-        if possible:
-            equal = tuple(replace(pipeline, sequences=share, micro_batch=possible[0]) for pipeline in plan.pipelines)
-            yield _changed("equal shares of the batch", replace(plan, pipelines=equal), fitter)
-
-
 def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> str:
     """The rank that computes most, or the link that is busier still."""
-    numbered = stages(plan)
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
     share = ratio(simulation.busy_s[rank], simulation.step_s)
     text = f"busiest: {_stages(plan, rank)} (rank {rank}: {_held(plan, rank)}) computes {share:.0%} of the step"
     costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
-    for index, (number, pipeline, stage) in enumerate(numbered[:-1]):
-        if numbered[index + 1][1] == pipeline:
-            there, last = numbered[index + 1][2], plan.pipelines[pipeline].micro_batches - 1
-            for op, sender, ends in ((Op.SEND_F, number, (stage, there)), (Op.SEND_B, number + 1, (there, stage))):
-                if ends[0].ranks == ends[1].ranks:
-                    continue
-                seconds = last * costs.of(Action(op, sender, 0))[0] + costs.of(Action(op, sender, last))[0]
-                pair = ends[0].ranks[0], ends[1].ranks[0]
-                links[pair] = links.get(pair, 0.0) + seconds
+    for (number, index, stage), (_, next_index, there) in pairwise(plan.numbered):
+        if index != next_index or stage.ranks == there.ranks:
+            continue
+        last = plan.pipelines[index].micro_batches - 1
+        for op, sender, ends in ((Op.SEND_F, number, (stage, there)), (Op.SEND_B, number + 1, (there, stage))):
+            seconds = last * costs.of(Action(op, sender, 0))[0] + costs.of(Action(op, sender, last))[0]
+            pair = ends[0].ranks[0], ends[1].ranks[0]
+            links[pair] = links.get(pair, 0.0) + seconds
     link = max(sorted(links), key=lambda one: links[one], default=None)
     if link is not None and links[link] > simulation.busy_s[rank]:
         text += f"; the link {link[0]} -> {link[1]} is busy {ratio(links[link], simulation.step_s):.0%} of it"
     return text
-
-
-def rounded_on_the_wire(plan: Plan, profile: ClusterProfile) -> tuple[str, ...]:
-    """What the user has given up for shorter messages, where there are any."""
-    if profile.model.wire is None or all(len(pipeline.held) == 1 for pipeline in plan.pipelines):
-        return ()
-    return (
-        f"boundaries travel as {profile.model.wire} (train.wire): the loss is no longer equal to that of one process",
-    )
-
-
-def smaller_moments(model: ModelCost) -> tuple[str, ...]:
-    """What moments in 8 bits spare, where they are."""
-    saved = math.floor(sum(layer.eight_bit_saving_bytes for layer in model.layers))
-    told = f"memory: moments in 8 bits take {describe_bytes(saved)} less than in fp32, all owners together"
-    return (told,) if saved else ()
 
 
 def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> tuple[IdleRank, ...]:

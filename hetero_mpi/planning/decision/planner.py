@@ -13,14 +13,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alone import best_alone
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
-from hetero_mpi.planning.decision.explain import (
-    busiest,
-    grouped,
-    idle_ranks,
-    reasons,
-    rounded_on_the_wire,
-    smaller_moments,
-)
+from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons
 from hetero_mpi.planning.decision.group_rules import group_problems
 from hetero_mpi.planning.decision.shortage import explain_shortage
 from hetero_mpi.planning.decision.streaming import streamed_texts
@@ -30,11 +23,11 @@ from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copie
 from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.packing.bound import packing_bound_s
-from hetero_mpi.planning.schedule import schedule_of, stages
+from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cost import COPY_BYTES
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PACKING, IdleRank, PlanReport
+from hetero_mpi.planning.types.plan_report import FLUID, PACKING, HostMemory, IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import describe_bytes
@@ -68,11 +61,10 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     plan = decision.plan
     assert not (problems := [*_chain_problems(plan, profile), *_rank_problems(plan, profile)]), problems
     simulation = outlined(plan, profile)
-    report = _figures(plan, profile, request, simulation)
     idle = idle_ranks(decision, profile, request)
     told = (*reasons(decision, profile, request, simulation), *streamed_texts(plan, profile), *remarks)
-    told += rounded_on_the_wire(plan, profile) + smaller_moments(plain.model)
-    return replace(report, alone=best_alone(plain, request), idle=idle, reasons=told)
+    full = _figures(plan, profile, request, simulation)
+    return replace(full, alone=best_alone(plain, request), idle=idle, reasons=(*told, *_given_up(plan, plain)))
 
 
 def _in_order(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
@@ -112,28 +104,40 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     validate(schedule_of(plan, profile.model), plan, profile.model)
     simulation = outlined(plan, profile)
     full = _figures(plan, profile, request, simulation)
-    short = [m for m in full.memory if m.peak_bytes > m.usable_bytes]
     lines = [
-        f"plan: rank {m.rank} needs {describe_bytes(m.peak_bytes)} of {describe_bytes(m.usable_bytes)} usable: "
-        f"short by {m.peak_bytes - m.usable_bytes} bytes; give it fewer layers or less warm_up"
-        for m in short
+        *(_short(one, f"rank {one.rank} needs", "", "it") for one in full.memory),
+        *(_short(one, f"the ranks of host {one.host} need", "its ", "them") for one in full.hosts),
     ]
-    lines += [
-        f"plan: the ranks of host {host.host} need {describe_bytes(host.peak_bytes)} of its {describe_bytes(host.usable_bytes)} "
-        f"usable: short by {host.peak_bytes - host.usable_bytes} bytes; give them fewer layers or less warm_up"
-        for host in full.hosts
-        if host.peak_bytes > host.usable_bytes
-    ]
-    if lines:
-        raise UserError("\n".join(lines))
-    named = {rank for _, _, stage in stages(plan) for rank in stage.ranks}
-    idle = tuple(
-        IdleRank(device.rank, "not named in the given plan") for device in profile.devices if device.rank not in named
-    )
+    if any(lines):
+        raise UserError("\n".join(filter(None, lines)))
+    idle = (device.rank for device in profile.devices if not plan.of_rank(device.rank))
     together = grouped(plan, profile, simulation.step_s, None)
     told = ("given by hand", *together, busiest(plan, profile, simulation), *streamed_texts(plan, profile))
-    told += rounded_on_the_wire(plan, profile) + smaller_moments(profile.model)
-    return replace(full, alone=best_alone(profile, request), idle=idle, reasons=told)
+    return replace(
+        full,
+        alone=best_alone(profile, request),
+        idle=tuple(IdleRank(rank, "not named in the given plan") for rank in idle),
+        reasons=(*told, *_given_up(plan, profile)),
+    )
+
+
+def _short(one: RankMemory | HostMemory, who: str, whose: str, them: str) -> str:
+    """Of which memory how much is lacking; empty: none is."""
+    lacking = one.peak_bytes - one.usable_bytes
+    if lacking <= 0:
+        return ""
+    needs = f"{describe_bytes(one.peak_bytes)} of {whose}{describe_bytes(one.usable_bytes)} usable"
+    return f"plan: {who} {needs}: short by {lacking} bytes; give {them} fewer layers or less warm_up"
+
+
+def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    """What the user has given up for shorter messages and for memory."""
+    model = profile.model
+    if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
+        yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
+    saved = math.floor(sum(layer.eight_bit_saving_bytes for layer in model.layers))
+    if saved:
+        yield f"memory: moments in 8 bits take {describe_bytes(saved)} less than in fp32, all owners together"
 
 
 def differences(plan: Plan, request: PlanRequest) -> list[str]:
@@ -173,7 +177,7 @@ def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulati
 def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> tuple[float, str]:
     """The bound and its name: the packing bound of a plan that it knows of (one stage of one rank, as the request would have it,
     nothing streamed), for few ranks; else the fluid one."""
-    if any(stage.streamed for _, _, stage in stages(plan)):
+    if any(stage.streamed for _, _, stage in plan.numbered):
         quickest = tuple(
             replace(d, optimizer_s_per_parameter=min(d.optimizer_s_per_parameter, host_optimizer_s(d)))
             for d in profile.devices
@@ -188,97 +192,78 @@ def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: fl
     return packing_bound_s(profile, request, step_s), PACKING
 
 
-def _chain_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
+def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     layers = len(profile.model.layers)
-    problems = []
     if plan.layers != layers:
-        problems.append(f"layers = {plan.layers}: the model's chain has {layers} layers (embedding, blocks, head)")
+        yield f"layers = {plan.layers}: the model's chain has {layers} layers (embedding, blocks, head)"
     if not plan.pipelines:
-        problems.append("no pipelines: at least one holds the model")
+        yield "no pipelines: at least one holds the model"
     for index, pipeline in enumerate(plan.pipelines):
         if pipeline.order not in ORDERS:
-            problems.append(f"pipelines[{index}].order = {pipeline.order!r}: known are {', '.join(ORDERS)}")
+            yield f"pipelines[{index}].order = {pipeline.order!r}: known are {', '.join(ORDERS)}"
         expected = 0
         for place, stage in enumerate(pipeline.stages):
+            where = f"pipelines[{index}].stages[{place}]"
             if stage.first != expected or stage.last <= stage.first:
-                problems.append(
-                    f"pipelines[{index}].stages[{place}] holds layers [{stage.first}, {stage.last}): it must begin with "
-                    f"layer {expected} and hold at least one"
+                yield (
+                    f"{where} holds layers [{stage.first}, {stage.last}): it must begin with layer {expected} and hold at least one"
                 )
             if stage.warm_up < 0:
-                problems.append(f"pipelines[{index}].stages[{place}].warm_up = {stage.warm_up}: must not be negative")
+                yield f"{where}.warm_up = {stage.warm_up}: must not be negative"
             if stage.slice_sequences is not None and stage.slice_sequences < 1:
-                problems.append(
-                    f"pipelines[{index}].stages[{place}].slice_sequences = {stage.slice_sequences}: must be at least 1"
-                )
+                yield f"{where}.slice_sequences = {stage.slice_sequences}: must be at least 1"
             if not 0 < stage.state_weight < math.inf:
-                problems.append(
-                    f"pipelines[{index}].stages[{place}].state_weight = {stage.state_weight}: must be a number over 0"
-                )
+                yield f"{where}.state_weight = {stage.state_weight}: must be a number over 0"
             if pipeline.split_backward and place > 0 and (stage.streamed or stage.slice_sequences is not None):
-                problems.append(
-                    f"pipelines[{index}].stages[{place}] is streamed or computed in slices, which goes back in one part: leave out "
-                    f"split_backward"
-                )
+                yield f"{where} is streamed or computed in slices, which goes back in one part: leave out split_backward"
             expected = stage.last
         if expected != layers:
-            problems.append(
-                f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {layers - 1}"
-            )
-    return problems
+            yield f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {layers - 1}"
 
 
-def _rank_problems(plan: Plan, profile: ClusterProfile) -> list[str]:
-    problems: list[str] = []
+def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     seen: dict[int, tuple[int, StagePlan]] = {}
-    for number, index, stage in stages(plan):
-        problems += group_problems(number, stage, plan, profile)
+    for number, index, stage in plan.numbered:
+        yield from group_problems(number, stage, plan, profile)
         for rank in stage.ranks:
+            where = f"stage {number} names rank {rank}"
             if not 0 <= rank < len(profile.devices):
-                problems.append(
-                    f"stage {number} names rank {rank}: the profile has ranks 0 to {len(profile.devices) - 1}"
-                )
+                yield f"{where}: the profile has ranks 0 to {len(profile.devices) - 1}"
             elif rank in seen:
-                problems += _again(number, rank, plan.pipelines[index], seen[rank][0] == index, stage, seen[rank][1])
+                yield from _again(f"{where} again", plan.pipelines[index], seen[rank][0] == index, stage, seen[rank][1])
             elif profile.model.dtype not in profile.devices[rank].dtypes:
-                problems.append(f"stage {number} names rank {rank}, whose device does not offer {profile.model.dtype}")
+                yield f"{where}, whose device does not offer {profile.model.dtype}"
             seen[rank] = index, stage
-    return problems
 
 
-def _again(
-    number: int, rank: int, pipeline: PipelinePlan, same: bool, stage: StagePlan, earlier: StagePlan
-) -> Iterator[str]:
-    """What is wrong with a rank's further stage."""
+def _again(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, earlier: StagePlan) -> Iterator[str]:
+    """What is wrong with a rank's further stage. ``same``: the earlier one is of the same pipeline."""
     if not same:
-        yield f"stage {number} names rank {rank} again: a rank takes part in one pipeline"
+        yield f"{where}: a rank takes part in one pipeline"
     elif pipeline.order not in INTERLEAVINGS:
         orders = " or ".join(sorted(INTERLEAVINGS))
         yield (
-            f"stage {number} names rank {rank} again, and the pipeline's order is {pipeline.order!r}: where ranks hold several "
-            f"stages it is {orders}"
+            f"{where}, and the pipeline's order is {pipeline.order!r}: where ranks hold several stages it is {orders}"
         )
     if stage.streamed or earlier.streamed:
-        yield f"stage {number} names rank {rank} again: a rank with a streamed stage holds no other one"
+        yield f"{where}: a rank with a streamed stage holds no other one"
     if stage.state_weight != earlier.state_weight:
         weights = f"{earlier.state_weight} and {stage.state_weight}"
-        yield f"stage {number} names rank {rank} again: state_weight is {weights}, but it is the rank's: make them equal"
+        yield f"{where}: state_weight is {weights}, but it is the rank's: make them equal"
 
 
-def _batch_problems(plan: Plan, request: PlanRequest) -> list[str]:
-    problems = []
+def _batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
     if plan.global_batch != request.global_batch:
-        problems.append(f"global_batch = {plan.global_batch}: the job says {request.global_batch}")
+        yield f"global_batch = {plan.global_batch}: the job says {request.global_batch}"
     if plan.sequence_length != request.sequence_length:
-        problems.append(f"sequence_length = {plan.sequence_length}: the job says {request.sequence_length}")
+        yield f"sequence_length = {plan.sequence_length}: the job says {request.sequence_length}"
     for index, pipeline in enumerate(plan.pipelines):
         if not 1 <= pipeline.micro_batch <= pipeline.sequences:
-            problems.append(
+            yield (
                 f"pipelines[{index}]: micro_batch = {pipeline.micro_batch} of sequences = {pipeline.sequences}: must be at "
                 f"least 1 and no more than its sequences"
             )
     shares = [pipeline.sequences for pipeline in plan.pipelines]
     if sum(shares) != plan.global_batch:
         terms = " + ".join(map(str, shares))
-        problems.append(f"sequences = {terms}: the pipelines' shares must add up to global_batch = {plan.global_batch}")
-    return problems
+        yield f"sequences = {terms}: the pipelines' shares must add up to global_batch = {plan.global_batch}"

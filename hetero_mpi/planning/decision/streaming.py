@@ -96,7 +96,9 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> T
     best: Timed | None = None
     fitter = Fitter(profile, request)
     sizes = sorted(set(request.micro_batch_choices))
-    larger = sorted({*sizes, *_doubled(sizes[-1], request.global_batch)}) if len(sizes) > 1 else sizes
+    larger = list(sizes)
+    while len(sizes) > 1 and request.global_batch % (2 * larger[-1]) == 0:
+        larger.append(2 * larger[-1])
     places = {0, len(sizes) // 2, len(sizes) - 1} if len(profile.devices) <= FEW else {len(sizes) // 2}
     for place in sorted(places):
         slice_sequences = sizes[place]
@@ -123,12 +125,6 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> T
             if best is None or step_s < best[1]:
                 best = plan, step_s
     return best
-
-
-def _doubled(size: int, batch: int) -> Iterator[int]:
-    """Twice, four times ... ``size``, as far as they divide the batch."""
-    while batch % (size := 2 * size) == 0:
-        yield size
 
 
 def streamed_view(profile: ClusterProfile, slice_sequences: int, request: PlanRequest) -> ClusterProfile:
@@ -230,11 +226,18 @@ def _streamed(plan: Plan, fitter: Fitter, slice_sequences: int) -> Plan:
 
 def _in_step_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> float:
     """Seconds of a step in which a stage computes."""
-    each_s = sum(stage_s(profile, pipeline, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
-    device = profile.devices[stage.ranks[0]]
-    return pipeline.micro_batches * each_s + optimizer_s(
-        profile, device, stage_trainable(profile.model, stage.first, stage.last), stage.streamed
-    )
+    each_s = _each_s(profile, pipeline, stage, sequence_length)
+    return pipeline.micro_batches * each_s + _update_s(profile, stage)
+
+
+def _each_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> float:
+    """Of a micro-batch, forward and backward."""
+    return sum(stage_s(profile, pipeline, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
+
+
+def _update_s(profile: ClusterProfile, stage: StagePlan) -> float:
+    parameters = stage_trainable(profile.model, stage.first, stage.last)
+    return optimizer_s(profile, profile.devices[stage.ranks[0]], parameters, stage.streamed)
 
 
 def _ways(stage: StagePlan, request: PlanRequest, size: int | None) -> Iterator[StagePlan]:
@@ -246,35 +249,26 @@ def _ways(stage: StagePlan, request: PlanRequest, size: int | None) -> Iterator[
 
 def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     """For a person: what each rank streams, and what the copies cost."""
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            if stage.streamed:
-                yield _text(plan, pipeline, stage, profile)
+    for _, index, stage in plan.numbered:
+        if stage.streamed:
+            yield f"rank {stage.ranks[0]} {_text(plan, plan.pipelines[index], stage, profile)}"
 
 
 def _text(plan: Plan, pipeline: PipelinePlan, stage: StagePlan, profile: ClusterProfile) -> str:
-    rank, size_bytes = stage.ranks[0], streamed_bytes(profile.model, stage.first, stage.last)
-    device = profile.devices[rank]
-    if profile.model.trained_whole and device.shares_host_memory:
-        return f"rank {rank} computes layer by layer; all that it trains stays in its memory"
+    model, device = profile.model, profile.devices[stage.ranks[0]]
+    if model.trained_whole and device.shares_host_memory:
+        return "computes layer by layer; all that it trains stays in its memory"
+    size_bytes = streamed_bytes(model, stage.first, stage.last)
     if weights_s(device, size_bytes) == 0.0:
-        return f"rank {rank} streams {describe_bytes(size_bytes)} from mapped files, of which its memory keeps what it has room for"
+        return f"streams {describe_bytes(size_bytes)} from mapped files, of which its memory keeps what it has room for"
     free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf, device_to_host_bytes_per_s=math.inf)
-    without = replace(profile, devices=tuple(free if one.rank == rank else one for one in profile.devices))
-    seconds, computing = (
-        sum(stage_s(known, pipeline, stage, pipeline.micro_batch, plan.sequence_length, op) for op in (Op.F, Op.B))
-        for known in (profile, without)
-    )
-    share = 1 - computing / seconds
-    speed = f"{describe_bytes(device.host_to_device_bytes_per_s)}/s"
-    cost = (
-        f"copies take {share:.0%} of its time"
-        if share < LIMITING
-        else f"copies limit it: {speed}, {share:.0%} of its time"
-    )
-    with_state = ""
-    if profile.model.trained_whole:
-        kept_bytes = host_state_bytes(profile.model, stage.first, stage.last)
-        each_s = optimizer_s(profile, device, stage_trainable(profile.model, stage.first, stage.last), streamed=True)
-        with_state = f" ({describe_bytes(kept_bytes)} there with the rest of what it trains; optimizer {describe_seconds(each_s)})"
-    return f"rank {rank} streams {describe_bytes(size_bytes)} from host memory{with_state}, {cost}"
+    without = replace(profile, devices=tuple(free if one is device else one for one in profile.devices))
+    seconds, computing = (_each_s(known, pipeline, stage, plan.sequence_length) for known in (profile, without))
+    share, speed = 1 - computing / seconds, f"{describe_bytes(device.host_to_device_bytes_per_s)}/s"
+    limits = f"copies limit it: {speed}, {share:.0%} of its time"
+    cost, with_state = f"copies take {share:.0%} of its time" if share < LIMITING else limits, ""
+    if model.trained_whole:
+        kept = describe_bytes(host_state_bytes(model, stage.first, stage.last))
+        each = describe_seconds(_update_s(profile, stage))
+        with_state = f" ({kept} there with the rest of what it trains; optimizer {each})"
+    return f"streams {describe_bytes(size_bytes)} from host memory{with_state}, {cost}"
