@@ -207,14 +207,9 @@ def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
     boundary = {Op.SEND_F: stage.last, Op.RECV_B: stage.last, Op.SEND_B: stage.first, Op.RECV_F: stage.first}
     if action.op not in boundary:
         return 0
-    tokens = _tokens(plan, index, action)
-    return profile.model.sent_bytes_per_token(boundary[action.op] - 1) * tokens
-
-
-def _tokens(plan: Plan, index: int, action: Action) -> int:
-    """Tokens of the action's micro-batch."""
     assert action.micro_batch is not None
-    return plan.pipelines[index].size(action.micro_batch) * plan.sequence_length
+    tokens = plan.pipelines[index].size(action.micro_batch) * plan.sequence_length
+    return profile.model.sent_bytes_per_token(boundary[action.op] - 1) * tokens
 
 
 def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:

@@ -296,12 +296,8 @@ def _together_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, 
     put_off = {place: of(place, 0, 1).activations for place in places}
     now = most = 0
     for name, place, _ in computed_by_rank(pipeline)[rank]:
-        now += {
-            "F": kept[place],
-            "B": -kept[place],
-            "I": put_off[place] - kept[place],
-            "W": -put_off[place],
-        }[name]
+        more = {"F": kept[place], "B": -kept[place], "I": put_off[place] - kept[place], "W": -put_off[place]}
+        now += more[name]
         most = max(most, now)
     tokens, ends = pipeline.size(0) * sequence_length, {0, len(pipeline.stages) - 1}
     between = sum(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 
 ROUNDING = 1e-9
 SHORTEST_S = 1e-12
@@ -24,12 +24,13 @@ def classic_depths(stages: int, micro_batches: int) -> tuple[int, ...]:
 
 def with_classic_depths(plan: Plan) -> Plan:
     """Every stage as many micro-batches ahead as stages follow it."""
-    pipelines_ = []
-    for pipeline in plan.pipelines:
-        warm_up = classic_depths(len(pipeline.stages), pipeline.micro_batches - 1)
-        stages = tuple(replace(stage, warm_up=depth) for stage, depth in zip(pipeline.stages, warm_up, strict=True))
-        pipelines_.append(replace(pipeline, stages=stages))
-    return replace(plan, pipelines=tuple(pipelines_))
+
+    def changed(pipeline: PipelinePlan) -> PipelinePlan:
+        depths = classic_depths(len(pipeline.stages), pipeline.micro_batches - 1)
+        stages = (replace(stage, warm_up=depth) for stage, depth in zip(pipeline.stages, depths, strict=True))
+        return replace(pipeline, stages=tuple(stages))
+
+    return replace(plan, pipelines=tuple(map(changed, plan.pipelines)))
 
 
 def scheduled_depths(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:

@@ -1,10 +1,15 @@
 """Profiles and plans as TOML files that a person reads and edits, and as plain values for JSON messages.
 
 Reading lists all problems of a file at once.
+
+Profiles have a shorthand, for a model of eighty equal blocks and a cluster of hundreds of equal GPUs. ``count = 32`` in a
+``[[model.layers]]`` table: so many equal layers follow each other. ``like = 4`` in a ``[[devices]]`` table: what it does not say
+itself is as that rank, an earlier one, says. Files are written so where it says the same.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -21,7 +26,6 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.profile_rules import number_problems, profile_problems
-from hetero_mpi.planning.types.shorthand import expanded, shortened
 from hetero_mpi.shipped import no_such_profile, profile_file
 
 PROFILE_HEADING = """\
@@ -37,6 +41,8 @@ PLAN_HEADING = """\
 # Edit it and give it back with --plan: what [report] says of it is worked out again, and may be left out.
 """
 INLINE_COLUMNS = 120
+MOST_ITEMS = 10_000
+_OWN_KEYS = ("rank", "host")
 
 
 def profile_to_dict(profile: ClusterProfile) -> dict[str, Any]:
@@ -48,7 +54,7 @@ def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterPr
     """Inverse of ``profile_to_dict``. Raises ``UserError`` with all problems."""
     _check_version(data, profile_types.SCHEMA_VERSION, "profile", where)
     problems = number_problems(data)
-    data = expanded(data, where)
+    data = _expanded(data, where)
     try:
         profile = decode(ClusterProfile, data, where)
     except UserError as error:
@@ -56,6 +62,65 @@ def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterPr
         raise UserError("\n".join([str(error), *(f"{where}: {problem}" for problem in problems)])) from error
     raise_all(where, [*problems, *profile_problems(profile)])
     return profile
+
+
+def _shortened(data: dict[str, Any]) -> dict[str, Any]:
+    """The same profile in shorthand. ``data`` stays as it is."""
+    runs = [(layer, len([*equal])) for layer, equal in itertools.groupby(data["model"]["layers"])]
+    layers = [layer if n == 1 else {"kind": layer["kind"], "count": n, **layer} for layer, n in runs]
+    return {**data, "model": {**data["model"], "layers": layers}, "devices": _alike(data["devices"])}
+
+
+def _alike(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first: dict[str, int] = {}
+    found = []
+    for device in devices:
+        content = repr({key: value for key, value in device.items() if key not in _OWN_KEYS})
+        earlier = first.setdefault(content, device["rank"])
+        own = {key: device[key] for key in _OWN_KEYS}
+        found.append(device if earlier == device["rank"] else {**own, "like": earlier})
+    return found
+
+
+def _expanded(data: Any, where: str) -> Any:
+    """Without shorthand; whatever is not a profile is left to those who read it. Raises ``UserError`` with all problems."""
+    problems: list[str] = []
+    if not isinstance(data, dict):
+        return data
+    data, model = dict(data), data.get("model")
+    if isinstance(model, dict) and isinstance(model.get("layers"), list):
+        data["model"] = {**model, "layers": _repeated(model["layers"], problems)}
+    if isinstance(data.get("devices"), list):
+        data["devices"] = _filled(data["devices"], problems)
+    raise_all(where, problems)
+    return data
+
+
+def _repeated(layers: list[Any], problems: list[str]) -> list[Any]:
+    found: list[Any] = []
+    for place, layer in enumerate(layers):
+        count = layer.get("count", 1) if isinstance(layer, dict) else 1
+        if type(count) is not int or not 1 <= count <= MOST_ITEMS:
+            problems.append(f"model.layers[{place}].count = {count!r}: must be a whole number from 1 to {MOST_ITEMS:,}")
+        elif isinstance(layer, dict):
+            found += [{key: value for key, value in layer.items() if key != "count"}] * count
+        else:
+            found.append(layer)
+    return found
+
+
+def _filled(devices: list[Any], problems: list[str]) -> list[Any]:
+    found: list[Any] = []
+    for place, device in enumerate(devices):
+        if isinstance(device, dict) and "like" in device:
+            like = device["like"]
+            if type(like) is not int or not 0 <= like < place or not isinstance(found[like], dict):
+                problems.append(f"devices[{place}].like = {like!r}: must be the rank of an earlier device")
+                like = None
+            earlier = {} if like is None else found[like]
+            device = {**earlier, **{key: value for key, value in device.items() if key != "like"}}
+        found.append(device)
+    return found
 
 
 def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict[str, Any]:
@@ -110,7 +175,7 @@ def _plan_file(data: dict[str, Any], where: str) -> tuple[Plan, PlanReport | Non
 
 def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
     """Writes ``path`` in one step; its folder is made where it is missing."""
-    write_whole(Path(path), PROFILE_HEADING + to_toml(shortened(encode(profile))), make_folder=True)
+    write_whole(Path(path), PROFILE_HEADING + to_toml(_shortened(encode(profile))), make_folder=True)
 
 
 def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
