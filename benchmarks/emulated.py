@@ -44,7 +44,7 @@ from hetero_mpi.job.plan_request import INDIFFERENCE, micro_batch_choices  # noq
 from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
 from hetero_mpi.planning.durations import duration  # noqa: E402
 from hetero_mpi.planning.packing.bound import packing_bound_s  # noqa: E402
-from hetero_mpi.planning.schedule import COMPUTE, schedule_of, stages  # noqa: E402
+from hetero_mpi.planning.schedule import COMPUTE, schedule_of  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.plan_report import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
@@ -274,7 +274,7 @@ def run(trial: Trial, rounds: int) -> Result:
     return Result(
         trial.name,
         len(profile.devices),
-        len(stages(plan)),
+        len(plan.numbered),
         scale,
         scale * min(duration(action, plan, profile) for action in actions.values()),
         fluid_bound_s(profile, trial.request()),

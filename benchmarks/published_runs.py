@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from hetero_mpi.planning.durations import optimizer_s  # noqa: E402
 from hetero_mpi.planning.memory import holdings, stage_memory  # noqa: E402
-from hetero_mpi.planning.schedule import Op, Schedule, schedule_of, stages  # noqa: E402
+from hetero_mpi.planning.schedule import Op, Schedule, schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import SimulatedStep, simulate  # noqa: E402
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.network import Network  # noqa: E402
@@ -202,7 +202,7 @@ def predict(run: Run, times: Times) -> Prediction:
     apart_s, _ = replicated_s(simulate(plan, profile, schedule, APART), plan, profile)
     nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.layers))]
     peak = 0
-    for number, _, stage in stages(plan):
+    for number, _, stage in plan.numbered:
         flying = max(flying for flying, _ in holdings(schedule[stage.ranks[0]]))
         model = model_cost(nodes[number].gpus)
         parts = stage_memory(model, stage.first, stage.last, run.micro_batch * SEQUENCE, flying)
@@ -218,7 +218,7 @@ def replicated_s(simulation: SimulatedStep, plan: Plan, profile: ClusterProfile)
     time (its second half brings the sums to all), and everybody steps all of its stage.
     """
     ends, syncs = [], []
-    for _, _, stage in stages(plan):
+    for _, _, stage in plan.numbered:
         rank = stage.ranks[0]
         own = [event for event in simulation.events if event.rank == rank]
         sync = sum(event.end_s - event.start_s for event in own if event.action.op is Op.REDUCE)
@@ -241,7 +241,7 @@ def gradients_first(plan: Plan, model: ModelCost) -> Schedule:
     trip that 1F1B hides. The last activation of a warm-up goes first: the gradient that is awaited next needs it.
     """
     schedule = schedule_of(plan, model)
-    for _, _, stage in stages(plan):
+    for _, _, stage in plan.numbered:
         actions = list(schedule[stage.ranks[0]])
         for i, (sent, taken) in enumerate(itertools.pairwise(actions)):
             in_turn = sent.op is Op.SEND_F and taken.op is Op.RECV_B

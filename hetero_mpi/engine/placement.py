@@ -13,7 +13,6 @@ from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.owners import owners
-from hetero_mpi.planning.schedule import stages
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 
 
@@ -30,7 +29,7 @@ class Placement:
 
 def places_of(rank: int, plan: Plan) -> tuple[Placement, ...]:
     """Of the rank's stages, which are of one pipeline, in chain order; none where the plan leaves it idle."""
-    numbered = [stages(plan)[number] for number in plan.of_rank(rank)]
+    numbered = [plan.numbered[number] for number in plan.of_rank(rank)]
     return tuple(Placement(number, of, plan.pipelines[of].stages.index(stage)) for number, of, stage in numbered)
 
 

@@ -13,7 +13,7 @@ from hetero_mpi.comm.group_paths import ring_of
 from hetero_mpi.planning.group_costs import broadcast_s, device_of, member_trained, whole_sums_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS
 from hetero_mpi.planning.owners import owned_share
-from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, stages, tied_heads
+from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
@@ -85,7 +85,7 @@ def host_optimizer_s(device: DeviceProfile) -> float:
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
     """Seconds of the optimizer step of the rank that holds a stage: over the parameters that it owns. Of a group: of its slowest
     member, after the sums of what all of them hold."""
-    stage = stages(plan)[number][2]
+    stage = plan.numbered[number][2]
     if stage.grouped:
         members = enumerate(profile.devices[rank] for rank in stage.ranks)
         seconds = (optimizer_s(profile, one, member_trained(profile.model, stage, place)) for place, one in members)
@@ -96,7 +96,7 @@ def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
 
 def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
     """Seconds that a stage's first forward waits for new values from their owners, which come layer by layer beside it."""
-    _, index, stage = stages(plan)[number]
+    _, index, stage = plan.numbered[number]
     if len(plan.pipelines) == 1:
         return 0.0
     alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
@@ -127,11 +127,11 @@ def return_s(profile: ClusterProfile, embedding: int, head: int) -> float:
 def _step_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
     """Seconds of a rank's STEP: its optimizer, what the next forwards wait for new values, and where the model is tied, the way
     of these to the head: the embedding's rank sends them when it has them, the head's waits for them."""
-    held = plan.of_rank(stages(plan)[action.stage][2].ranks[0])
+    held = plan.of_rank(plan.numbered[action.stage][2].ranks[0])
     own = update_s(action.stage, plan, profile) + sum(_late_values_s(number, plan, profile) for number in held)
     for head, embedding in tied_heads(plan, profile.model).items():
         if head in held or embedding in held:
-            ranks = (stages(plan)[number][2].ranks[0] for number in (embedding, head))
+            ranks = (plan.numbered[number][2].ranks[0] for number in (embedding, head))
             there = update_s(embedding, plan, profile) + values_s(plan, profile, 0)
             own = max(own, there + return_s(profile, *ranks))
     return own
@@ -193,7 +193,7 @@ def _reduce_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
     embedding = tied_heads(plan, profile.model).get(action.stage) if action.layer == 0 else None
     if embedding is None:
         return sum_s(plan, profile, action.layer)
-    numbered = stages(plan)
+    numbered = plan.numbered
     return tied_s(profile, numbered[embedding][2].ranks[0], numbered[action.stage][2].ranks[0])
 
 
@@ -203,7 +203,7 @@ def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
         assert action.layer is not None
         share = action.layer == 0 and action.stage in tied_heads(plan, profile.model)
         return profile.model.tied_bytes if share else summed_bytes(profile.model, action.layer)
-    _, index, stage = stages(plan)[action.stage]
+    _, index, stage = plan.numbered[action.stage]
     boundary = {Op.SEND_F: stage.last, Op.RECV_B: stage.last, Op.SEND_B: stage.first, Op.RECV_F: stage.first}
     if action.op not in boundary:
         return 0
@@ -217,7 +217,7 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
 
     Planner, simulator and report have no other source of times.
     """
-    numbered = stages(plan)
+    numbered = plan.numbered
     _, index, stage = numbered[action.stage]
     if action.op in COMPUTE:
         assert action.micro_batch is not None
@@ -340,7 +340,7 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
     Backward runs from the last layer to the first: gradients of later layers can be summed while it still does. A layer is
     done after as long as the backward of a stage that begins with it takes.
     """
-    _, index, stage = stages(plan)[action.stage]
+    _, index, stage = plan.numbered[action.stage]
     assert action.micro_batch is not None
     pipeline, device = plan.pipelines[index], device_of(profile, stage)
     size = pipeline.size(action.micro_batch)
@@ -372,10 +372,10 @@ class Durations:
 
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
         self.plan, self.profile = plan, profile
-        self.stages: list[StagePlan] = [stage for _, _, stage in stages(plan)]
+        self.stages: list[StagePlan] = [stage for _, _, stage in plan.numbered]
         self.summed = reduced_layers(plan, profile.model)
         self.tied_heads = tied_heads(plan, profile.model)
-        self._pipelines = [plan.pipelines[index] for _, index, _ in stages(plan)]
+        self._pipelines = [plan.pipelines[index] for _, index, _ in plan.numbered]
         self._known: dict[tuple[Op, int, int | None], tuple[float, int]] = {}
         first: dict[tuple[tuple[int, ...], int], int] = {}
         self._alike = {

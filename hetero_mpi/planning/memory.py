@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.schedule import Action, Op, schedule_of, stages
+from hetero_mpi.planning.schedule import Action, Op, schedule_of
 from hetero_mpi.planning.types.cost import COPY_BYTES, GRADIENT_BYTES, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import HostMemory, RankMemory
@@ -350,7 +350,7 @@ def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> 
     if not profile.hosts:
         return ()
     peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve)}
-    numbered = [stage for _, _, stage in stages(plan) if stage.streamed]
+    numbered = [stage for _, _, stage in plan.numbered if stage.streamed]
     streams = {stage.ranks[0]: host_state_bytes(profile.model, stage.first, stage.last) for stage in numbered}
     takes = {
         device.rank: (peaks if device.shares_host_memory else streams).get(device.rank, 0) for device in profile.devices

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TypeVar
 
-from hetero_mpi.planning.schedule import held_by, stages
+from hetero_mpi.planning.schedule import held_by
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import Plan
 
@@ -41,7 +41,7 @@ def owners(plan: Plan, sizes: Mapping[Key, tuple[int, int]]) -> dict[Key, int]:
 
 def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
     """Trained numbers of a stage that its rank owns, if parameters could be divided: what it takes to step them."""
-    stage, weight, owned = stages(plan)[number][2], plan.state_weights, 0.0
+    stage, weight, owned = plan.numbered[number][2], plan.state_weights, 0.0
     for layer in range(stage.first, stage.last):
         together = sum(weight[rank] for rank in held_by(plan, layer))
         owned += model.layers[layer].trainable_parameters * weight[stage.ranks[0]] / together

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 
 
 class Op(str, enum.Enum):
@@ -102,11 +102,6 @@ def busy(events: Iterable[Event]) -> dict[int, float]:
         seconds = event.end_s - event.start_s if event.action.op in COMPUTING else 0.0
         result[event.rank] = result.get(event.rank, 0.0) + seconds
     return result
-
-
-def stages(plan: Plan) -> tuple[tuple[int, int, StagePlan], ...]:
-    """All stages as (global stage number, index of the pipeline, stage), in plan order: the numbers used by actions."""
-    return plan.numbered
 
 
 def held_by(plan: Plan, layer: int) -> tuple[int, ...]:

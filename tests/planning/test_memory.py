@@ -20,7 +20,7 @@ from hetero_mpi.planning.memory import (
     with_copies,
 )
 from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.schedule import Action, Op, parse_action, schedule_of, stages
+from hetero_mpi.planning.schedule import Action, Op, parse_action, schedule_of
 from hetero_mpi.planning.types.plan_report import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -138,7 +138,7 @@ def test_peaks_are_those_of_counting_along_the_lists(seed: int) -> None:
     by_rank = {memory.rank: memory for memory in predict_memory(plan, profile, reserve=0.1)}
     owned = owned_state_bytes(plan, model)
     assert sum(owned.values()) == model.owned_bytes(0, len(model.layers)), "each number has one owner"
-    for _, index, stage in stages(plan):
+    for _, index, stage in plan.numbered:
         tokens = plan.pipelines[index].size(0) * plan.sequence_length
         layers = list(enumerate(model.layers))[stage.first : stage.last]
         inside = [layer.activation_bytes_per_token for number, layer in layers if 0 < number < plan.layers - 1]

@@ -19,7 +19,6 @@ from hetero_mpi.planning.schedule import (
     parse_action,
     reduced_layers,
     schedule_of,
-    stages,
     tied_heads,
 )
 from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
@@ -265,7 +264,7 @@ def test_the_planners_short_form_equals_the_simulation_to_the_last_bit(seed: int
     )  # fmt: skip
     result = simulate(plan, profile)
     begun, ended = spans_s(*times)
-    for number, _, stage in stages(plan):
+    for number, _, stage in plan.numbered:
         own = [e for e in result.events if e.rank == stage.ranks[0] and e.action.op in COMPUTING]
         assert (begun[number], ended[number]) == (own[-1].start_s, own[-1].end_s)
 
@@ -276,7 +275,7 @@ def design_bounds_s(plan: Plan, profile: ClusterProfile) -> list[float]:
     for index, pipeline in enumerate(plan.pipelines):
         if pipeline.sequences % pipeline.micro_batch:
             continue
-        numbers = [number for number, of, _ in stages(plan) if of == index]
+        numbers = [number for number, of, _ in plan.numbered if of == index]
         f = [duration(Action(Op.F, n, 0), plan, profile) for n in numbers]
         b = [duration(Action(Op.B, n, 0), plan, profile) for n in numbers]
         i = [duration(Action(Op.I, n, 0), plan, profile) for n in numbers]
@@ -316,7 +315,7 @@ def by_layer(result: SimulatedStep) -> dict[int, dict[int, Event]]:
 def test_sums_wait_for_whole_gradients_and_for_each_other(seed: int) -> None:
     plan, profile = random_plan(seed)
     result = simulate(plan, profile)
-    number_of = {stage.ranks[0]: (number, stage) for number, _, stage in stages(plan)}
+    number_of = {stage.ranks[0]: (number, stage) for number, _, stage in plan.numbered}
     last = {
         rank: [e for e in result.events if e.rank == rank and e.action.op in (Op.B, Op.W)][-1] for rank in number_of
     }
@@ -326,7 +325,7 @@ def test_sums_wait_for_whole_gradients_and_for_each_other(seed: int) -> None:
         stage, event = number_of[rank][1], last[rank]
         device, tokens = (
             profile.devices[rank],
-            SEQUENCE * round(plan.pipelines[stages(plan)[number_of[rank][0]][1]].size(event.action.micro_batch or 0)),
+            SEQUENCE * round(plan.pipelines[plan.numbered[number_of[rank][0]][1]].size(event.action.micro_batch or 0)),
         )
         again = stage.recompute and event.action.op is Op.B
         repeated = recompute_s(profile, device, layer, stage.last, tokens) if again else 0.0
@@ -345,7 +344,7 @@ def test_sums_wait_for_whole_gradients_and_for_each_other(seed: int) -> None:
         for head in events.keys() - holders.keys():
             share = events[head]
             assert share.start_s >= whole_s(head, plan.layers - 1) - 1e-9
-            embedding = stages(plan)[heads[number_of[head][0]]][2].ranks[0]
+            embedding = plan.numbered[heads[number_of[head][0]]][2].ranks[0]
             assert share.end_s <= events[embedding].start_s + 1e-9
     for rank in number_of:
         own = [

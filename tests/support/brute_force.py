@@ -23,7 +23,7 @@ from hetero_mpi.planning.memory import (
     weighted,
 )
 from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, stages, tied_heads
+from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, tied_heads
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -242,7 +242,7 @@ def together_s(parts: list[Timed], plan: Plan, profile: ClusterProfile) -> float
     """The end of a step: gradient all-reduces, then STEP, where messages do not queue for NICs."""
     ends = {rank: seconds for part in parts for rank, seconds in part.clocks.items()}
     whole = {key: seconds for part in parts for key, seconds in part.whole.items()}
-    numbered = stages(plan)
+    numbered = plan.numbered
     for head, embedding in tied_heads(plan, profile.model).items():
         source, destination = numbered[head][2].ranks[0], numbered[embedding][2].ranks[0]
         come = whole[source, plan.layers - 1] + tied_s(profile, destination, source)

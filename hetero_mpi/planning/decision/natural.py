@@ -77,17 +77,9 @@ def smoothed(profile: ClusterProfile) -> ClusterProfile:
     """
     groups = _device_groups(profile)
     kind = {device.rank: index for index, group in enumerate(groups) for device in group}
-    devices = {
-        device.rank: replace(one, rank=device.rank, host=device.host)
-        for group in groups
-        for one in [_middle(group)]
-        for device in group
-    }
-    return replace(
-        profile,
-        devices=tuple(devices[rank] for rank in range(len(devices))),
-        links=_links(profile, kind),
-    )
+    middles = [_middle(group) for group in groups]
+    devices = tuple(replace(middles[kind[one.rank]], rank=one.rank, host=one.host) for one in profile.devices)
+    return replace(profile, devices=devices, links=_links(profile, kind))
 
 
 def _device_groups(profile: ClusterProfile) -> list[list[DeviceProfile]]:
@@ -155,14 +147,8 @@ def _links(profile: ClusterProfile, kind: dict[int, int]) -> tuple[LinkProfile, 
         return median(link.latency_s + size / link.bytes_per_s for link in links)
 
     def runs(groups: list[list[LinkProfile]]) -> list[list[LinkProfile]]:
-        found: list[list[LinkProfile]] = []
-        limit = 0.0
-        for links in sorted(groups, key=seconds):
-            if not found or seconds(links) > limit:
-                found.append([])
-                limit = seconds(links) * (1 + NOISE)
-            found[-1].extend(links)
-        return found
+        near = in_classes(sorted(groups, key=seconds), lambda a, b: seconds(b) <= seconds(a) * (1 + NOISE))
+        return [[link for links in run for link in links] for run in near]
 
     between: dict[tuple[int, int, bool], dict[tuple[str, ...], list[list[LinkProfile]]]] = {}
     for link in profile.links:

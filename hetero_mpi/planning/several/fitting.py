@@ -9,7 +9,6 @@ from hetero_mpi.planning.memory import memory_of, stage_holdings, state_on_devic
 from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.schedule import stages
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -107,7 +106,8 @@ class Fitter:
         """Ranks that have no room for the state that the plan deals to them, or whose host has not; bytes of that state."""
         dealt = owned_state_bytes(plan, self.profile.model)
         owned = {
-            stage.ranks[0]: dealt[stage.ranks[0]] * state_on_device(self.profile, stage) for _, _, stage in stages(plan)
+            stage.ranks[0]: dealt[stage.ranks[0]] * state_on_device(self.profile, stage)
+            for _, _, stage in plan.numbered
         }
         lacking = self._short(plan.pipelines, owned)
         for pipeline in plan.pipelines:
