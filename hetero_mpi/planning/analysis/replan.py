@@ -102,16 +102,12 @@ def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], 
     are alike differ by the noise of what was measured. Ranks of groups stay."""
     if plan.leader_of:
         return plan
-    before = {
-        (stage.ranks[0], layer)
-        for _, _, stage in question.report.plan.numbered
-        for layer in range(stage.first, stage.last)
-    }
+    before = question.report.plan.holders
     most_s = seconds(plan) * (1 + question.request.indifference)
     for number, index, _ in plan.numbered:
         stage = plan.numbered[number][2]
         ranks = [other.ranks[0] for other in plan.pipelines[index].stages]
-        kept = {rank: sum((rank, layer) in before for layer in range(stage.first, stage.last)) for rank in ranks}
+        kept = {rank: sum(rank in before[layer] for layer in range(stage.first, stage.last)) for rank in ranks}
         keeper, rank = max(ranks, key=lambda one: kept[one]), stage.ranks[0]
         if kept[keeper] > kept[rank]:
             exchanged = {rank: keeper, keeper: rank}

@@ -164,7 +164,7 @@ def _starts(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[Pla
     fitter = Fitter(profile, request)
     found = [fitter.fitted(_scheduled(plan, request)) for _, plan in layouts.several(profile, request)]
     if not any(found):
-        spare = (closest(divided, request).plan(request) for divided in with_hosts_divided(profile))
+        spare = (closest(divided, request).plan for divided in with_hosts_divided(profile))
         found = [fitter.fitted(_scheduled(plan, request) if request.schedule != "auto" else plan) for plan in spare]
     for plan in found:
         if plan is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,24 +25,12 @@ Order = tuple[int, ...]
 """Kinds of ranks, by stage."""
 
 
-@dataclass(frozen=True)
-class Closest:
+class Closest(NamedTuple):
     """The split whose worst shortage is least; negative: it fits."""
 
     shortage_bytes: float
-    micro_batch: int
-    ranks: tuple[int, ...]
-    cuts: tuple[int, ...]
-    in_flight: tuple[int, ...]
-
-    def plan(self, request: PlanRequest) -> Plan:
-        """One pipeline of this split; recompute is left to ``Fitter.fitted``."""
-        stages = tuple(
-            StagePlan((rank,), self.cuts[i], self.cuts[i + 1], self.in_flight[i] - 1)
-            for i, rank in enumerate(self.ranks)
-        )
-        pipeline = PipelinePlan(stages, self.micro_batch, request.global_batch)
-        return Plan((pipeline,), request.global_batch, request.sequence_length, self.cuts[-1])
+    plan: Plan
+    """One pipeline; recompute is left to ``Fitter.fitted``."""
 
 
 class _Shortages:
@@ -99,9 +88,13 @@ class _Shortages:
         cuts, waiting = [0], [iter(members) for members in self.ranks]
         for place in range(len(order)):
             cuts.append(int(self._by_cut(order[place:])[cuts[-1]].argmin()))
-        in_flight = tuple(self.in_flight(len(order) - place) for place in range(len(order)))
-        ranks = tuple(next(waiting[kind]) for kind in order)
-        return Closest(self.ranking(order)[0], self.micro_batch, ranks, tuple(cuts), in_flight)
+        stages = tuple(
+            StagePlan((next(waiting[kind]),), cuts[i], cuts[i + 1], self.in_flight(len(order) - i) - 1)
+            for i, kind in enumerate(order)
+        )
+        batch, length = self.request.global_batch, self.request.sequence_length
+        plan = Plan((PipelinePlan(stages, self.micro_batch, batch),), batch, length, self.layer_count)
+        return Closest(self.ranking(order)[0], plan)
 
     def starts(self) -> Iterator[Order]:
         """The ranks with most memory, of every number of them, the largest first or last."""

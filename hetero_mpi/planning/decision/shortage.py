@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hetero_mpi.planning.decision.decide import decide, fits
-from hetero_mpi.planning.decision.room import Closest, closest, with_hosts_divided
+from hetero_mpi.planning.decision.room import closest, with_hosts_divided
 from hetero_mpi.planning.decision.streaming import streamable
-from hetero_mpi.planning.memory import STREAMED_LAYERS, host_state_bytes, stage_memory, usable_bytes
+from hetero_mpi.planning.memory import STREAMED_LAYERS, host_state_bytes, memory_of, usable_bytes
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.cluster_changes import with_copy_of
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, EIGHT_BIT_SAVING, LayerCost, ModelCost
+from hetero_mpi.planning.types.plan import PipelinePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import describe_bytes, describe_layers
@@ -45,15 +46,15 @@ NOTHING_HELPS = (
 def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     """The message for a model that fits nowhere."""
     divided = next(with_hosts_divided(profile))
-    found = closest(divided, request)
-    count = len(found.ranks)
+    (pipeline,) = closest(divided, request).plan.pipelines
+    count = len(pipeline.stages)
     lines = [
         "the model does not fit in memory on these ranks "
         f"(sequences of {request.sequence_length} tokens, {profile.model.dtype}). "
         f"The one pipeline that comes closest has {count} stage{'s' if count > 1 else ''} "
-        f"and micro-batches of {found.micro_batch}:"
+        f"and micro-batches of {pipeline.micro_batch}:"
     ]
-    short = _short_ranks(found, divided, request)
+    short = _short_ranks(pipeline, divided, request)
     told = sorted(short, reverse=True)[:MOST_RANKS]
     lines += [text for lacking, text in short if (lacking, text) in told]
     if len(short) > len(told):
@@ -89,25 +90,23 @@ def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     return f"{text}, and the devices' is too small for {STREAMED_LAYERS} layers at a time, or no way was found to divide it"
 
 
-def _short_ranks(found: Closest, profile: ClusterProfile, request: PlanRequest) -> list[tuple[int, str]]:
+def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> list[tuple[int, str]]:
     """(bytes lacking, a line about it) of every rank that the closest split asks too much of, in its order."""
-    result, tokens = [], found.micro_batch * request.sequence_length
-    for i, rank in enumerate(found.ranks):
-        first, last, model = found.cuts[i], found.cuts[i + 1], profile.model_on(rank)
-        ways = (
-            stage_memory(model, first, last, tokens, found.in_flight[i], again) for again in request.recompute_choices
-        )
-        parts = min(ways, key=lambda way: way.total)
-        usable = rank_usable_bytes(profile, rank, request.memory_reserve)
+    result = []
+    for stage in pipeline.stages:
+        (rank,), holding = stage.ranks, (stage.warm_up + 1, 0)
+        ways = (replace(stage, recompute=again) for again in request.recompute_choices)
+        needs = (memory_of(profile, pipeline, way, request.sequence_length, holding) for way in ways)
+        parts, usable = min(needs, key=lambda one: one.total), rank_usable_bytes(profile, rank, request.memory_reserve)
         if parts.total > usable:
             text = (
                 f"  rank {rank} ({profile.devices[rank].name}) with "
-                f"{describe_layers(first, last, len(model.layers))} is short by {parts.total - usable} bytes: "
+                f"{describe_layers(stage.first, stage.last, len(profile.model.layers))} is short by "
+                f"{parts.total - usable} bytes: "
                 f"it needs {describe_bytes(parts.total)} (parameters {describe_bytes(parts.parameters)}, "
                 f"optimizer state and gradients {describe_bytes(parts.state)}, "
                 f"activations {describe_bytes(parts.activations)}, workspace {describe_bytes(parts.workspace)}, "
-                f"buffers {describe_bytes(parts.staging)}) and may use "
-                f"{describe_bytes(usable)}"
+                f"buffers {describe_bytes(parts.staging)}) and may use {describe_bytes(usable)}"
             )
             result.append((parts.total - usable, text))
     return result

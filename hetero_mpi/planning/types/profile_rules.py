@@ -23,7 +23,10 @@ BACKENDS = ("cpu", "cuda", "rocm", "xpu", "mps")
 
 def profile_problems(profile: ClusterProfile) -> list[str]:
     """Ranks in order, a link for every pair, times for every kind, hosts that exist. All problems, each with its key."""
-    problems = [*_rank_problems(profile), *_link_problems(profile), *_model_problems(profile)]
+    ranks = [device.rank for device in profile.devices]
+    problems = [*_link_problems(profile), *_model_problems(profile)]
+    if ranks != list(range(len(ranks))) or not ranks:
+        problems.insert(0, f"devices.rank = {ranks}: devices are listed in rank order 0, 1, 2, ...")
     trained: dict[str, int] = {}
     for layer in profile.model.layers:
         trained[layer.kind] = trained.get(layer.kind, 0) + layer.trainable_parameters
@@ -53,17 +56,14 @@ def number_problems(value: Any, path: str = "") -> list[str]:
     return []
 
 
-def _rank_problems(profile: ClusterProfile) -> Iterator[str]:
-    ranks = [device.rank for device in profile.devices]
-    if ranks != list(range(len(ranks))) or not ranks:
-        yield f"devices.rank = {ranks}: devices are listed in rank order 0, 1, 2, ..."
-
-
 def _link_problems(profile: ClusterProfile) -> Iterator[str]:
     hosts = {device.rank: device.host for device in profile.devices}
-    pairs = Counter((link.source, link.destination) for link in profile.links)
-    yield from _host_link_problems(profile, set(hosts.values()))
-    names = set(hosts.values())
+    names, pairs = set(hosts.values()), Counter((link.source, link.destination) for link in profile.links)
+    told = Counter((link.source, link.destination) for link in profile.host_links)
+    for ends in told:
+        if ends not in ((ANY_HOST, ANY_HOST), (ANY_HOST, ITSELF)):
+            yield from (f"host_links: no such host: {host}" for host in sorted({*ends} - names))
+    yield from (f"host_links: {' -> '.join(ends)} given {times} times" for ends, times in told.items() if times > 1)
     # Of pairs of ranks there may be a million.
     unlinked = {(a, b) for a in names for b in names if profile.host_link(a, b) is None}
     if unlinked:
@@ -73,28 +73,15 @@ def _link_problems(profile: ClusterProfile) -> Iterator[str]:
     for a, b in sorted(pairs):
         if a not in hosts or b not in hosts or a == b:
             yield f"links: no such pair of ranks: {a} -> {b}"
-    for (a, b), times in sorted(pairs.items()):
-        if times > 1:
-            yield f"links: {a} -> {b} given twice"
+    yield from (f"links: {a} -> {b} given twice" for (a, b), times in sorted(pairs.items()) if times > 1)
     for place, link in enumerate(profile.links):
         path = f"links[{place}] ({link.source} -> {link.destination})"
         if len(link.sample_bytes) != len(link.sample_s):
             counts = f"{len(link.sample_bytes)} and {len(link.sample_s)}"
             yield f"{path}: sample_bytes and sample_s must be as many (there are {counts}); both may be left out"
-        ends = hosts.get(link.source), hosts.get(link.destination)
-        if None not in ends and link.same_host != (ends[0] == ends[1]):
-            yield f"{path}.same_host = {str(link.same_host).lower()}: the ranks are on {ends[0]} and {ends[1]}"
-
-
-def _host_link_problems(profile: ClusterProfile, hosts: set[str]) -> Iterator[str]:
-    for link in profile.host_links:
-        ends = link.source, link.destination
-        if ends not in ((ANY_HOST, ANY_HOST), (ANY_HOST, ITSELF)):
-            for host in sorted({*ends} - hosts):
-                yield f"host_links: no such host: {host}"
-    for ends, times in Counter((link.source, link.destination) for link in profile.host_links).items():
-        if times > 1:
-            yield f"host_links: {' -> '.join(ends)} given {times} times"
+        a_host, b_host = hosts.get(link.source), hosts.get(link.destination)
+        if a_host is not None and b_host is not None and link.same_host != (a_host == b_host):
+            yield f"{path}.same_host = {str(link.same_host).lower()}: the ranks are on {a_host} and {b_host}"
 
 
 def _model_problems(profile: ClusterProfile) -> Iterator[str]:
