@@ -35,6 +35,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
@@ -43,7 +45,7 @@ from harness import Metered, Stopwatch, found_by_ranks, parser_of, resident_byte
 
 from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
 from hetero_mpi.comm.ranks.world import World  # noqa: E402
-from hetero_mpi.device.backend import Backend, set_threads  # noqa: E402
+from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.emulation.pace import emulate  # noqa: E402
 from hetero_mpi.engine.trainer import Trainer  # noqa: E402
 from hetero_mpi.job.load import JobConfig, LoadedJob  # noqa: E402
@@ -229,7 +231,7 @@ class _MeteredStage:
 
 def work(world: World) -> int:
     """One rank; rank 0 writes what all found, case after case."""
-    set_threads(1)
+    torch.set_num_threads(1)
     rows, indices = [], [int(word) for word in sys.argv[2].split(",")]
     _measure(world, cases()[indices[0]])  # what is loaded and allocated once belongs to no case
     for index in indices:
