@@ -32,6 +32,7 @@ from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_r
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.tables import idle_lines
+from tests.support.made_up_profile import write_profile
 from tests.support.mpi import ROOT, on_ranks, run_mpi
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
@@ -81,8 +82,6 @@ class Three(Workshop):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         values = self.values(self.model(tied=True))
-        shared: dict[str, Any] = {"profile": {"path": str(directory / "shared.profile.toml")}}
-        bf16: dict[str, Any] = {"train": {"dtype": "bf16"}, "profile": {"path": str(directory / "bf16.profile.toml")}}
         seeded: dict[str, Any] = {
             "model": {"path": "", "config": CONFIG},
             "train": {"steps": 1, "learning_rate": 1e-30, "weight_decay": 0.0},
@@ -90,11 +89,14 @@ class Three(Workshop):
         }
         self.jobs = {
             "plain": self.job("plain", values, profile={"cache": False}),  # its first run is to measure
-            "shared": self.job("shared", values, **shared),
-            "bf16": self.job("bf16", values, **bf16),
-            "no-thread": self.job("no-thread", values, **shared, cluster={"communication_thread": False}),
+            "shared": self.job("shared", values),
+            "bf16": self.job("bf16", values, train={"dtype": "bf16"}),
+            "no-thread": self.job("no-thread", values, cluster={"communication_thread": False}),
             "seeded": self.job("seeded", values, **seeded),
         }
+        made_up = [name for name in self.jobs if name not in ("plain", "seeded")]
+        self.profiles = {name: write_profile(directory / f"{name}.made.toml", self.jobs[name], 3) for name in made_up}
+        """Of the jobs that do not measure their own."""
         self.split = self.save(plan_of((0, 1, 2), (0, 1, 3, 4)), "split")
         self.other = self.save(plan_of((2, 0), (0, 2, 4)), "other")
         self.alone = self.save(plan_of((1,), (0, 4)), "alone")
@@ -108,7 +110,8 @@ class Three(Workshop):
         return self.directory / f"run-{name}"
 
     def entry(self, job: str, run: str, **options: Any) -> dict[str, Any]:
-        return {"job": self.jobs[job], "run_dir": self.run(run), **options}
+        made_up = {"profile": self.profiles[job]} if job in self.profiles else {}
+        return {"job": self.jobs[job], "run_dir": self.run(run), **made_up, **options}
 
     def entries(self) -> dict[str, dict[str, Any]]:
         third = checkpoint_path(self.run("skipped") / "checkpoints", 3)

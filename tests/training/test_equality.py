@@ -172,8 +172,8 @@ def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
     if case.dtype != "fp32":
         # Members of a group round their parts of a product before they are added. A processor without units for bf16 computes in
         # fp32, whose sums depend on the rows of a micro-batch; rounding to bf16 then falls to the one side or the other.
-        same_rows = case.dtype == "bf16" and (case.shares == "whole" or ranks == 1)
-        first, gradients = (1e-3, 0.04) if parted else (1e-6 if same_rows else 1e-3, 0.02)
+        parted |= case.shares == "unequal" and ranks > 1
+        first, gradients = (1e-3, 0.04) if parted else (1e-6 if case.dtype == "bf16" else 1e-3, 0.02)
         check_narrow(run, reference, first, gradients)
         return
     np.testing.assert_allclose(losses(run), reference.losses, rtol=TOLERANCE)

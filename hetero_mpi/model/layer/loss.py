@@ -39,9 +39,13 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor, piece: int | None =
         targets: (B, T) int64.
         piece: logits computed at once, by default ``piece_size``; the result does not depend on it.
     """
-    losses, words = target_losses(logits, targets, piece).view(-1, 1), targets.flatten()
+    rows, words = logits.flatten(0, 1), targets.flatten()
+    piece = piece or piece_size(rows.numel(), rows.is_cpu)
+    if rows.numel() <= piece:
+        return _whole(rows, words, "sum")
+    losses = _InPieces.apply(rows, words, max(1, piece // rows.shape[1]))
     # The same order of additions as in torch's sum over targets: each row is a vocabulary of one word.
-    return F.nll_loss(-losses, words.clamp(max=0), ignore_index=IGNORED, reduction="sum")
+    return F.nll_loss(-losses.unsqueeze(1), words.clamp(max=0), ignore_index=IGNORED, reduction="sum")
 
 
 def target_losses(logits: torch.Tensor, targets: torch.Tensor, piece: int | None = None) -> torch.Tensor:
@@ -49,7 +53,7 @@ def target_losses(logits: torch.Tensor, targets: torch.Tensor, piece: int | None
     rows, words = logits.flatten(0, 1), targets.flatten()
     piece = piece or piece_size(rows.numel(), rows.is_cpu)
     if rows.numel() <= piece:
-        return _losses(rows, words).view_as(targets)
+        return _whole(rows, words, "none").view_as(targets)
     losses: torch.Tensor = _InPieces.apply(rows, words, max(1, piece // rows.shape[1]))
     return losses.view_as(targets)
 
@@ -63,8 +67,8 @@ def piece_size(logits: int, cpu: bool) -> int:
     return PIECE if cpu else min(max(PIECE, logits // 8), LARGEST_PIECE)
 
 
-def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
+def _whole(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction=reduction)
 
 
 class _InPieces(torch.autograd.Function):
@@ -74,19 +78,22 @@ class _InPieces(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
         ctx.save_for_backward(logits, targets)
         ctx.rows = rows
-        return torch.cat([_losses(logits[own], targets[own]) for own in _pieces(len(logits), rows)])
+        return torch.cat([_whole(logits[own], targets[own], "none") for own in _pieces(len(logits), rows)])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, targets = ctx.saved_tensors
         result = torch.empty_like(logits)
         for own in _pieces(len(logits), ctx.rows):
-            # (softmax - one-hot) x the row's factor (fp32), by the kernel that torch's own backward ends in.
-            likelihoods, words = F.log_softmax(logits[own], 1, dtype=torch.float32), targets[own].unsqueeze(1)
-            factors = -gradient[own].unsqueeze(1) * (words != IGNORED)
-            of_words = torch.zeros_like(likelihoods).scatter_(1, words.clamp(min=0), factors)
-            result[own] = torch.ops.aten._log_softmax_backward_data(of_words, likelihoods, 1, torch.float32)
+            result[own] = _gradient(logits[own], targets[own], gradient[own])  # frees its tensors before the next piece
         return result, None, None
+
+
+def _gradient(logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """(softmax - one-hot) x the row's factor (fp32), by the kernel that torch's own backward ends in; 0 where nothing is learnt."""
+    likelihoods, words = F.log_softmax(logits, 1, dtype=torch.float32), targets.unsqueeze(1)
+    of_words = torch.zeros_like(likelihoods).scatter_(1, words.clamp(min=0), -factors.unsqueeze(1) * (words != IGNORED))
+    return torch.ops.aten._log_softmax_backward_data(of_words, likelihoods, 1, torch.float32)
 
 
 def _pieces(length: int, rows: int) -> Iterator[slice]:
