@@ -31,7 +31,14 @@ def test_every_size_and_way_of_training_is_frozen() -> None:
     ) == {way: count * len(frozen.SIZES) for way, count in frozen.JOBS.items()}
 
 
-@pytest.mark.parametrize("entry", [one for one in ENTRIES if one["devices"] <= 128], ids=lambda one: one["name"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(one, id=one["name"], marks=() if one["devices"] <= 64 else pytest.mark.long)
+        for one in ENTRIES
+        if one["devices"] <= 128
+    ],
+)
 def test_a_frozen_plan_is_whole_and_fits(entry: dict[str, object]) -> None:
     case = frozen.case_of(str(entry["name"]))
     plan, profile, request = frozen.plan_of(entry, case), case.profile, case.request

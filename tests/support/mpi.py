@@ -25,9 +25,9 @@ SHARING = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "OMPI_MCA_mpi_yield_
 """Environment of ranks that share their cores with those of other test processes: one that waits lets others run."""
 
 
-def on_ranks(*counts: int) -> pytest.MarkDecorator:
-    """Run the test, whose parameter is ``ranks``, on each of these numbers of ranks."""
-    marked = [pytest.param(n, id=f"np{n}", marks=() if n in QUICK_RANKS else pytest.mark.long) for n in counts]
+def on_ranks(*counts: int, quick: Sequence[int] = QUICK_RANKS) -> pytest.MarkDecorator:
+    """Run the test, whose parameter is ``ranks``, on each of these numbers of ranks; in the short suite on the ``quick`` ones."""
+    marked = [pytest.param(n, id=f"np{n}", marks=() if n in quick else pytest.mark.long) for n in counts]
     return pytest.mark.parametrize("ranks", marked)
 
 

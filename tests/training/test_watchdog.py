@@ -22,7 +22,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> LongRun:
     return LongRun(tmp_path_factory.mktemp("watched"), 2)
 
 
-@pytest.mark.parametrize("way", ["busy", *(pytest.param(way, marks=pytest.mark.long) for way in ("goes-on", "asleep"))])
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["busy", "goes-on", "asleep"])
 def test_what_is_no_hang_np3(way: str) -> None:
     result = run_mpi(3, [PROGRAM, way], timeout_s=120)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -41,6 +42,7 @@ def test_a_stuck_rank_ends_the_job_and_everybody_is_named_np3() -> None:
     assert "All ranks answer" in result.stderr
 
 
+@pytest.mark.long
 def test_a_defect_of_the_watchdog_is_told_with_its_action_np2() -> None:
     result = run_mpi(2, [PROGRAM, "unwatched"], timeout_s=120)
     assert result.returncode == ExitCode.FAILED, result.stdout + result.stderr
