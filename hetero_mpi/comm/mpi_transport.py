@@ -39,12 +39,13 @@ from hetero_mpi.errors import UserError
 
 PIECE_BYTES = 1 << 30
 """Longer messages travel in pieces: MPI counts are 32 bit in most libraries."""
-SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 100e-6, 1e-3
+SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 100e-6, 2.5e-3
 """Limits of the communication thread's sleep between two looks, seconds. A look that finds nothing costs a computing rank some 40
 us: the thread needs a core and the interpreter's lock.
 """
-WORTHWHILE_S = 30e-6
-"""A look that took longer than this has moved bytes: copying 100 KB takes about as long."""
+WORTHWHILE_S = 100e-6
+"""A look that took longer than this has moved bytes, about as many as 10 Gbit/s bring in the longest sleep. One that finds nothing
+takes up to 40 us, and must not be taken for one that does: the communication thread would never sleep for longer."""
 CLOSE_S = 0.5
 """Seconds that ``close`` lets pending sends run on before it abandons them."""
 
@@ -249,13 +250,13 @@ class _CommunicationThread:
                 self._sleep_s = LONGEST_SLEEP_S  # who waits looks by itself, and wants the interpreter's lock
             else:
                 begin_s = time.thread_time()
-                transport.look()
-                self._adapt(time.thread_time() - begin_s)
+                finished = transport.look()
+                self._adapt(finished or time.thread_time() - begin_s > WORTHWHILE_S)
             time.sleep(SHORTEST_SLEEP_S if transport.idle else self._sleep_s)
 
-    def _adapt(self, worked_s: float) -> None:
+    def _adapt(self, moved: bool) -> None:
         """Sleep for a shorter time after a look that moved something, else for a longer one."""
-        if worked_s > WORTHWHILE_S:
+        if moved:
             self._sleep_s = max(self._sleep_s / 2, SHORTEST_SLEEP_S)
         else:
             self._sleep_s = min(self._sleep_s * 2, LONGEST_SLEEP_S)
