@@ -23,9 +23,11 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import FLUID
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.types.toml_files import load_plan, save_plan
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan
 from hetero_mpi.report.tables import plan_lines
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported, with_split
+
+ROOT = Path(__file__).parents[2]
 
 
 def looped(ranks: int, each: int) -> list[int]:
@@ -205,6 +207,19 @@ def test_slow_links_and_waits_too_short_to_matter_keep_one_stage_per_rank() -> N
     for profile, batch in ((like_cluster(latency_s=30.0), 8), (like_cluster(), 128)):
         report = make_plan(profile, replace(ONE_PIPELINE, global_batch=batch))
         assert not any(pipeline.interleaved for pipeline in report.plan.pipelines)
+
+
+def test_faster_links_lose_no_gain() -> None:
+    """The ranks of the best plan with one stage each stand in another order at 10 Gbit/s between hosts than at 100."""
+    profile = load_profile(ROOT / "profiles" / "zorse-2xl4-a6000-p40.toml")
+    job = PlanRequest(16, profile.model.sequence_length, (1, 2, 4), recompute_choices=(False, True), stages_per_rank=4)
+    step_s = []
+    for gbit in (10, 100):
+        links = (x if x.same_host else replace(x, bytes_per_s=gbit * 1e9 / 8) for x in profile.links)
+        report = make_plan(replace(profile, links=tuple(links)), job)
+        assert report.plan.pipelines[0].interleaved
+        step_s.append(report.predicted_step_s)
+    assert step_s[1] <= step_s[0]
 
 
 @pytest.mark.parametrize(("order", "ranks"), [("zbv", (0, 1, 2, 3, 3, 2, 1, 0)), ("interleaved", (0, 1, 2, 3) * 4)])

@@ -29,14 +29,15 @@ from hetero_mpi.planning.types.request import PlanRequest
 FAR, NEAR = (0.02, 0.0005), (0.003, 0.0005)
 """The mean share by which a step may get longer, at the beginning and at the end of a round: far from a plan, and near the
 best."""
-LOOKS, LOOKS_OF_MORE, MORE, EFFORT = 1000, 600, 8, 300_000
+LOOKS, LOOKS_OF_MORE, MORE, EFFORT = 1000, 500, 8, 300_000
 """Changes looked at in a round, up to so many ranks and of more; simulated actions that it may spend on them: a fraction of a
 second."""
 THOROUGH = 4
 """So many times as much of both for a thorough request."""
-NICS = 12
-"""How much longer the simulation of an action takes where messages queue for shared NICs."""
-ORDERS, PER_PAIR = 3000, 30
+NICS, NICS_OF_MORE = 6, 12
+"""By what effort is divided where messages queue for shared NICs, since an action's simulation takes about 12 times as long; of up
+to ``MORE`` ranks, and of more."""
+ORDERS, PER_PAIR = 2000, 30
 """Orders of ranks that are estimated: so many, or so many for each pair of ranks."""
 KEPT = 5
 """Orders that are simulated, the last ones that were the best."""
@@ -46,9 +47,10 @@ STARTS = 4
 FEW, STARTS_OF_FEW, DOWNHILL = 4, 12, 100
 """Up to so many ranks all ways of putting them into pipelines are begun with; so many of them, after so many looks downhill, are
 annealed."""
-MANY, MOST_NUMBERS = 16, 3
-"""Of more ranks than the first, only so many numbers of pipelines are searched, those of the fastest starts."""
-MUCH_SLOWER, SLOWER, HOPELESS = 1.2, 1.06, 1.02
+MANY, MOST_NUMBERS, LONGER = 16, 3, 2
+"""Of more ranks only so many numbers of pipelines are searched, those of the fastest starts; and so many times as long where ranks
+share no NICs, since there are starts of two numbers then."""
+MUCH_SLOWER, SLOWER, HOPELESS = 1.2, 1.04, 1.02
 """A number of pipelines is left out whose start is so much slower than the best of fewer pipelines, or, of more than ``FEW`` ranks,
 is still by the second when its ranks have been put in order, or by the third when it has been annealed."""
 
@@ -83,9 +85,10 @@ class Annealer:
         """So many ranks are at work where none may idle."""
         least = 0 if request.allow_idle or len(self.ranks) <= MANY else self.every
         self.rounds = Rounds(self.costs, self._step_s, self.clock.step_s, self._owned_s, least)
-        times = THOROUGH if request.thorough else 1
-        looks = LOOKS if len(self.ranks) <= MORE else LOOKS_OF_MORE
-        self.budget = Budget(times * looks, times * EFFORT / (NICS if shares_nics(profile) else 1))
+        nics = shares_nics(profile)
+        times = (THOROUGH if request.thorough else 1) * (LONGER if len(self.ranks) > MANY and not nics else 1)
+        looks, less = (LOOKS, NICS) if len(self.ranks) <= MORE else (LOOKS_OF_MORE, NICS_OF_MORE)
+        self.budget = Budget(times * looks, times * EFFORT / (less if nics else 1))
         self._known: dict[Lines, float] = {}
         self.orders = times * min(ORDERS, PER_PAIR * len(self.ranks) ** 2)
 

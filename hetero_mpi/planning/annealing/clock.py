@@ -33,15 +33,17 @@ class Clock:
         ended, coming = max(max(line.spans_s[1]) for line in lines), dict[int, float]()
         if len(lines) > 1:
             ended = max(ended, self._summed_s(lines, coming))
-        return ended + max(
-            self._step_s(line, place, len(lines), coming) for line in lines for place in range(len(line.line.ranks))
-        )
+        return ended + max(seconds for line in lines for seconds in self._steps_s(line, len(lines), coming))
 
-    def _step_s(self, fitting: Fitting, place: int, pipelines: int, coming: Mapping[int, float]) -> float:
+    def _steps_s(self, fitting: Fitting, pipelines: int, coming: Mapping[int, float]) -> list[float]:
         line = fitting.line
-        seconds = self.costs[line.micro_batch].step_s(line, place, pipelines)
-        coming_s = coming.get(line.ranks[place], 0.0)
-        return seconds + (exposed_s(coming_s, fitting.times.forward[place], line.counts[place]) if coming_s else 0.0)
+        steps = self.costs[line.micro_batch].steps_s(line, pipelines)
+        return [
+            own_s + (exposed_s(coming_s, forward_s, layers) if (coming_s := coming.get(rank, 0.0)) else 0.0)
+            for own_s, rank, forward_s, layers in zip(
+                steps, line.ranks, fitting.times.forward, line.counts, strict=True
+            )
+        ]
 
     def _summed_s(self, lines: Sequence[Fitting], coming: dict[int, float]) -> float:
         """When the last gradient is summed: all ranks take part in the sums of their layers from the last one to the first, each as

@@ -7,6 +7,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from hetero_mpi.planning.annealing.lines import Fitting, Line, LineTimes, falling
 from hetero_mpi.planning.bounds import cycle_bound_s
 from hetero_mpi.planning.pacing import paced_each, period_s, scheduled_depths
@@ -40,6 +42,8 @@ class Costs:
         self.trainable = [0.0, *trainable]
         self.deepest = self.unshared = self._deepest(1)
         """By whether forwards are repeated, [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
+        self._plain: dict[tuple[tuple[int, ...], ...], LineTimes] = {}
+        """By ranks and layers of stages that repeat no forwards."""
         self._bytes: dict[tuple[float, bool], tuple[list[list[float]], ...]] = {}
         """By device and whether forwards are repeated, [first][layers - 1]: bytes whatever the depth, bytes of each micro-batch in
         flight; where others own the state."""
@@ -56,18 +60,19 @@ class Costs:
             other._bytes = {kind: tuple(table.tolist() for table in own) for kind, own in tables.items()}
         return other
 
-    def _deepest(self, pipelines: float) -> dict[bool, list[list[list[float]]]]:
+    def _deepest(self, pipelines: float) -> dict[bool, list[list[list[int]]]]:
         choices = sorted(set(self.cluster.request.recompute_choices))
         return {again: self._rooms(again, pipelines) for again in choices}
 
-    def _rooms(self, recompute: bool, pipelines: float) -> list[list[list[float]]]:
-        cluster, known = self.cluster, dict[tuple[float, float], list[list[float]]]()
+    def _rooms(self, recompute: bool, pipelines: float) -> list[list[list[int]]]:
+        cluster, known = self.cluster, dict[tuple[float, float], list[list[int]]]()
         stages = cluster.stages(float(cluster.usable.max()), pipelines)
         rooms = list(zip(cluster.usable.tolist(), cluster.ratio.tolist(), strict=True))
         for room in rooms:
             if room not in known:
                 relief = max(0.0, float(cluster.usable.mean()) - room[0])
-                known[room] = stages.deepest(*room, recompute, relief).tolist()
+                deepest = stages.deepest(*room, recompute, relief)
+                known[room] = np.clip(deepest, 0, cluster.request.global_batch).astype(int).tolist()
         return [known[room] for room in rooms]
 
     def room(self, again: bool, rank: int, first: int, count: int) -> int:
@@ -98,7 +103,7 @@ class Costs:
         if not line.is_split:
             seconds = times.forward, times.backward, times.out, times.back
             bound_s = cycle_bound_s(*seconds, [depth - 1 for depth in flying], line.micro_batches)
-        step_s = max(self.step_s(line, place, math.inf) for place in range(len(line.ranks)))
+        step_s = max(self.steps_s(line, math.inf))
         return Fitting(
             line, tuple(recompute), times, (bound_s + step_s) * (1 - ROUNDING), self._spare_bytes(line, recompute)
         )
@@ -149,6 +154,9 @@ class Costs:
         return self.latency[a][b] + self.latency[b][a] + size * (self.per_byte[a][b] + self.per_byte[b][a])
 
     def _times(self, line: Line, recompute: Sequence[bool]) -> LineTimes:
+        key = line.ranks, line.counts
+        if (known := self._plain.get(key)) is not None and not any(recompute):
+            return known
         times, cuts, previous = LineTimes([], [], [], []), line.cuts, -1
         for place, rank in enumerate(line.ranks):
             first, last = cuts[place], cuts[place + 1]
@@ -161,6 +169,8 @@ class Costs:
                 times.out.append(self.latency[previous][rank] + size * self.per_byte[previous][rank])
                 times.back.append(self.latency[rank][previous] + size * self.per_byte[rank][previous])
             previous = rank
+        if not any(recompute):
+            self._plain[key] = times
         return times
 
     def whole_s(self, fitting: Fitting) -> list[float]:
@@ -177,15 +187,17 @@ class Costs:
                 found += [end_s - seconds for seconds in backward[first:last]]
         return found
 
-    def step_s(self, line: Line, place: int, pipelines: float) -> float:
-        """A stage's optimizer, where as many pipelines own as much each; of a tied model, whose ends count their matrix otherwise,
-        nothing."""
+    def steps_s(self, line: Line, pipelines: float) -> list[float]:
+        """Every stage's optimizer, where as many pipelines own as much each; of a tied model, whose ends count their matrix
+        otherwise, nothing."""
         if self.cluster.model.tied:
-            return 0.0
-        rank, cuts = line.ranks[place], line.cuts
-        trainable = self.trainable[cuts[place + 1]] - self.trainable[cuts[place]]
-        return self.step_fixed[rank] + self.step_per_parameter[rank] * trainable / pipelines
+            return [0.0] * len(line.ranks)
+        trained = [self.trainable[cut] for cut in line.cuts]
+        return [
+            self.step_fixed[rank] + self.step_per_parameter[rank] * (after - before) / pipelines
+            for rank, before, after in zip(line.ranks, trained, trained[1:], strict=False)
+        ]
 
 
-def _room(by_count: Sequence[float], count: int) -> int:
-    return max(0, int(by_count[count - 1])) if count <= len(by_count) else 0
+def _room(by_count: Sequence[int], count: int) -> int:
+    return by_count[count - 1] if count <= len(by_count) else 0

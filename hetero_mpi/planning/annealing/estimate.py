@@ -21,7 +21,7 @@ RAISES, RAISE, CLOSE = 24, 1.4, 0.01
 SHORTEST_S, SPARE = 1e-12, 1e-6
 
 
-_Way = tuple[list[float], list[list[float]]]
+_Way = tuple[list[float], list[list[int]]]
 """Of a rank that repeats its forwards or does not: seconds of a micro-batch up to every layer (with its part of the optimizer's
 step), and the most micro-batches in flight, negated [first][layers - 1]."""
 _Rank = tuple[list[_Way], float, float]
@@ -36,7 +36,8 @@ class Estimate:
         self.schedule = costs.cluster.request.schedule
         ranks = range(costs.count)
         self._hop_s = [[costs.hop_s(a, b) for b in ranks] for a in ranks]
-        self._known: dict[int, list[_Rank]] = {}
+        self._known: dict[int, tuple[list[_Rank | None], list[float]]] = {}
+        """By micro-batches: of every rank what it takes; of as many stages behind one, the periods that filling them takes."""
         self._shallow = {
             again: [[[-depth for depth in row] for row in rank] for rank in depths]
             for again, depths in costs.deepest.items()
@@ -46,15 +47,14 @@ class Estimate:
         """The least time by which all layers find a place, and ``line`` with these cuts and depths; ranks for whom nothing is left
         are left out. None: memory does not hold it."""
         count = line.micro_batches
-        ranks = self._ranks(count)
-        speed = sum(1 / max(ranks[rank][0][0][0][-1], SHORTEST_S) for rank in line.ranks)
-        low = high = count / speed
-        held: dict[int, tuple[int, int]] = {}
+        speed = sum(1 / max(self._rank(rank, count)[0][0][0][-1], SHORTEST_S) for rank in line.ranks)
+        low = count / speed
         for _ in range(RAISES):
+            high = RAISE * low
             placed, held = self.placed(line, high, depth)
             if placed >= self.layer_count:
                 break
-            low, high = high, RAISE * high
+            low = high
         else:
             return None
         while high - low > CLOSE * high:
@@ -70,30 +70,32 @@ class Estimate:
         ``depth``: so many times as many are in flight as needed at least."""
         # Pipelines are estimated by the ten thousand: local names, and no call that can be spared.
         count, ranks, layers, automatic = line.micro_batches, line.ranks, self.layer_count, self.schedule == "auto"
-        tables = self._known.get(count) or self._ranks(count)
-        first, passed, keep, held = 0, 0.0, 1 - 1 / count, dict[int, tuple[int, int]]()
+        tables, fillings = self._known.get(count) or self._begun(count)
+        first, passed, held = 0, 0.0, dict[int, tuple[int, int]]()
         spare_s, next_s = 0.0, 1.0
         hops = [self._hop_s[a][b] for a, b in itertools.pairwise(ranks)]
         hops.append(0.0)
         left, following = sum(hops), len(ranks)
         for rank, hop_s in zip(ranks, hops, strict=True):
-            ways, overhead_s, fixed_s = tables[rank]
+            ways, overhead_s, fixed_s = tables[rank] or self._rank(rank, count)
             following -= 1
             pace = (step_s - fixed_s - passed) / count
             if pace > 0:
                 if automatic:
-                    flying = math.ceil(1 + depth * ((count - 1) * (1 - keep**following) + left / pace) - SPARE)
+                    flying = math.ceil(1 + depth * (fillings[following] + left / pace) - SPARE)
                     if flying > count:
                         flying = count
                 else:
                     flying = count if self.schedule == "gpipe" else min(count, 1 + following)
                 last, until_s, own = first, pace - overhead_s, ways[0][0]
                 for seconds, depths in ways:
-                    end = first + bisect_right(depths[first], -flying)
-                    if end > last:
-                        end = bisect_right(seconds, seconds[first] + until_s, first, end + 1) - 1
+                    room = first + bisect_right(depths[first], -flying)
+                    if room > last:
+                        end = bisect_right(seconds, seconds[first] + until_s, first, room + 1) - 1
                         if end > last:
                             last, own = end, seconds
+                        if end < room:
+                            break  # it is not memory that asks for repeated forwards
                 if last > first:
                     held[rank] = last - first, flying
                     if last == layers:
@@ -105,15 +107,18 @@ class Estimate:
             left -= hop_s
         return first + min(0.9, max(0.0, spare_s / max(next_s, SHORTEST_S))), held
 
-    def _ranks(self, micro_batches: int) -> list[_Rank]:
-        if micro_batches not in self._known:
-            self._known[micro_batches] = [self._rank(rank, micro_batches) for rank in range(self.costs.count)]
-        return self._known[micro_batches]
+    def _begun(self, micro_batches: int) -> tuple[list[_Rank | None], list[float]]:
+        count, keep = self.costs.count, 1 - 1 / micro_batches
+        fillings = [(micro_batches - 1) * (1 - keep**following) for following in range(count)]
+        return self._known.setdefault(micro_batches, ([None] * count, fillings))
 
     def _rank(self, rank: int, micro_batches: int) -> _Rank:
-        costs = self.costs
-        steps = [costs.step_per_parameter[rank] / micro_batches * trained for trained in costs.trainable]
-        whole = [sum(each) for each in zip(costs.forward[rank], costs.backward[rank], steps, strict=True)]
-        again = [a + b for a, b in zip(whole, costs.repeated[rank], strict=True)]
-        ways = [(again if repeated else whole, depths[rank]) for repeated, depths in self._shallow.items()]
-        return ways, sum(costs.overhead[rank]), costs.step_fixed[rank]
+        costs, (known, _) = self.costs, self._known.get(micro_batches) or self._begun(micro_batches)
+        found = known[rank]
+        if found is None:
+            steps = [costs.step_per_parameter[rank] / micro_batches * trained for trained in costs.trainable]
+            whole = [sum(each) for each in zip(costs.forward[rank], costs.backward[rank], steps, strict=True)]
+            again = [a + b for a, b in zip(whole, costs.repeated[rank], strict=True)]
+            ways = [(again if repeated else whole, depths[rank]) for repeated, depths in self._shallow.items()]
+            known[rank] = found = ways, sum(costs.overhead[rank]), costs.step_fixed[rank]
+        return found

@@ -166,7 +166,7 @@ class Rounds:
         if cut is None:
             return []
         changes, (warm, cold) = Changes(self.costs, self.estimates, draw, "ranks"), LEFT
-        every, target_s, now, known = [cut[1]], cut[0] * SOONER, lines, dict[Line, float]()
+        every, target_s, now, known = [cut[1]], cut[0] * SOONER, lines, dict[tuple[object, ...], float]()
         left = self._left(now, target_s, depth, known)
         for look in range(looks):
             changed = changes.changed(now)
@@ -218,13 +218,14 @@ class Rounds:
             found.append(cut)
         return max(step_s for step_s, _ in found), tuple(line for _, line in found)
 
-    def _left(self, lines: Lines, step_s: float, depth: float, known: dict[Line, float]) -> float:
+    def _left(self, lines: Lines, step_s: float, depth: float, known: dict[tuple[object, ...], float]) -> float:
         """Layers that find no place by ``step_s``, of every pipeline ``known`` when it has been worked out."""
         total = 0.0
         for line in lines:
-            if line not in known:
-                known[line] = self.layer_count - self.estimates[line.micro_batch].placed(line, step_s, depth)[0]
-            total += known[line]
+            key = line.ranks, line.micro_batch, line.sequences
+            if key not in known:
+                known[key] = self.layer_count - self.estimates[line.micro_batch].placed(line, step_s, depth)[0]
+            total += known[key]
         return total
 
     def within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:

@@ -64,25 +64,35 @@ class SeveralStages:
         limit_s = best_s * (1 - GAIN)
         orders = ("interleaved", "zbv", "dualpipev") if True in self.request.split_choices else ("interleaved", "zbv")
         near = [plan for plan, step_s in plans if step_s <= best_s * NEAR and self._waits(plan, limit_s)]
-        return self._best(near, orders, limit_s)
+        found = self._shapes_of(near, orders, 0)
+        # In a loop the last rank passes on to the first: it may begin with any of them.
+        found += self._shapes_of([other for plan in near for other in _turned(plan)], ["interleaved"], ACTIONS // 2)
+        return self._best(found, limit_s)
 
     def in_order(self, plan: Plan, order: str) -> Plan | None:
         """``plan`` with its pipelines of several stages in this order for several stages; None: that fits nowhere."""
         if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
             return plan
-        found = self._best([plan], [order], math.inf)
+        found = self._best(self._shapes_of([plan], [order], 0, wanted=True), math.inf)
         return None if found is None else found[0]
 
-    def _best(self, plans: Sequence[Plan], orders: Sequence[str], limit_s: float) -> tuple[Plan, float] | None:
-        """``limit_s``: infinite where some plan is wanted, however much there is to simulate."""
+    def _shapes_of(
+        self, plans: Sequence[Plan], orders: Sequence[str], kept: int, wanted: bool = False
+    ) -> list[tuple[Plan, float]]:
+        """Plans with several stages per rank, and their seconds; so many actions are ``kept``. ``wanted``: one at least, however
+        much there is to simulate."""
         found: list[tuple[Plan, float]] = []
         for plan in plans:
             for shape in _shapes(orders, max(2, self.request.stages_per_rank)):
-                if not self._affords(shape.each * _actions(plan)) and (found or limit_s < math.inf):
+                if not self._affords(shape.each * _actions(plan) + kept) and (found or not wanted):
                     continue
                 changed = self._changed(plan, shape)
                 if changed is not None:
                     found.append((changed, self._step_s(changed)))
+        return found
+
+    def _best(self, found: Sequence[tuple[Plan, float]], limit_s: float) -> tuple[Plan, float] | None:
+        """The best of them, with cuts moved; None: it is not below ``limit_s``."""
         if not found:
             return None
         best = self._recut(*min(found, key=lambda one: one[1]))
@@ -180,6 +190,18 @@ class SeveralStages:
                     plan, step_s, improved = changed, changed_s, True
                     break
         return plan, step_s
+
+
+def _turned(plan: Plan) -> Iterator[Plan]:
+    """``plan`` with its pipelines beginning with another of their ranks."""
+    for by in range(1, max(len(pipeline.stages) for pipeline in plan.pipelines)):
+        pipelines = []
+        for pipeline in plan.pipelines:
+            stages, at = pipeline.stages, by % len(pipeline.stages)
+            turned = zip(stages, (*stages[at:], *stages[:at]), strict=True)
+            moved = (replace(old, ranks=new.ranks, state_weight=new.state_weight) for old, new in turned)
+            pipelines.append(replace(pipeline, stages=tuple(moved)))
+        yield replace(plan, pipelines=tuple(pipelines))
 
 
 def _actions(plan: Plan) -> int:

@@ -19,7 +19,7 @@ from hetero_mpi.planning.several.chains import Chain, Chains, ColumnOrder
 from hetero_mpi.planning.several.cluster import FEW, ClusterArrays, in_own_order
 from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts, of_all
 from hetero_mpi.planning.several.shares import Pipelines
-from hetero_mpi.planning.tables import stage_bytes
+from hetero_mpi.planning.tables import shares_nics, stage_bytes
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -27,9 +27,9 @@ from hetero_mpi.planning.types.request import PlanRequest
 EVERY, RATIO = 12, 1.12
 """Up to so many pipelines every number of them is looked at; beyond, every so often."""
 SEARCHED = 64
-"""Up to so many ranks plans are begun with here and made better by ``annealing``."""
-ALONE = 32
-"""Of more ranks than these the best one is polished here: simulating whole plans, annealing looks at too few of them."""
+"""Up to so many ranks what is found here is made better by ``annealing``."""
+ALONE = 16
+"""Of more ranks than these the best ones are polished here: simulating whole plans, annealing looks at too few of them."""
 COARSE = 6, 1.25
 """The same where there are very many ranks."""
 MOST_COLUMNS = 96
@@ -40,8 +40,8 @@ KEPT = 5
 """Layouts that are simulated."""
 PER_NUMBER = 2
 """Of these, at most so many of one number of pipelines."""
-IMPROVED = 2
-"""Plans that are re-ordered and polished."""
+IMPROVED, SLOWER = 2, 1.06
+"""Plans that are re-ordered and polished, of unlike numbers of pipelines; how much slower than the best one they may be."""
 PACES = ((1.0, 0.1), (1.0, 0.5), (1.0, 1.5), (0.9, 0.5))
 """(share of the estimated pace, allowance) for which depths are guessed."""
 REORDERED = 600
@@ -82,8 +82,9 @@ def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, 
 
     Each with the seconds of its step: what ``simulate`` says, or a little more where like columns hold unlike ranks.
 
-    Of up to ``SEARCHED`` ranks, of every number of pipelines that memory may hold, each found without regard to how many are
-    allowed: begun with and mostly not polished, since ``annealing`` goes on from there.
+    Of up to ``ALONE`` ranks, and of up to ``SEARCHED`` that share NICs, of which a chain knows nothing, of every number of
+    pipelines that memory may hold, each found without regard to how many are allowed: begun with and not polished, since
+    ``annealing`` goes on from there.
     """
     sizes = sorted(set(request.micro_batch_choices))
     smallest = ClusterArrays(
@@ -94,19 +95,22 @@ def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, 
         # Which of several like ranks come together in a column goes by this order.
         clusters.append(ClusterArrays(profile, request, sizes[0], None, smallest.devices[::-1]))
     numbers = _numbers(smallest)
-    if len(smallest.devices) <= SEARCHED:
+    if len(smallest.devices) <= (SEARCHED if shares_nics(profile) else ALONE):
         groups = [
             _sized([one for cluster in clusters for one in _ranked(cluster, [number])], sizes) for number in numbers
         ]
         plans = [min(map(_dealt, group[:IMPROVED]), key=_seconds) for group in groups if group]
-        if len(smallest.devices) > ALONE and plans:
-            plans += _finished(min((group[0] for group in groups if group), key=lambda one: one.chain.step_s))
     else:
         layouts = _ranked(smallest, numbers)
         for turned in clusters[1:]:
             # Which numbers of pipelines are promising does not depend on that order.
             layouts += _ranked(turned, sorted({layout.columns.pipelines for layout in layouts}))
-        plans = [plan for one in _sized(layouts, sizes)[:IMPROVED] for plan in _finished(one)]
+        found = dict[int, _Found]()
+        for one in _sized(layouts, sizes):
+            found.setdefault(one.layout.columns.pipelines, one)
+        least_s = min((one.chain.step_s for one in found.values()), default=0.0)
+        near = [one for one in found.values() if one.chain.step_s <= SLOWER * least_s]
+        plans = [plan for one in near[:IMPROVED] for plan in _finished(one)]
     best: dict[int, tuple[float, Plan]] = {}
     for plan in sorted(plans, key=_seconds):
         best.setdefault(len(plan[1].pipelines), plan)
