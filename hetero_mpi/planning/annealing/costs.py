@@ -44,6 +44,8 @@ class Costs:
         """By whether forwards are repeated, [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
         self._plain: dict[tuple[tuple[int, ...], ...], LineTimes] = {}
         """By ranks and layers of stages that repeat no forwards."""
+        self._paced: dict[tuple[tuple[int, ...], tuple[int, ...], int, float, bool], tuple[int, ...]] = {}
+        """By ranks, layers, sequences, allowance and whether forwards are repeated for depth alone."""
         self._bytes: dict[tuple[float, bool], tuple[list[list[float]], ...]] = {}
         """By device and whether forwards are repeated, [first][layers - 1]: bytes whatever the depth, bytes of each micro-batch in
         flight; where others own the state."""
@@ -54,7 +56,7 @@ class Costs:
         if deepest == self.deepest:
             return self
         other = copy.copy(self)
-        other.deepest = deepest
+        other.deepest, other._paced = deepest, {}
         if pipelines == math.inf:
             tables = self.cluster.stages(float(self.cluster.usable.max()), pipelines).bytes
             other._bytes = {kind: tuple(table.tolist() for table in own) for kind, own in tables.items()}
@@ -136,17 +138,23 @@ class Costs:
         if schedule != "auto":
             depths = scheduled_depths(schedule, len(line.ranks), line.micro_batches)
             return line._replace(flying=tuple(min(depth + 1, line.micro_batches) for depth in depths))
+        key = line.ranks, line.counts, line.sequences, allowance, repeat
+        if key not in self._paced:
+            self._paced[key] = self._depths(line, allowance, repeat)
+        return line._replace(flying=self._paced[key])
+
+    def _depths(self, line: Line, allowance: float, repeat: bool) -> tuple[int, ...]:
         times = self._times(line, [False] * len(line.ranks))
         compute = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
         hops = [out + back for out, back in zip(times.out, times.back, strict=True)]
         warm_up = paced_each(compute, hops, period_s(compute, hops), allowance)
         flying = [min(line.micro_batches, depth + 1) for depth in warm_up]
         if repeat or len(self.deepest) < 2:
-            return line._replace(flying=tuple(flying))
+            return tuple(flying)
         for place, (rank, first) in enumerate(zip(line.ranks, line.cuts, strict=False)):
             plain = self.room(False, rank, first, line.counts[place])
             flying[place] = min(flying[place], plain) if plain >= len(line.ranks) - place else flying[place]
-        return line._replace(flying=falling(flying))
+        return falling(flying)
 
     def hop_s(self, a: int, b: int) -> float:
         """A message there and one back, behind the first layer."""

@@ -26,6 +26,8 @@ _Way = tuple[list[float], list[list[int]]]
 step), and the most micro-batches in flight, negated [first][layers - 1]."""
 _Rank = tuple[list[_Way], float, float]
 """Both ways, where there is a choice; seconds that a micro-batch costs besides, and the optimizer's step."""
+_Cut = tuple[float, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Seconds; of every stage the rank, layers and micro-batches in flight."""
 
 
 class Estimate:
@@ -38,6 +40,8 @@ class Estimate:
         self._hop_s = [[costs.hop_s(a, b) for b in ranks] for a in ranks]
         self._known: dict[int, tuple[list[_Rank | None], list[float]]] = {}
         """By micro-batches: of every rank what it takes; of as many stages behind one, the periods that filling them takes."""
+        self._cuts: dict[tuple[tuple[int, ...], int, float], _Cut | None] = {}
+        """By ranks, sequences and depth: few ranks are looked at in the same order again and again."""
         self._shallow = {
             again: [[[-depth for depth in row] for row in rank] for rank in depths]
             for again, depths in costs.deepest.items()
@@ -46,6 +50,16 @@ class Estimate:
     def cut(self, line: Line, depth: float) -> tuple[float, Line] | None:
         """The least time by which all layers find a place, and ``line`` with these cuts and depths; ranks for whom nothing is left
         are left out. None: memory does not hold it."""
+        key = line.ranks, line.sequences, depth
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(line, depth)
+        found = self._cuts[key]
+        if found is None:
+            return None
+        seconds, ranks, counts, flying = found
+        return seconds, line._replace(ranks=ranks, counts=counts, flying=flying)
+
+    def _cut(self, line: Line, depth: float) -> _Cut | None:
         count = line.micro_batches
         speed = sum(1 / max(self._rank(rank, count)[0][0][0][-1], SHORTEST_S) for rank in line.ranks)
         low = count / speed
@@ -62,7 +76,7 @@ class Estimate:
             placed, other = self.placed(line, middle, depth)
             held, low, high = (other, low, middle) if placed >= self.layer_count else (held, middle, high)
         counts, flying = zip(*held.values(), strict=True)
-        return high, line._replace(ranks=tuple(held), counts=counts, flying=falling(flying))
+        return high, tuple(held), counts, falling(flying)
 
     def placed(self, line: Line, step_s: float, depth: float) -> tuple[float, dict[int, tuple[int, int]]]:
         """(how many layers find a place by ``step_s``, rank -> how many it holds and micro-batches in flight).
