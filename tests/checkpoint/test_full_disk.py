@@ -132,6 +132,7 @@ def test_logs_and_the_lock_of_a_full_disk_are_nobodys_end(disk: SmallDisk, capfd
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_training_outlives_a_full_disk_np2(larger_disk: SmallDisk, tmp_path: Path) -> None:
     job, run = LongRun(tmp_path, 2), larger_disk.path / "run"
     launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "2", "--", *job.arguments(run)]

@@ -66,7 +66,7 @@ def ended_after(run: Path) -> int:
     return read_metrics(run / "metrics.jsonl").steps[-1].step
 
 
-@on_ranks(1, 3, quick=(3,))
+@on_ranks(1, 3, quick=(1,))
 def test_epochs_are_so_many_passes(on: Any, ranks: int) -> None:
     runs, outcomes = on(ranks)
     assert outcomes["epochs"].raised == ("",) * ranks, outcomes["epochs"].texts
@@ -78,7 +78,7 @@ def test_epochs_are_so_many_passes(on: Any, ranks: int) -> None:
     assert f"step {steps}/{steps}, epoch {steps * GLOBAL_BATCH / sequences:.2f} loss" in printed
 
 
-@on_ranks(1, 3, quick=(3,))
+@on_ranks(1, 3, quick=(1,))
 def test_a_run_ends_when_the_held_out_loss_does_not_fall(on: Any, ranks: int) -> None:
     runs, outcomes = on(ranks)
     for name in ("patient", "sparing", "over", "again"):
@@ -98,7 +98,7 @@ def test_a_run_ends_when_the_held_out_loss_does_not_fall(on: Any, ranks: int) ->
             assert (straight.read("parameters", name)[0] == again.read("parameters", name)[0]).all(), name
 
 
-@on_ranks(1, 3, quick=(3,))
+@on_ranks(1, 3, quick=(1,))
 def test_the_best_checkpoint_is_kept_and_exported(on: Any, ranks: int, tmp_path: Path) -> None:
     """``sparing`` writes checkpoints at its end only, and where the loss is the lowest so far."""
     runs, _ = on(ranks)

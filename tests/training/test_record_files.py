@@ -21,7 +21,7 @@ CHATS = [
 ]  # fmt: skip
 PAIRS = [{"prompt": f"grass {number}", "completion": f"green {number}"} for number in range(12)]
 STEPS, BATCH = 6, 4
-RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, id="np1", marks=pytest.mark.long), pytest.param(3, id="np3")])
+RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, id="np1"), pytest.param(3, id="np3", marks=pytest.mark.long)])
 
 
 class Runs(Workshop):

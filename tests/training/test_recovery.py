@@ -151,7 +151,8 @@ def test_the_leader_dies_and_the_other_rank_goes_on_np2(tmp_path: Path) -> None:
     assert checkpoint_path(run / "checkpoints", STEPS).exists() and (run / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.long)], ids=["held", "streamed"])
+@pytest.mark.long
+@pytest.mark.parametrize("streams", [False, True], ids=["held", "streamed"])
 def test_state_that_only_the_dead_rank_owned_comes_from_its_peer_np2(tmp_path: Path, streams: bool) -> None:
     """Of two pipelines each rank owns a part of masters and moments. The survivor's further steps are those of one rank that
     resumes from a checkpoint of the version's step, to the bit."""
