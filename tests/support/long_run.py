@@ -18,6 +18,7 @@ from hetero_mpi.launch.launcher.launcher import build_command
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.support.made_up_profile import write_profile
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 
@@ -94,13 +95,12 @@ class LongRun(Workshop):
         plan = Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4)
         save_plan(plan, self.plan)
         self.file = self.job("job", self.values(self.model()), train={"steps": 100_000}, checkpoint={"every": 0})
+        self.profile = write_profile(directory / "made-up.toml", self.file, ranks)
 
-    def arguments(self, run: Path, *more: str) -> list[str]:
-        """``train`` and its options. A second run takes the first one's profile."""
-        options = ["--run-dir", str(run), "--plan", str(self.plan), *more]
-        for profile in sorted(self.directory.glob("*/profile.toml"))[:1]:
-            options += ["--profile", str(profile)]
-        return ["train", str(self.file), *options]
+    def arguments(self, run: Path, *more: str, measures: bool = False) -> list[str]:
+        """``train`` and its options. ``measures``: begins with a benchmark, and takes no made-up profile."""
+        profile = [] if measures else ["--profile", str(self.profile)]
+        return ["train", str(self.file), "--run-dir", str(run), "--plan", str(self.plan), *profile, *more]
 
     def command(self, run: Path, *more: str) -> tuple[list[str], dict[str, str]]:
         """Command line and environment under the launcher."""

@@ -171,7 +171,7 @@ def test_state_that_only_the_dead_rank_owned_comes_from_its_peer_np2(tmp_path: P
     version = re.search(r"Going on after step (\d+), from copies in memory", told)
     assert version is not None and ("streamed" in told) == streams, told
     entry = {"job": job.file, "run_dir": resumed, "set": sets}
-    until = {"plan": job.plan, "profile": run / "profile.toml", "set": [*sets, f"train.steps={version[1]}"]}
+    until = {"plan": job.plan, "profile": job.profile, "set": [*sets, f"train.steps={version[1]}"]}
     for ranks, more in ((2, until), (1, {"resume": "latest"})):
         outcome = job.run_entries(ranks, {"one": {**entry, **more}})["one"]
         assert outcome.codes == (0,) * ranks, outcome
@@ -268,7 +268,7 @@ def test_with_nothing_left_the_run_begins_anew_np4(job: LongRun, undisturbed: li
 @pytest.mark.parametrize("seed", range(4))
 def test_a_death_while_profiling_np4(job: LongRun, undisturbed: list[float], seed: int) -> None:
     chance = random.Random(seed)
-    run = job.directory / "profiling" / str(seed)  # deeper than where the other runs look for a profile
+    run = job.directory / "profiling" / str(seed)
     arguments, environment = start(job, run, "--reprofile")
     for option in ("--plan", "--profile"):
         if option in arguments:
