@@ -83,6 +83,8 @@ def main(given: Sequence[str] | None = None) -> int:
         freeze(FILE, arguments.most)
         return 0
     entries = [one for one in read(FILE) if arguments.only in one["name"] and one["devices"] <= arguments.most]
+    if not entries:
+        parser.error(f"no cluster of at most {arguments.most} devices has {arguments.only!r} in its name, such as 16-0")
     print(f"{'cluster':<32}{'job':<10}{'frozen s':>10}{'new s':>10}{'ratio':>10}{'simulator':>11}{'planning':>11}")
     rows = []
     for entry in entries:
