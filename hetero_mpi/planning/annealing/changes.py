@@ -87,7 +87,7 @@ class Changes:
 
     def _formed(self, line: Line, ranks: tuple[int, ...], counts: tuple[int, ...]) -> Line:
         """``line`` of these ranks, with these layers or cut anew."""
-        line = Line(ranks, counts, *line[2:])
+        line = line._replace(ranks=ranks, counts=counts)
         if self.ranks_only:
             return line
         cut = self._cut(line) if self.draw.random() < CUT_ANEW else None
@@ -153,7 +153,7 @@ class Changes:
         """Stages in this order."""
 
         def moved(line: Line) -> Line:
-            return self._formed(line, *(tuple([values[p] for p in places]) for values in line[:2]))
+            return self._formed(line, *(tuple(values[p] for p in places) for values in (line.ranks, line.counts)))
 
         return _with(lines, {i: moved(lines[i]) for i in self._alike(lines, index)})
 
@@ -204,7 +204,7 @@ class Changes:
             return _with(lines, {index: line._replace(ranks=ranks, counts=(*line.counts, 1))})
         if count < 2:
             return None
-        taken = 1 + self.draw.randrange(count - 1)
+        taken = self.draw.randrange(1, count)
         pair = (taken, count - taken) if before else (count - taken, taken)
         counts = (*line.counts[:place], *pair, *line.counts[place + 1 :])
         return _with(lines, {index: self._formed(line, ranks, counts)})
@@ -308,10 +308,7 @@ def deeper(line: Line, place: int, by: int) -> Line:
 
 
 def _with(lines: Lines, other: Mapping[int, Line]) -> Lines:
-    changed = list(lines)
-    for index, line in other.items():
-        changed[index] = line
-    return tuple(changed)
+    return tuple(other.get(index, line) for index, line in enumerate(lines))
 
 
 def _at(ranks: tuple[int, ...], place: int, rank: int) -> tuple[int, ...]:

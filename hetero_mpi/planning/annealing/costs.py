@@ -42,8 +42,8 @@ class Costs:
         self.trainable = [0.0, *trainable]
         self.deepest = self.unshared = self._deepest(1)
         """By whether forwards are repeated, [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
-        self._plain: dict[tuple[tuple[int, ...], ...], LineTimes] = {}
-        """By ranks and layers of stages that repeat no forwards."""
+        self._known: dict[tuple[tuple[int, ...], ...], LineTimes] = {}
+        """By ranks, layers and whether forwards are repeated, of every stage."""
         self._paced: dict[tuple[tuple[int, ...], tuple[int, ...], int, float, bool], tuple[int, ...]] = {}
         """By ranks, layers, sequences, allowance and whether forwards are repeated for depth alone."""
         self._bytes: dict[tuple[float, bool], tuple[list[list[float]], ...]] = {}
@@ -162,9 +162,9 @@ class Costs:
         return self.latency[a][b] + self.latency[b][a] + size * (self.per_byte[a][b] + self.per_byte[b][a])
 
     def _times(self, line: Line, recompute: Sequence[bool]) -> LineTimes:
-        key = line.ranks, line.counts
-        if (known := self._plain.get(key)) is not None and not any(recompute):
-            return known
+        key = line.ranks, line.counts, tuple(recompute)
+        if key in self._known:
+            return self._known[key]
         times, cuts, previous = LineTimes([], [], [], []), line.cuts, -1
         for place, rank in enumerate(line.ranks):
             first, last = cuts[place], cuts[place + 1]
@@ -177,8 +177,7 @@ class Costs:
                 times.out.append(self.latency[previous][rank] + size * self.per_byte[previous][rank])
                 times.back.append(self.latency[rank][previous] + size * self.per_byte[rank][previous])
             previous = rank
-        if not any(recompute):
-            self._plain[key] = times
+        self._known[key] = times
         return times
 
     def whole_s(self, fitting: Fitting) -> list[float]:

@@ -84,7 +84,7 @@ class Estimate:
         ``depth``: so many times as many are in flight as needed at least."""
         # Pipelines are estimated by the ten thousand: local names, and no call that can be spared.
         count, ranks, layers, automatic = line.micro_batches, line.ranks, self.layer_count, self.schedule == "auto"
-        tables, fillings = self._known.get(count) or self._begun(count)
+        tables, fillings = self._of(count)
         first, passed, held = 0, 0.0, dict[int, tuple[int, int]]()
         spare_s, next_s = 0.0, 1.0
         hops = [self._hop_s[a][b] for a, b in itertools.pairwise(ranks)]
@@ -121,13 +121,16 @@ class Estimate:
             left -= hop_s
         return first + min(0.9, max(0.0, spare_s / max(next_s, SHORTEST_S))), held
 
-    def _begun(self, micro_batches: int) -> tuple[list[_Rank | None], list[float]]:
-        count, keep = self.costs.count, 1 - 1 / micro_batches
-        fillings = [(micro_batches - 1) * (1 - keep**following) for following in range(count)]
-        return self._known.setdefault(micro_batches, ([None] * count, fillings))
+    def _of(self, micro_batches: int) -> tuple[list[_Rank | None], list[float]]:
+        """See ``_known``; ranks are worked out when they are asked for."""
+        if micro_batches not in self._known:
+            count, keep = self.costs.count, 1 - 1 / micro_batches
+            fillings = [(micro_batches - 1) * (1 - keep**following) for following in range(count)]
+            self._known[micro_batches] = [None] * count, fillings
+        return self._known[micro_batches]
 
     def _rank(self, rank: int, micro_batches: int) -> _Rank:
-        costs, (known, _) = self.costs, self._known.get(micro_batches) or self._begun(micro_batches)
+        costs, (known, _) = self.costs, self._of(micro_batches)
         found = known[rank]
         if found is None:
             steps = [costs.step_per_parameter[rank] / micro_batches * trained for trained in costs.trainable]

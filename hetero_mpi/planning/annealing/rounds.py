@@ -1,6 +1,6 @@
 """Rounds of annealing: what is known of pipelines by estimate and by step time, and how they become better ones.
 
-How much longer a step may get is drawn before a change is looked at, so that one whose lower bound (``cycles``) is over that
+How much longer a step may get is drawn before a change is looked at, so that one whose lower bound (``bounds``) is over that
 is dropped without being simulated: most are. Looks are counted, not timed: the same plan for the same cluster, every time.
 """
 
@@ -31,6 +31,8 @@ DEALT = 12
 Step = Callable[[Sequence[Fitting]], float]
 Start = tuple[Lines, float]
 """Pipelines and their step time; infinite: they do not fit, or leave out a rank that must not idle."""
+Uncut = tuple[tuple[int, ...], int, int]
+"""Of a pipeline ranks, micro-batch and sequences, whatever its cuts."""
 
 
 @dataclass
@@ -166,7 +168,7 @@ class Rounds:
         if cut is None:
             return []
         changes, (warm, cold) = Changes(self.costs, self.estimates, draw, "ranks"), LEFT
-        every, target_s, now, known = [cut[1]], cut[0] * SOONER, lines, dict[tuple[object, ...], float]()
+        every, target_s, now, known = [cut[1]], cut[0] * SOONER, lines, dict[Uncut, float]()
         left = self._left(now, target_s, depth, known)
         for look in range(looks):
             changed = changes.changed(now)
@@ -218,7 +220,7 @@ class Rounds:
             found.append(cut)
         return max(step_s for step_s, _ in found), tuple(line for _, line in found)
 
-    def _left(self, lines: Lines, step_s: float, depth: float, known: dict[tuple[object, ...], float]) -> float:
+    def _left(self, lines: Lines, step_s: float, depth: float, known: dict[Uncut, float]) -> float:
         """Layers that find no place by ``step_s``, of every pipeline ``known`` when it has been worked out."""
         total = 0.0
         for line in lines:
