@@ -21,6 +21,7 @@ from hetero_mpi.planning.annealing.partitions import best_partitions
 from hetero_mpi.planning.annealing.rounds import Budget, Rounds, Start, always_split
 from hetero_mpi.planning.several.cluster import ClusterArrays, in_own_order
 from hetero_mpi.planning.several.fitting import Fitter
+from hetero_mpi.planning.several.layouts import polishes
 from hetero_mpi.planning.tables import shares_nics
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -48,8 +49,8 @@ FEW, STARTS_OF_FEW, DOWNHILL = 4, 12, 100
 """Up to so many ranks all ways of putting them into pipelines are begun with; so many of them, after so many looks downhill, are
 annealed."""
 MANY, MOST_NUMBERS, LONGER = 16, 3, 2
-"""Of more ranks only so many numbers of pipelines are searched, those of the fastest starts; and so many times as long where ranks
-share no NICs, since there are starts of two numbers then."""
+"""Of more ranks only so many numbers of pipelines are searched, those of the fastest starts; and so many times as long where
+``polishes`` leaves starts of fewer numbers."""
 MUCH_SLOWER, SLOWER, HOPELESS = 1.2, 1.04, 1.02
 """A number of pipelines is left out whose start is so much slower than the best of fewer pipelines, or, of more than ``FEW`` ranks,
 is still by the second when its ranks have been put in order, or by the third when it has been annealed."""
@@ -85,10 +86,9 @@ class Annealer:
         """So many ranks are at work where none may idle."""
         least = 0 if request.allow_idle or len(self.ranks) <= MANY else self.every
         self.rounds = Rounds(self.costs, self._step_s, self.clock.step_s, self._owned_s, least)
-        nics = shares_nics(profile)
-        times = (THOROUGH if request.thorough else 1) * (LONGER if len(self.ranks) > MANY and not nics else 1)
+        times = (THOROUGH if request.thorough else 1) * (LONGER if polishes(profile, len(self.ranks)) else 1)
         looks, less = (LOOKS, NICS) if len(self.ranks) <= MORE else (LOOKS_OF_MORE, NICS_OF_MORE)
-        self.budget = Budget(times * looks, times * EFFORT / (less if nics else 1))
+        self.budget = Budget(times * looks, times * EFFORT / (less if shares_nics(profile) else 1))
         self._known: dict[Lines, float] = {}
         self.orders = times * min(ORDERS, PER_PAIR * len(self.ranks) ** 2)
 

@@ -77,14 +77,19 @@ class _Found:
         return self.layout.columns.cluster
 
 
+def polishes(profile: ClusterProfile, ranks: int) -> bool:
+    """Are the best of at most ``IMPROVED`` numbers of pipelines polished here, and no others begun with? Of NICs that are shared a
+    chain knows nothing: these numbers may be the wrong ones then."""
+    return ranks > (SEARCHED if shares_nics(profile) else ALONE)
+
+
 def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, Plan]]:
     """A plan of every promising number of pipelines, best first; empty: none fits. Deterministic. Their pipelines are cut alike.
 
     Each with the seconds of its step: what ``simulate`` says, or a little more where like columns hold unlike ranks.
 
-    Of up to ``ALONE`` ranks, and of up to ``SEARCHED`` that share NICs, of which a chain knows nothing, of every number of
-    pipelines that memory may hold, each found without regard to how many are allowed: begun with and not polished, since
-    ``annealing`` goes on from there.
+    Unless ``polishes``, of every number of pipelines that memory may hold, each found without regard to how many are allowed:
+    begun with and not polished, since ``annealing`` goes on from there.
     """
     sizes = sorted(set(request.micro_batch_choices))
     smallest = ClusterArrays(
@@ -95,7 +100,7 @@ def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, 
         # Which of several like ranks come together in a column goes by this order.
         clusters.append(ClusterArrays(profile, request, sizes[0], None, smallest.devices[::-1]))
     numbers = _numbers(smallest)
-    if len(smallest.devices) <= (SEARCHED if shares_nics(profile) else ALONE):
+    if not polishes(profile, len(smallest.devices)):
         groups = [
             _sized([one for cluster in clusters for one in _ranked(cluster, [number])], sizes) for number in numbers
         ]
