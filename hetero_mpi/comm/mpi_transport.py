@@ -44,8 +44,8 @@ SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 100e-6, 2.5e-3
 us: the thread needs a core and the interpreter's lock.
 """
 WORTHWHILE_S = 100e-6
-"""A look that took longer than this has moved bytes, about as many as 10 Gbit/s bring in the longest sleep. One that finds nothing
-takes up to 40 us, and must not be taken for one that does: the communication thread would never sleep for longer."""
+"""A look that took longer than this has moved bytes: copying 300 KB takes about as long. One that finds nothing takes up to 40 us,
+and must not be taken for one that does: the communication thread would never sleep for longer."""
 CLOSE_S = 0.5
 """Seconds that ``close`` lets pending sends run on before it abandons them."""
 
