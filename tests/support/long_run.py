@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -95,16 +96,22 @@ class LongRun(Workshop):
         plan = Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4)
         save_plan(plan, self.plan)
         self.file = self.job("job", self.values(self.model()), train={"steps": 100_000}, checkpoint={"every": 0})
-        self.profile = write_profile(directory / "made-up.toml", self.file, ranks)
 
-    def arguments(self, run: Path, *more: str, measures: bool = False) -> list[str]:
-        """``train`` and its options. ``measures``: begins with a benchmark, and takes no made-up profile."""
-        profile = [] if measures else ["--profile", str(self.profile)]
-        return ["train", str(self.file), "--run-dir", str(run), "--plan", str(self.plan), *profile, *more]
+    def made_up(self, *changes: str) -> Path:
+        """A profile that nobody measured, of the job with these ``changes`` of its keys."""
+        return write_profile(self.directory / "made-up.toml", self.file, self.ranks, changes)
 
-    def command(self, run: Path, *more: str) -> tuple[list[str], dict[str, str]]:
+    def arguments(self, run: Path, *more: str, planned: bool = True) -> list[str]:
+        """``train`` and its options. Unless ``planned``, the run measures a profile and makes its plan itself."""
+        given: list[str] = []
+        if planned:
+            changes = [value for word, value in itertools.pairwise(more) if word == "--set"]
+            given = ["--plan", str(self.plan), "--profile", str(self.made_up(*changes))]
+        return ["train", str(self.file), "--run-dir", str(run), *given, *more]
+
+    def command(self, run: Path, *more: str, planned: bool = True) -> tuple[list[str], dict[str, str]]:
         """Command line and environment under the launcher."""
-        program = [sys.executable, "-m", self.module, *self.arguments(run, *more)]
+        program = [sys.executable, "-m", self.module, *self.arguments(run, *more, planned=planned)]
         command = build_command(launcher_or_skip(), self.ranks, None, program)
         return command.arguments, {**self.environment(), **command.environment}
 

@@ -108,8 +108,8 @@ def losses(run: Path) -> list[float]:
     return [line.loss for line in steps]
 
 
-def start(job: LongRun, run: Path, *more: str) -> tuple[list[str], dict[str, str]]:
-    arguments, environment = job.command(run, "--set", f"train.steps={STEPS}", *more)
+def start(job: LongRun, run: Path, *more: str, planned: bool = True) -> tuple[list[str], dict[str, str]]:
+    arguments, environment = job.command(run, "--set", f"train.steps={STEPS}", *more, planned=planned)
     return [arguments[0], *outliving_or_skip(), *arguments[1:]], environment
 
 
@@ -171,7 +171,7 @@ def test_state_that_only_the_dead_rank_owned_comes_from_its_peer_np2(tmp_path: P
     version = re.search(r"Going on after step (\d+), from copies in memory", told)
     assert version is not None and ("streamed" in told) == streams, told
     entry = {"job": job.file, "run_dir": resumed, "set": sets}
-    until = {"plan": job.plan, "profile": job.profile, "set": [*sets, f"train.steps={version[1]}"]}
+    until = {"plan": job.plan, "profile": job.made_up(*sets), "set": [*sets, f"train.steps={version[1]}"]}
     for ranks, more in ((2, until), (1, {"resume": "latest"})):
         outcome = job.run_entries(ranks, {"one": {**entry, **more}})["one"]
         assert outcome.codes == (0,) * ranks, outcome
@@ -269,11 +269,7 @@ def test_with_nothing_left_the_run_begins_anew_np4(job: LongRun, undisturbed: li
 def test_a_death_while_profiling_np4(job: LongRun, undisturbed: list[float], seed: int) -> None:
     chance = random.Random(seed)
     run = job.directory / "profiling" / str(seed)
-    arguments, environment = start(job, run, "--reprofile")
-    for option in ("--plan", "--profile"):
-        if option in arguments:
-            place = arguments.index(option)
-            del arguments[place : place + 2]
+    arguments, environment = start(job, run, "--reprofile", planned=False)
     with job.started(arguments, environment, run) as running:
         running.wait_for("profiling", lambda: "Profiling 4 ranks" in running.text())
         time.sleep(chance.random() * 2)

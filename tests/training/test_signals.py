@@ -41,7 +41,7 @@ def stopped(running: Running) -> int:
 def equal_to_the_straight_run(job: LongRun, last: int) -> bool:
     """Resume ``run`` up to step ``last``, and run as far without a stop: the same bits?"""
     common = {"job": job.file, "plan": job.plan, "set": [f"train.steps={last}"]}
-    common["profile"] = job.profile
+    common["profile"] = job.made_up()
     runs = {name: job.directory / name for name in ("run", "straight")}
     entries = {name: {**common, "run_dir": run} for name, run in runs.items()}
     entries["run"]["resume"] = "latest"
@@ -118,7 +118,7 @@ def test_a_second_sigusr1_changes_nothing_np2(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_signal_while_profiling_says_what_to_do_np2(tmp_path: Path) -> None:
     job, run = LongRun(tmp_path, 2), tmp_path / "run"
-    launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "2", "--", *job.arguments(run, measures=True)]
+    launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "2", "--", *job.arguments(run, planned=False)]
     with job.started([*launch, "--set", "profile.repeats=1000"], job.environment(), run) as running:
         running.wait_for("the profile", lambda: "Profiling 2 ranks" in running.text())
         running.process.send_signal(signal.SIGUSR1)

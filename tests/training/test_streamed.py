@@ -166,13 +166,8 @@ class LongStreamed(LongRun):
         stages = tuple(replace(stage, streamed=stage.ranks == (place,)) for stage in stages)
         save_plan(Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, BLOCKS + 2), self.plan)
 
-    def outliving(self, run: Path, *more: str) -> tuple[list[str], dict[str, str]]:
-        return start(self, run, *more, "--set", f"train.steps={STEPS}")
-
-    def planned(self, words: list[str]) -> list[str]:
-        """The same command line without a plan: the planner's own."""
-        place = words.index("--plan")
-        return words[:place] + words[place + 2 :]
+    def outliving(self, run: Path, *more: str, planned: bool = True) -> tuple[list[str], dict[str, str]]:
+        return start(self, run, *more, "--set", f"train.steps={STEPS}", planned=planned)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +179,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> LongStreamed:
 def resident_losses(deep: LongStreamed) -> list[float]:
     """Of a run in one process that holds its weights."""
     run = deep.directory / "one-process" / "run"
-    program = deep.planned(deep.command(run, "--set", f"train.steps={STEPS}")[0])
+    program = deep.command(run, "--set", f"train.steps={STEPS}", planned=False)[0]
     words = [*program[program.index("-m") - 1 :], "--set", "cluster.memory_bytes=1000000000"]
     result = run_bounded(words, deep.environment(), 300)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -198,8 +193,10 @@ def test_any_streaming_ranks_die_until_one_is_left_np3(
     deep: LongStreamed, resident_losses: list[float], seed: int
 ) -> None:
     chance, run = random.Random(seed), deep.directory / f"any-{seed}"
-    words, environment = deep.outliving(run, "--set", f"checkpoint.replicate_every={chance.choice([1, 5])}")
-    with deep.started(deep.planned(words), environment, run) as running:
+    words, environment = deep.outliving(
+        run, "--set", f"checkpoint.replicate_every={chance.choice([1, 5])}", planned=False
+    )
+    with deep.started(words, environment, run) as running:
         kill_until_one_is_left(running, 3, chance, steps_between=20)
         assert running.end() == 0, running.text()
         assert running.text().count("from mapped files") >= 3, running.text()  # the plan and both that followed
@@ -233,8 +230,8 @@ def test_the_models_files_go_while_they_are_streamed_np3(
     """Nobody but a run that has to load layers anew notices, and that one says which file it is."""
     run = deep.directory / f"files-{damage.__name__.strip('<>')}-{dies}"
     model = shutil.copytree(deep.model("deep", BLOCKS), run.with_suffix(".model"))
-    words, environment = deep.outliving(run, "--set", f"model.path={model}")
-    with deep.started(deep.planned(words), environment, run) as running:
+    words, environment = deep.outliving(run, "--set", f"model.path={model}", planned=False)
+    with deep.started(words, environment, run) as running:
         running.wait_for_steps(3)
         damage(model / "model.safetensors")
         if dies:
