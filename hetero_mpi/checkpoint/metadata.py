@@ -86,6 +86,7 @@ _RULES: dict[str, _Rule] = {
     "reference": (lambda value: value is None or _is_array(value, np.float32, 2), "a table of float32 numbers"),
     "job": _TABLE,
     "model_config": _TABLE,
+    "generation_config": _TABLE,
     "versions": _TABLE,
     "base_model": _TEXT_OR_NONE,
     "data_fingerprint": _TEXT,

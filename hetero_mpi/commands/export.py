@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -71,9 +70,9 @@ def export(source: Path, target: Path, merge: bool, best: bool = False) -> str:
         if merge and (opened.base is None or not opened.base.is_dir()):
             raise UserError(f"merging needs the base weights, which are not at {opened.base}: export without --merge")
         if opened.tuning.full:
-            what = _write_model(opened, target, _trained_layers(opened), DTYPES[opened.job.train.dtype])
+            what = _write_model(opened, target, _trained_layers(opened))
         elif merge:
-            what = _write_model(opened, target, _merged_layers(opened), _base_dtype(opened))
+            what = _write_model(opened, target, _merged_layers(opened))
         else:
             what = _write_adapter(opened, target)
     return f"{target}: {what}, from {path}"
@@ -119,15 +118,14 @@ def _open(reader: CheckpointReader, path: Path) -> ExportSource:
     return ExportSource(reader, path, job, chain, tuning, Path(base) if base else None)
 
 
-def _write_model(
-    source: ExportSource, target: Path, layers: Iterator[dict[str, torch.Tensor]], dtype: torch.dtype
-) -> str:
-    with ModelDirectoryWriter(source.chain.model, target, source.job.output.shard_bytes) as writer:
+def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, torch.Tensor]]) -> str:
+    generation = source.reader.told("generation_config") or None
+    with ModelDirectoryWriter(source.chain.model, target, source.job.output.shard_bytes, generation) as writer:
         for state in layers:
-            writer.add({name: tensor.to(dtype) for name, tensor in state.items()})
+            writer.add(state)
         _copy_tokenizer(source, writer.path)
     added = "" if source.tuning.full else f": the weights of {source.base}, not quantised, with the adapter added"
-    return f"a model in {str(dtype).removeprefix('torch.')}{added}"
+    return f"a model in {ModelFiles(target).config['dtype']}{added}"
 
 
 def _write_adapter(source: ExportSource, target: Path) -> str:
@@ -141,34 +139,30 @@ def _write_adapter(source: ExportSource, target: Path) -> str:
 
 
 def _trained_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
-    for layer in range(source.chain.layer_count):
-        yield {spec.name: _read(source, spec.name) for spec in source.chain.specs(layer, layer + 1)}
+    chain, dtype = source.chain, DTYPES[source.job.train.dtype]
+    for layer in range(chain.layer_count):
+        specs = (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
+        yield {spec.name: _read(source, spec.name).to(chain.dtype_of(spec.name, dtype)) for spec in specs}
 
 
 def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
-    """Base weights from their files, fp32, each adapted matrix merged with its adapter."""
+    """Base weights from their files, each adapted matrix merged with its adapter in fp32, in the dtypes of the files."""
     chain, adapter = source.chain, source.tuning.adapter
     assert adapter is not None and source.base is not None
     start = FileStart(ModelFiles(source.base), chain)
     model = build_on_meta(chain.config)
     for layer in range(chain.layer_count):
         start.fill(chain, model, layer)
-        state = {spec.name: model.get_parameter(spec.name).detach() for spec in chain.specs(layer, layer + 1)}
+        specs = (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
+        state = {spec.name: model.get_parameter(spec.name).detach() for spec in specs}
         for name, module in source.tuning.adapted_tensors(chain, layer, layer + 1).items():
             a, b = (_read(source, f"{module}.lora_{side}.weight") for side in "AB")
             delta = expert_delta(model, name, a, b) if name in source.tuning.parameters else b @ a
             magnitude = _read(source, f"{module}{MAGNITUDE}") if adapter.dora else None
             state[name] = merged(state[name], scale_of(adapter) * delta, magnitude)
-        yield state
+        yield {name: tensor.to(start.dtypes[name]) for name, tensor in state.items()}
         for name in chain.module_names(layer):
             model.set_submodule(name, PassThrough())
-
-
-def _base_dtype(source: ExportSource) -> torch.dtype:
-    """The dtype of the base weights' files."""
-    assert source.base is not None
-    config: dict[str, Any] = ModelFiles(source.base).config
-    return getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
 
 
 def _read(source: ExportSource, name: str) -> torch.Tensor:

@@ -153,6 +153,14 @@ class Dataset(Rows):
         assert self.answers is not None
         return int(pair_counts(self.answers).max())
 
+    def placed(self) -> Dataset:
+        """With positions where it has none: each row is one text up to its last target, and what is behind that another one."""
+        if self.positions is not None:
+            return self
+        lengths = Batch(self.tokens, self.targets, 0).lengths[:, None]
+        places = np.arange(self.tokens.shape[1], dtype=np.int32)
+        return replace(self, positions=np.where(places < lengths, places, places - lengths).astype(np.int32))
+
     def fingerprint(self) -> str:
         """Equal when the sequences and their shares are: a resumed run must go on with the data it began with."""
         digest = hashlib.blake2b(digest_size=16)

@@ -20,6 +20,7 @@ from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import language
+from hetero_mpi.model.transformers.record_rotary import depends_on_length
 
 NOT_A_NUMBER = -1
 """What ``pick`` gives instead of a token when the model's output is not a number."""
@@ -27,7 +28,6 @@ OWN_CACHE = ("minimax",)
 """Families that bring a cache class of their own, whose layers cannot be told which of them are elsewhere."""
 _TWO_ROTARIES = ("phi3", "phimoe")
 """Families whose rotary embedding changes at a length, where their ``generate`` computes the whole text again."""
-_ROTARIES_BY_LENGTH = ("dynamic", "longrope")
 _OWN_CHOICE_OF_KEYS = ("doge",)
 """Families that choose keys by their scores, beside those with an indexer (``index_topk``)."""
 
@@ -88,9 +88,7 @@ def takes_pieces(config: PreTrainedConfig) -> bool:
     """
     if config.model_type in _OWN_CHOICE_OF_KEYS or hasattr(config, "index_topk"):
         return False
-    rope = getattr(config, "rope_parameters", None) or {}
-    of_kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return not any(one.get("rope_type") in _ROTARIES_BY_LENGTH for one in of_kinds)
+    return not depends_on_length(config)
 
 
 def cache_keyword(model: PreTrainedModel) -> str:

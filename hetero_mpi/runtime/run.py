@@ -177,12 +177,13 @@ def _check_emulated_times(share: Share) -> None:
 
 def _metadata(context: RunContext) -> dict[str, Any]:
     """The metadata that all checkpoints of the run share; each adds its plan."""
-    assert context.dataset is not None
+    assert context.dataset is not None and context.material is not None
     return {
         "data_fingerprint": context.dataset.fingerprint(),
         "job": job_to_dict(context.job),
         "profile": profile_to_dict(context.profile),
         "model_config": context.chain.to_dict(),
+        "generation_config": context.material.generation or {},
         "base_model": str(base) if (base := model_directory(context.loaded)) is not None else None,
         "seed": context.job.train.seed,
         "versions": own_versions(context.world.library),

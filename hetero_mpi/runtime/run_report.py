@@ -176,10 +176,11 @@ def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> Tr
 
 def _write_result(context: RunContext, trainer: Trainer) -> Path:
     """Write the model or the adapter, and a sample where the job asks for one. Collective; returns the result's directory."""
-    job, tokenizer = context.job, context.material.tokenizer if context.material is not None else None
+    job, material = context.job, context.material
+    tokenizer, generation = (material.tokenizer, material.generation) if material is not None else (None, None)
     directory = _result_directory(context)
     if context.tuning.full:
-        save_model(trainer, directory, job.output.shard_bytes, tokenizer)
+        save_model(trainer, directory, job.output.shard_bytes, tokenizer, generation)
     else:
         save_adapter(trainer, directory, _base_model(context), tokenizer)
     write_sample(trainer, context.loaded, tokenizer, context.run_dir)

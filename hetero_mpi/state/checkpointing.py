@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -195,9 +196,15 @@ def take_over(trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parce
     return received
 
 
-def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: PreTrainedTokenizerFast | None) -> None:
+def save_model(
+    trainer: Trainer,
+    directory: Path,
+    shard_bytes: int,
+    tokenizer: PreTrainedTokenizerFast | None,
+    generation: Mapping[str, Any] | None,
+) -> None:
     """Write the model on rank 0, layer by layer: a Hugging Face directory with its tokenizer, or what else the chain writes.
-    Collective.
+    Collective. ``generation``: as the chain's ``writer`` takes it.
     """
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
     coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer, rounded=True))
@@ -205,7 +212,7 @@ def save_model(trainer: Trainer, directory: Path, shard_bytes: int, tokenizer: P
         for _ in coming:
             pass
         return
-    with trainer.chain.writer(directory, shard_bytes) as writer:
+    with trainer.chain.writer(directory, shard_bytes, generation) as writer:
         for _, of_layer in groupby(coming, key=lambda pair: trainer.chain.layer_of(pair[0].name)):
             writer.add({parcel.name: tensor for parcel, tensor in of_layer})
         if tokenizer is not None:

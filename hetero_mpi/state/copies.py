@@ -40,7 +40,18 @@ DISK_SHARE = 0.5
 """Largest share of a host's free disk, when training begins, that copies may take."""
 VERSIONS_ON_DISK = 2
 """One that is whole everywhere, and one that is being written."""
-SAID = ("job", "plan", "model_config", "base_model", "seed", "versions", "data_fingerprint", "run", "begun")
+SAID = (
+    "job",
+    "plan",
+    "model_config",
+    "generation_config",
+    "base_model",
+    "seed",
+    "versions",
+    "data_fingerprint",
+    "run",
+    "begun",
+)
 """Keys of a checkpoint's metadata that a shard has too."""
 COST_SHARE = 0.02
 """Largest share of the time that copies may take."""

@@ -202,7 +202,7 @@ class CustomChain(LayerChain):
     def counted(self, targets: NDArray[Any]) -> int:
         return len(targets)
 
-    def writer(self, directory: Path, shard_bytes: int) -> LayersWriter:
+    def writer(self, directory: Path, shard_bytes: int, generation: Mapping[str, Any] | None) -> LayersWriter:
         """``model.safetensors`` with the full state dict of ``torch.nn.Sequential`` of the layers, in one file of any size."""
         sizes = {spec.name: spec.shape for spec in (*self.parameters.values(), *self.constants.values())}
         return LayersWriter(directory, [partial(self._buffers, layer) for layer in range(self.layer_count)], sizes)

@@ -21,9 +21,10 @@ import json
 import os
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -32,7 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.disk import atomic_write, sync
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import INDEX, WEIGHTS, file_parts, header_of
+from hetero_mpi.model.files.model_files import GENERATION, INDEX, WEIGHTS, file_parts, header_of
 
 T = TypeVar("T", bound="WholeDirectory")
 
@@ -146,18 +147,25 @@ class ModelDirectoryWriter(WholeDirectory):
 
     ``model`` gives class, configuration, generation configuration and names; its parameters may be on the meta device.
     ``shard_bytes`` bounds the size of each safetensors file (a single larger tensor gets a file of its own).
+    ``generation``: keys of ``generation_config.json``; None: those that follow from the configuration.
     Host memory: at most ``shard_bytes`` plus one layer and its converted copy.
     """
 
-    def __init__(self, model: PreTrainedModel, directory: str | os.PathLike[str], shard_bytes: int) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        directory: str | os.PathLike[str],
+        shard_bytes: int,
+        generation: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._model, self._generation = model, generation
         self._shard_bytes = shard_bytes
         unwritten = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
         self._awaited = set(model.state_dict()) - unwritten
         self._buffer: dict[str, torch.Tensor] = {}
         self._shards: list[list[str]] = []
         self._total_bytes = 0
-        self._dtype: torch.dtype | None = None
+        self._bytes_of: Counter[torch.dtype] = Counter()
         super().__init__(directory, "model directory", CONFIG, _WEIGHT_FILES)
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
@@ -171,8 +179,8 @@ class ModelDirectoryWriter(WholeDirectory):
         assert set(state) <= self._awaited, f"unknown or repeated: {sorted(set(state) - self._awaited)}"
         self._awaited -= set(state)
         for name, tensor in revert_weight_conversion(self._model, state).items():
-            if self._dtype is None and tensor.is_floating_point():
-                self._dtype = tensor.dtype
+            if tensor.is_floating_point():
+                self._bytes_of[tensor.dtype] += tensor.nbytes
             if self._buffer and _bytes(self._buffer) + tensor.nbytes > self._shard_bytes:
                 self._write_shard()
             # A copy of its own: the caller may change its tensor, and a view would keep a whole storage alive.
@@ -208,13 +216,21 @@ class ModelDirectoryWriter(WholeDirectory):
         (self.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _write_configuration(self) -> None:
-        """As save_pretrained does, but without its validation, which would throw away a finished run for a warning."""
+        """As save_pretrained does, but without its validation, which would throw away a finished run for a warning; and without
+        ``use_cache``, which is ours in training, and would make ``generate()`` compute every prefix again."""
         config = copy.deepcopy(self._model.config)
         config.architectures = [type(self._model).__name__]
-        config.dtype = str(self._dtype).removeprefix("torch.")
-        config.to_json_file(self.path / CONFIG, use_diff=True)
-        if self._model.can_generate() and self._model.generation_config is not None:
-            self._model.generation_config.to_json_file(self.path / "generation_config.json", use_diff=True)
+        config.dtype = str(max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype])).removeprefix("torch.")
+        self._write_keys(CONFIG, json.loads(config.to_json_string(use_diff=True)))
+        own = self._model.generation_config if self._model.can_generate() else None
+        if self._generation is not None:
+            self._write_keys(GENERATION, self._generation)
+        elif own is not None:
+            self._write_keys(GENERATION, json.loads(own.to_json_string(use_diff=True)))
+
+    def _write_keys(self, name: str, keys: Mapping[str, Any]) -> None:
+        kept = {key: value for key, value in keys.items() if key != "use_cache"}
+        (self.path / name).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:

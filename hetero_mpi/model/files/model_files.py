@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 AGAIN = "Download it again."
 
 _LONGEST_HEADER_BYTES = 100_000_000
@@ -227,19 +228,29 @@ def read_tensor(name: str, stored: StoredTensor) -> torch.Tensor:
 
     :raises UserError: the file is gone, or shorter than its header said.
     """
+    return next(read_pieces(name, stored, max(1, math.prod(stored.shape)))).reshape(stored.shape)
+
+
+def read_pieces(name: str, stored: StoredTensor, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
+    """The elements of a tensor, so many at a time; one empty piece of an empty tensor. Raises as ``read_tensor``."""
     import torch
 
-    tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-    if stored.bytes:
-        try:
-            with open(stored.file, "rb") as file:
-                file.seek(stored.offset)
-                got = file.readinto(tensor.reshape(-1).view(torch.uint8).numpy())
-        except OSError as error:
-            raise UserError(f"{stored.file}: {name} cannot be read any more ({error.strerror}). {AGAIN}") from None
-        if got != stored.bytes:
-            raise UserError(f"{stored.file}: ends inside of {name} ({got} of {stored.bytes} bytes). {AGAIN}")
-    return tensor
+    total, item_bytes = math.prod(stored.shape), _ITEM_BYTES[stored.dtype]
+    for first in range(0, max(1, total), elements):
+        piece = torch.empty(min(elements, total - first), dtype=getattr(torch, stored.dtype))
+        if total:
+            begin = first * item_bytes
+            try:
+                with open(stored.file, "rb") as file:
+                    file.seek(stored.offset + begin)
+                    got = file.readinto(piece.view(torch.uint8).numpy())
+            except OSError as error:
+                raise UserError(f"{stored.file}: {name} cannot be read any more ({error.strerror}). {AGAIN}") from None
+            if got != piece.nbytes:
+                raise UserError(
+                    f"{stored.file}: ends inside of {name} ({begin + got} of {stored.bytes} bytes). {AGAIN}"
+                )
+        yield piece
 
 
 def _sample(stored: StoredTensor) -> str:

@@ -180,8 +180,11 @@ class LayerChain(ABC):
         """By how many targets the summed loss of a batch is divided."""
 
     @abstractmethod
-    def writer(self, directory: Path, shard_bytes: int) -> AbstractContextManager[ResultWriter]:
-        """Writes the trained model to a directory, in files of at most ``shard_bytes`` where it can."""
+    def writer(
+        self, directory: Path, shard_bytes: int, generation: Mapping[str, Any] | None
+    ) -> AbstractContextManager[ResultWriter]:
+        """Writes the trained model to a directory, in files of at most ``shard_bytes`` where it can. ``generation``: keys of a
+        language model's ``generation_config.json``, where its base has one."""
 
 
 def embedding_matrices(module: nn.Module) -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, embedding_matrices
 from hetero_mpi.model.layer.loss import IGNORED, Routers, summed_loss
 from hetero_mpi.model.layer.quantize import unpack_experts
-from hetero_mpi.model.transformers import record_attention
+from hetero_mpi.model.transformers import record_attention, record_rotary
 from hetero_mpi.model.transformers.initial_values import initialise, materialize, restore_buffers
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
@@ -32,9 +33,18 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """transformers' own model class, whole, fp32, without memory. Its constants are parameters without a gradient."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    """transformers' own model class, whole, fp32, without memory. Its constants are parameters without a gradient.
+
+    :raises UserError: sizes of the configuration contradict each other.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # what is raised depends on where in the model the values meet
+        raise UserError(
+            f"transformers builds no {config.model_type} model of this configuration ({type(error).__name__}: {error}); correct "
+            f"the values in config.json, or in [model.config]"
+        ) from error
     _constants_to_parameters(model)
     return model
 
@@ -141,7 +151,9 @@ class TransformersChain(LayerChain):
         return dict(self.config.to_dict())
 
     def frame(self) -> PreTrainedModel:
-        return build_on_meta(self.config)
+        model = build_on_meta(self.config)
+        record_rotary.install(model)
+        return model
 
     def vacate(self, model: nn.Module, layer: int) -> None:
         for name in self.module_names(layer):
@@ -214,8 +226,8 @@ class TransformersChain(LayerChain):
     def counted(self, targets: NDArray[Any]) -> int:
         return int(np.count_nonzero(targets != IGNORED))
 
-    def writer(self, directory: Path, shard_bytes: int) -> ModelDirectoryWriter:
-        return ModelDirectoryWriter(self.model, directory, shard_bytes)
+    def writer(self, directory: Path, shard_bytes: int, generation: Mapping[str, Any] | None) -> ModelDirectoryWriter:
+        return ModelDirectoryWriter(self.model, directory, shard_bytes, generation)
 
     def _routers(self) -> Routers | None:
         if not getattr(self.config, "output_router_logits", False):

@@ -7,7 +7,7 @@ memory is its own shard plus one layer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,6 +71,8 @@ class FileStart:
     def __init__(self, files: TensorSource, chain: TransformersChain) -> None:
         self.files = files
         self.mapping = get_model_conversion_mapping(chain.model)
+        self.dtypes: dict[str, torch.dtype] = {}
+        """Of each tensor of the model, in the files."""
         self.keys_of_layer = self._assign(chain)
 
     def fill(self, chain: TransformersChain, model: PreTrainedModel, layer: int) -> None:
@@ -97,17 +99,27 @@ class FileStart:
             raise UserError(f"{self.files.directory}: the files lack {', '.join(missing[:5])} ({len(missing)} in all)")
 
     def _assign(self, chain: TransformersChain) -> Mapping[int, list[str]]:
-        renamings = [entry for entry in self.mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in self.mapping if isinstance(entry, WeightConverter)]
-        names = chain.model.state_dict()
         keys: defaultdict[int, list[str]] = defaultdict(list)
-        for key in self.files.names:
-            name, _ = rename_source_key(key, renamings, converters, chain.model.base_model_prefix, names)
-            name = name if name in names else key
-            # Anything else (a tied copy, a rotary buffer of old files) is not a weight of ours.
+        for key, (name, _) in names_in_model(chain.model, self.files.names).items():
+            # Anything else (a tied copy, a rotary buffer of old files) is not a weight of ours: ``stored_model.py`` has judged it.
             if name in chain.parameters or name in chain.constants:
                 keys[chain.layer_of(name)].append(key)
+                self.dtypes[name] = getattr(torch, self.files.names[key].dtype)
         return keys
+
+
+def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """Name in the files -> (name in the model, or where the model has no such tensor what transformers would call it; is it a part
+    of that tensor, or changed on the way, so that shapes differ?)."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    names = model.state_dict()
+    found = {}
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+        found[key] = (key, False) if name not in names and key in names else (name, pattern is not None)
+    return found
 
 
 class Start(Protocol):

@@ -6,8 +6,6 @@ Only rank 0 reads it.
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,10 @@ from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.generation import end_tokens, read_generation
+from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.tuning import adapter_tuning
+from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.material import prompt_template
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -103,26 +104,20 @@ def open_source(path: Path) -> Opened:
 
 
 def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Ids of the tokens that end a text: those of ``generation_config.json``, else of ``config.json``; and the tokenizer's own."""
-    found = config.get("eos_token_id")
-    path = directory / "generation_config.json" if directory is not None else None
-    if path is not None and path.is_file():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", found)
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} cannot be read as JSON ({error}); remove it or save it again") from None
-    stops: Sequence[Any] = found if isinstance(found, list) else [found]
-    return sorted({int(token) for token in (*stops, tokenizer.eos_token_id) if token is not None})
+    """Ids of the tokens that end a text: those of ``generation_config.json``, else of ``config.json``; and the tokenizer's own.
+
+    :raises UserError: a file holds no such ids.
+    """
+    generation = read_generation(directory) or {}
+    stops = end_tokens(generation if "eos_token_id" in generation else config, directory or "config.json")
+    return sorted({*stops, *(own for own in [tokenizer.eos_token_id] if own is not None)})
 
 
 def _model(path: Path) -> GenerateSource:
-    files = ModelFiles(path)
-    files.check()
-    require_decodable(read_config(files.config))
-    stored = files.config.get("dtype") or files.config.get("torch_dtype")
-    if stored is None:
-        stored = next((t.dtype for t in files.names.values() if t.dtype in _DTYPES), "float32")
-    return GenerateSource(files.config, str(path.absolute()), _DTYPES.get(str(stored), "fp32"))
+    stored = stored_model(ModelFiles(path))
+    require_decodable(read_config(stored.config))
+    say(*stored.notes)
+    return GenerateSource(stored.config, str(path.absolute()), _DTYPES.get(str(stored.config.get("dtype")), "fp32"))
 
 
 def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:

@@ -14,14 +14,17 @@ from hetero_mpi.data.instructions import build_record_sequences
 from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.records import Records, read_records
 from hetero_mpi.data.samples import DataSource
-from hetero_mpi.data.sequences import build_sequences
+from hetero_mpi.data.sequences import Dataset, build_sequences
 from hetero_mpi.data.template import Template, choose_form, plain_texts
 from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, train_bpe, vocabulary_note
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, LoadedJob
 from hetero_mpi.model.files import hub
-from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.files.model_files import GENERATION, ModelFiles
 from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.generation import end_tokens, read_generation, with_end
+from hetero_mpi.model.transformers.record_rotary import depends_on_length
+from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.custom_model import read_factory
@@ -42,6 +45,8 @@ class Material:
     """The template that turned records into text; None: the job has plain text."""
     skipped_records: int = 0
     """Bad records that were left out (``data.skip_bad``)."""
+    generation: dict[str, Any] | None = None
+    """Keys of the ``generation_config.json`` that the result gets; None: the base has none."""
 
 
 def prompt_template(job: JobConfig) -> Template | None:
@@ -67,8 +72,9 @@ def _from_text(loaded: LoadedJob) -> Material:
         evaluation = read_documents(loaded.evaluation_patterns(), data.documents, key="data.evaluation")
     for read in (corpus, evaluation):
         next(iter(read or ("",)))  # there is some text
-    config = _model_keys(loaded)
+    config, generation, told = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, corpus)
+    notes[:0] = told
     dataset = build_sequences(
         corpus, tokenizer, data.sequence_length, data.packing, data.held_out, loaded.job.train.seed, evaluation
     )
@@ -76,7 +82,9 @@ def _from_text(loaded: LoadedJob) -> Material:
         if read is not None:
             notes.append(f"{name}: {read.report.files:,} files, {read.report.bytes / 1e6:.1f} MB of text")
     notes.extend(dataset.notes)
-    return Material(config, tokenizer, dataset, tuple(notes))
+    dataset = _placed(dataset, config)
+    generation = _with_end(config, generation, tokenizer)
+    return Material(config, tokenizer, dataset, tuple(notes), generation=generation)
 
 
 def _from_records(loaded: LoadedJob) -> Material:
@@ -87,8 +95,9 @@ def _from_records(loaded: LoadedJob) -> Material:
     evaluation = None
     if data.evaluation is not None:
         evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation", bad, preference, say)
-    config = _model_keys(loaded)
+    config, generation, told = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, plain_texts(records))
+    notes[:0] = told
     form = choose_form(tokenizer, data.template, (*records, *(evaluation.records if evaluation else ())))
     for name, source in sources:
         notes.extend(line if data.weights is None else f"{name}: {line}" for line in source.lines())
@@ -115,7 +124,9 @@ def _from_records(loaded: LoadedJob) -> Material:
     if form.kind == "plain":
         # So that whoever loads the result can ask it in the words it was taught in.
         tokenizer.chat_template = form.source
-    return Material(config, tokenizer, dataset, (*notes, *dataset.notes), form.kind, len(bad.problems))
+    dataset = _placed(dataset, config)
+    generation = _with_end(config, generation, tokenizer)
+    return Material(config, tokenizer, dataset, (*notes, *dataset.notes), form.kind, len(bad.problems), generation)
 
 
 def _sources(loaded: LoadedJob, bad: BadRecords, preference: bool) -> list[tuple[str, Records]]:
@@ -173,23 +184,41 @@ def _tokenizer(
     return tokenizer, notes
 
 
-def _model_keys(loaded: LoadedJob) -> dict[str, Any]:
-    """Keys of the model's configuration; a model of the hub is fetched for them if it is not in the cache."""
-    model = loaded.job.model
+def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | None, tuple[str, ...]]:
+    """Keys of the model's configuration and of its ``generation_config.json``, and remarks; a model of the hub is fetched for them
+    if it is not in the cache."""
+    model, generation = loaded.job.model, None
+    notes: tuple[str, ...] = ()
     if model.path is not None:
         path = loaded.resolve(model.path)
         if hub.is_hub_id(model.path, path):
             path = hub.obtain(model.path, path, model.download, say)
-        files = ModelFiles(path)
-        files.check()
-        config = dict(files.config)
+        stored = stored_model(ModelFiles(path))
+        config, notes, generation = stored.config, stored.notes, read_generation(path)
     elif isinstance(model.config, dict):
         config = dict(model.config)
     else:
         assert model.config is not None
         config = read_config(loaded.resolve(model.config)).to_dict()
     _check_model(loaded, config)
-    return config
+    return config, generation, notes
+
+
+def _with_end(
+    config: dict[str, Any], generation: dict[str, Any] | None, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, Any] | None:
+    """The keys of ``generation_config.json`` with the end token that is taught, which the model's configuration gets, too."""
+    own = end_tokens(config, "config.json")
+    if generation is not None:
+        ends = end_tokens(generation, GENERATION) if "eos_token_id" in generation else own
+        generation = {**generation, "eos_token_id": with_end(ends, tokenizer.eos_token_id)}
+    config["eos_token_id"] = with_end(own, tokenizer.eos_token_id)
+    return generation
+
+
+def _placed(dataset: Dataset, config: dict[str, Any]) -> Dataset:
+    """With positions that tell texts from padding, where the model computes a text by its length."""
+    return dataset if not depends_on_length(read_config(config)) else dataset.placed()
 
 
 def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:

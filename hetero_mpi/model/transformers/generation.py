@@ -1,0 +1,65 @@
+"""``generation_config.json``: how transformers' ``generate()`` writes text with a model, and the tokens at which it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.files.model_files import GENERATION, read_json
+
+_NUMBER = (int, float), "a number"
+_COUNT = (int,), "a whole number"
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "min_p": _NUMBER,
+    "typical_p": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "top_k": _COUNT,
+    "max_length": _COUNT,
+    "max_new_tokens": _COUNT,
+    "min_length": _COUNT,
+    "min_new_tokens": _COUNT,
+    "num_beams": _COUNT,
+    "bos_token_id": _COUNT,
+    "do_sample": ((bool,), "true or false"),
+}
+
+
+def read_generation(directory: Path | None) -> dict[str, Any] | None:
+    """The keys of a model directory's ``generation_config.json``; None: it has none.
+
+    :raises UserError: it cannot be read, or a value has another type than it must have.
+    """
+    path = directory / GENERATION if directory is not None else None
+    if path is None or not path.exists():
+        return None
+    keys = read_json(path, "")
+    for key, (types, rule) in _TYPES.items():
+        value = keys.get(key)
+        if value is not None and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+            raise UserError(f"{path}: {key} = {value!r} must be {rule}; correct it, or remove the file")
+    end_tokens(keys, path)
+    return keys
+
+
+def end_tokens(keys: Mapping[str, Any], path: Path | str) -> list[int]:
+    """The tokens of ``eos_token_id``, which may be one, several or none. ``path``: of the file that holds the keys, for messages.
+
+    :raises UserError: it is something else.
+    """
+    found = keys.get("eos_token_id")
+    tokens: Sequence[Any] = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(token) is not int for token in tokens):
+        raise UserError(
+            f"{path}: eos_token_id = {found!r} must be the number of a token, or a list of them; correct it"
+        )
+    return list(tokens)
+
+
+def with_end(ends: Sequence[int], end: int | None) -> int | list[int] | None:
+    """``eos_token_id`` with one more token."""
+    both = list(dict.fromkeys([*ends, *([] if end is None else [end])]))
+    return both[0] if len(both) == 1 else both or None

@@ -1,0 +1,252 @@
+"""The configuration of the model that a directory's files hold: where ``config.json`` and the tensors disagree, the tensors count.
+
+Headers answer nearly everything (names, shapes, dtypes); two matrices are read where they may be one. What does not follow from
+the tensors is refused, and what nobody reads is refused where it would change the model, else counted aloud.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.files.model_files import ModelFiles, StoredTensor, read_pieces
+from hetero_mpi.model.transformers.chain import build_on_meta
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import names_in_model
+
+_COMPUTED = re.compile(r"rotary_emb\.\w*(inv_freq|cos_cached|sin_cached)$|(^|\.)masked_bias$|(^|\.)position_ids$")
+"""Buffers in old files that every model computes by itself."""
+_CAUSAL_MASK = re.compile(r"\.(attn|attention|self_attn)\.(bias|causal_mask)$")
+"""Such a buffer, too, where it has four dimensions."""
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What a model directory holds."""
+
+    config: dict[str, Any]
+    """Keys of its ``config.json``, those that the tensors contradict corrected."""
+    notes: tuple[str, ...]
+    """What was corrected, and tensors that are not read, a sentence each."""
+
+
+def stored_model(files: ModelFiles) -> StoredModel:
+    """Hold ``config.json`` against the files. Raises UserError: they do not fit, and which is right does not follow; the files are
+    damaged; or the family is not proven."""
+    keys, notes = dict(files.config), []
+    notes += _settle_dtype(files, keys)
+    fit = _Fit.of(files, keys)
+    for settle in (_settle_vocabulary, _settle_head, _settle_bias):
+        while note := settle(fit, keys):
+            notes.append(note)
+            fit = _Fit.of(files, keys)
+    fit.require()
+    return StoredModel(keys, (*notes, *fit.unread_notes()))
+
+
+def _main_dtype(files: ModelFiles) -> str | None:
+    """torch's name of the dtype in which most of the bytes are stored; None: no number is."""
+    bytes_of: Counter[str] = Counter()
+    for tensor in files.names.values():
+        if "float" in tensor.dtype:
+            bytes_of[tensor.dtype] += tensor.bytes
+    return max(bytes_of, key=lambda dtype: bytes_of[dtype], default=None)
+
+
+class _Fit:
+    """A model as a configuration describes it (without memory), and what the files have of it."""
+
+    def __init__(self, files: ModelFiles, model: PreTrainedModel) -> None:
+        self.files, self.model = files, model
+        self.tied: Mapping[str, str] = model.all_tied_weights_keys
+        names, base, plan = model.state_dict(), f"{model.base_model_prefix}.", model._pp_plan or {}
+        self.blocks = next((name for name in plan if isinstance(_module(model, name), torch.nn.ModuleList)), base)
+        self.layers = tuple(f"{name}." for name in plan)
+        self.unread: dict[str, str] = {}
+        """Name in the files -> what it would be called in the model."""
+        self.keys: dict[str, list[str]] = {}
+        """Name in the model -> those in the files."""
+        self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """Name in the model -> (shape in the files, shape by the configuration), where these differ."""
+        for key, (name, converted) in names_in_model(model, files.names).items():
+            if name not in names:
+                inside = f"{base}{name}".startswith(self.layers) and not name.startswith(
+                    base
+                )  # files of the base model
+                self.unread[key] = f"{base}{name}" if inside else name
+                continue
+            self.keys.setdefault(name, []).append(key)
+            stored, wanted = files.names[key].shape, tuple(names[name].shape)
+            if not converted and stored != wanted:
+                self.shapes[name] = stored, wanted
+        self.missing = [name for name in names if name not in self.keys and name not in self.tied]
+
+    @classmethod
+    def of(cls, files: ModelFiles, keys: dict[str, Any]) -> _Fit:
+        return cls(files, build_on_meta(read_config(keys)))
+
+    @property
+    def faults(self) -> list[str]:
+        """Names in the model of what does not fit."""
+        return [*self.missing, *self.shapes, *self.foreign.values()]
+
+    def rows(self, name: str) -> int | None:
+        """Rows of a matrix in the files; None: it is not there, or not as it is in the model."""
+        found = self.keys.get(name, [])
+        shape = self.files.names[found[0]].shape if len(found) == 1 else ()
+        return shape[0] if len(shape) == 2 else None
+
+    def require(self) -> None:
+        """Raise UserError unless every tensor of the model is there, in its shape, and no other one in its layers."""
+        directory, config = self.files.directory, self.model.config
+        count, held = config.num_hidden_layers, self._blocks_held()
+        if held is not None and held != count:
+            raise UserError(
+                f"{directory}: the files hold {held} blocks ({self.blocks}.0 to .{held - 1}), and by config.json the model has "
+                f"{count} (num_hidden_layers): correct config.json, or get the files again"
+            )
+        if self.shapes:
+            name, (stored, wanted) = next(iter(self.shapes.items()))
+            raise UserError(
+                f"{directory}: {name} has shape {stored} in the files but {wanted} by config.json, and so for {len(self.shapes)} "
+                f"tensors: correct the sizes in config.json, or get the files again; they are of two models"
+            )
+        if self.missing:
+            raise UserError(
+                f"{directory}: the files lack {_some(self.missing)}, which a {config.model_type} model has by config.json: correct "
+                f"config.json, or get the files again"
+            )
+        if self.foreign:
+            raise UserError(
+                f"{directory}: the files hold {_some(self.foreign)}, which a {config.model_type} model has not by config.json; without "
+                f"them it would compute something else: correct config.json, merge adapters into the weights, or unpack quantised ones"
+            )
+
+    def unread_notes(self) -> list[str]:
+        """That tensors of other parts are not read, if there are some."""
+        others = [key for key, name in self.unread.items() if not self._computed(key, name)]
+        if not others:
+            return []
+        return [f"the files hold tensors that are not read, and not written to a result: {_some(others)}"]
+
+    def _blocks_held(self) -> int | None:
+        """How many blocks the files have; None: as many as the model, or it cannot be told."""
+        pattern = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
+        found = [match for name in (*self.keys, *self.foreign.values()) if (match := pattern.match(name))]
+        return 1 + max((int(match[1]) for match in found), default=-1) if found else None
+
+    @functools.cached_property
+    def foreign(self) -> dict[str, str]:
+        """Unread tensors that belong to layers of the model."""
+        return {
+            key: name
+            for key, name in self.unread.items()
+            if not self._computed(key, name) and not self._left_out(key, name) and name.startswith(self.layers)
+        }
+
+    def _computed(self, key: str, name: str) -> bool:
+        is_mask = _CAUSAL_MASK.search(key) is not None and len(self.files.names[key].shape) == 4
+        return is_mask or _COMPUTED.search(name) is not None or _COMPUTED.search(key) is not None
+
+    def _left_out(self, key: str, name: str) -> bool:
+        """Does transformers leave it out on purpose? So it does with layers that predict further tokens."""
+        known = self.model._keys_to_ignore_on_load_unexpected or ()
+        if any(re.search(pattern, one) for pattern in known for one in (key, name)):
+            return True
+        match = re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name)
+        further = getattr(self.model.config, "num_nextn_predict_layers", None) or 0
+        count = self.model.config.num_hidden_layers
+        return match is not None and count <= int(match[1]) < count + further
+
+
+def _settle_dtype(files: ModelFiles, keys: dict[str, Any]) -> list[str]:
+    found, label = _main_dtype(files), keys.get("dtype", keys.get("torch_dtype"))
+    keys.pop("torch_dtype", None)
+    if found is None:
+        return []
+    keys["dtype"] = found
+    if label in (None, found, "auto"):
+        return []
+    return [f"config.json says dtype {label!r}, and most of the weights are {found}, which is taken"]
+
+
+def _settle_vocabulary(fit: _Fit, keys: dict[str, Any]) -> str | None:
+    embedding = _name_of(fit.model, fit.model.get_input_embeddings())
+    rows, label = fit.rows(embedding), fit.model.config.vocab_size
+    if rows in (None, label):
+        return None
+    keys["vocab_size"] = rows
+    return f"config.json says vocab_size {label:,}, and {embedding} has {rows:,} rows in the files, which is taken"
+
+
+def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
+    """Untie an output projection that the files have beside the embedding, and that is another matrix."""
+    for head, embedding in fit.tied.items():
+        own, other = fit.keys.get(head, []), fit.keys.get(embedding, [])
+        if own and other and not _alike(fit.files.names[own[0]], fit.files.names[other[0]], (own[0], other[0])):
+            keys["tie_word_embeddings"] = False
+            if _Fit.of(fit.files, keys).tied:
+                raise UserError(
+                    f"{fit.files.directory}: {head} in the files is another matrix than {embedding}, and a "
+                    f"{fit.model.config.model_type} model has one matrix for both"
+                )
+            return (
+                f"config.json says tie_word_embeddings = true, and {head} in the files is another matrix than {embedding}: the two "
+                f"are not tied, and a result says tie_word_embeddings = false"
+            )
+    return None
+
+
+def _settle_bias(fit: _Fit, keys: dict[str, Any]) -> str | None:
+    """Change one setting of biases, with which more fits, where only biases stand in the way."""
+    if not fit.faults or not all(name.endswith(".bias") for name in fit.faults):
+        return None
+    config = fit.model.config
+    for flag in sorted(name for name, value in vars(config).items() if "bias" in name and isinstance(value, bool)):
+        value = not getattr(config, flag)
+        other = _Fit.of(fit.files, {**keys, flag: value})
+        if len(other.faults) < len(fit.faults):
+            keys[flag] = value
+            settled = sorted({*fit.faults} - {*other.faults})
+            has = "has" if value else "lacks"
+            label = f"config.json says {flag} = {_word(not value)}"
+            return f"{label}, and the model in the files {has} {_some(settled)}: it is {_word(value)}"
+    return None
+
+
+def _alike(one: StoredTensor, other: StoredTensor, names: tuple[str, str]) -> bool:
+    """Do both hold the same numbers? Read in pieces, up to the first that differs."""
+    if one.shape != other.shape:
+        return False
+    pieces: Iterator[tuple[torch.Tensor, torch.Tensor]] = zip(
+        read_pieces(names[0], one), read_pieces(names[1], other), strict=True
+    )
+    return all(
+        torch.equal(left, right.to(left.dtype)) and torch.equal(left.to(right.dtype), right) for left, right in pieces
+    )
+
+
+def _module(model: PreTrainedModel, name: str) -> torch.nn.Module | None:
+    return dict(model.named_modules()).get(name)
+
+
+def _name_of(model: PreTrainedModel, module: torch.nn.Module) -> str:
+    return next(f"{name}.weight" for name, one in model.named_modules() if one is module)
+
+
+def _word(value: bool) -> str:
+    return str(value).lower()
+
+
+def _some(names: Collection[str]) -> str:
+    shown = list(names)[:_MOST_SHOWN]
+    return ", ".join(shown) + (f" and {len(names) - len(shown):,} more tensors" if len(names) > len(shown) else "")
