@@ -8,6 +8,7 @@ The reference is transformers' own whole model in fp32, loaded by ``from_pretrai
 
 from __future__ import annotations
 
+import copy
 import sys
 import tempfile
 import warnings
@@ -29,7 +30,13 @@ from hetero_mpi.model.layer.loss import IGNORED, Routed
 from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, uses_dropout
-from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES, ROUTER_LOSS_FAMILIES
+from hetero_mpi.model.transformers.supported import (
+    LEAKING_FAMILIES,
+    PADDING_FAMILIES,
+    PROVEN_FAMILIES,
+    REFUSED_FAMILIES,
+    ROUTER_LOSS_FAMILIES,
+)
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from hetero_mpi.model.tuning import Tuning, adapted, adapter_tuning, lora_config
 from tests.support.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
@@ -42,6 +49,9 @@ ISOLATION_LIMIT = 1e-4
 Where records see each other, some gradient differs by more than 1e-2."""
 _RECORDS = ([7, 9, 8], [24])
 """Lengths of the records of each sequence."""
+_LIMIT = 16
+"""Tokens beyond which a text has another rotary table, where that is tried: some records are shorter, one is longer."""
+_BY_LENGTH = ("longrope", "dynamic", "windowed")
 _LENGTHS = (24, 9)
 """Tokens of each sequence of ``_batch`` up to the last that is learnt."""
 
@@ -67,6 +77,8 @@ class Trial:
     """Do records of one sequence not see each other where positions say which they are?"""
     router_loss: bool
     """Has it one, which three stages compute?"""
+    by_length: tuple[str, ...]
+    """Which of ``_BY_LENGTH`` it knows, under which records side by side have the numbers of each by itself."""
 
 
 def try_family(family: str) -> Trial:
@@ -99,6 +111,7 @@ def try_family(family: str) -> Trial:
         _can_start_from_scratch(chain),
         _isolates(family),
         _router_loss(family),
+        tuple(kind for kind in _BY_LENGTH if _compare_by_length(family, kind)),
     )
 
 
@@ -323,6 +336,75 @@ def _isolates(family: str) -> bool:
     return set(found) == set(expected) and all(alike) and abs(packed - apart) <= LIMIT * apart
 
 
+def _compare_by_length(family: str, kind: str) -> bool:
+    """Records and padding side by side against transformers' own model that sees each record alone. False: there is no such kind.
+
+    A long and a short record are in one micro-batch; where records do not see each other, some are in one sequence, too.
+    """
+    keys = _keys_by_length(family, kind)
+    if keys is None or family in PADDING_FAMILIES:
+        return False
+    chain = TransformersChain(_config({**keys, "tie_word_embeddings": False}))
+    tokens, targets = _batch()
+    count = int((targets != IGNORED).sum())
+    records = ([24], [9, 15]) if family in LEAKING_FAMILIES else _RECORDS
+    with tempfile.TemporaryDirectory() as directory:
+        whole = _whole_model(chain.config, directory)
+        stages = _stages(chain, FileStart(ModelFiles(directory), chain), 2, 4)
+    places = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in records])
+    together = _through(stages, MicroBatch(0, 0, 0, count, places), tokens, targets)
+    alone = 0.0
+    for row, lengths in enumerate(records):
+        for own, targets_of in zip(tokens[row].split(lengths), targets[row].split(lengths), strict=True):
+            fresh = copy.deepcopy(whole)  # a rotary table of an earlier text may be kept
+            logits = fresh(input_ids=own[None], use_cache=False).logits.float()[0]
+            loss = F.cross_entropy(logits, targets_of, ignore_index=IGNORED, reduction="sum") / count
+            if loss.isfinite() and loss > 0:
+                loss.backward()
+                alone += float(loss)
+                for mine, its in zip(whole.parameters(), fresh.parameters(), strict=True):
+                    if its.grad is not None:
+                        mine.grad = its.grad if mine.grad is None else mine.grad + its.grad
+    found = {name: p.grad for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    unlike = [
+        name for name in expected if (found[name] - expected[name]).norm() > ISOLATION_LIMIT * expected[name].norm()
+    ]
+    if set(found) != set(expected) or unlike or abs(together - alone) > LIMIT * alone:
+        raise Different(
+            f"{kind}: loss {together} instead of {alone}, which each record has alone; gradients: {unlike[:3]}"
+        )
+    return True
+
+
+def _keys_by_length(family: str, kind: str) -> dict[str, object] | None:
+    """A configuration of the family under which lengths matter; None: it knows no such kind, or transformers cannot compute it."""
+    keys = tiny_keys(family)
+    if kind == "windowed":
+        return keys if any("sliding_window" in key for key in keys) else None
+    model = build_on_meta(_config(keys))
+    rope = getattr(model.config, "rope_parameters", None)
+    rotary = next((one for one in model.modules() if hasattr(one, "rope_type")), None)
+    if not rope or rotary is None:
+        return None
+
+    def changed(known: dict[str, object], prefix: str = "") -> dict[str, object]:
+        numbers = len(getattr(rotary, f"{prefix}inv_freq"))
+        longer = [1.0 + 3.0 * number for number in range(numbers)]
+        factors = {"short_factor": [1.0] * numbers, "long_factor": longer, "original_max_position_embeddings": _LIMIT}
+        return {**known, "rope_type": kind, "factor": 4.0, **(factors if kind == "longrope" else {})}
+
+    of_kinds = {name: changed(known, f"{name}_") for name, known in rope.items() if isinstance(known, dict)}
+    keys |= {"rope_parameters": of_kinds or changed(rope)}
+    keys |= {"max_position_embeddings": _LIMIT} if kind == "dynamic" else {}
+    try:
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(_config(keys), dtype=torch.float32)(input_ids=_batch()[0], use_cache=False)
+    except Exception:  # a family need not know every rule of rotary tables
+        return None
+    return keys
+
+
 def _router_loss(family: str) -> bool:
     """Compare the loss of routers, with and without an adapter. False: transformers has none, or another; it is refused."""
     keys = {
@@ -349,6 +431,7 @@ def document(rows: list[str]) -> str:
     return _TEXT.format(
         version=transformers.__version__,
         count=len(PROVEN_FAMILIES),
+        padding=", ".join(PADDING_FAMILIES),
         plans=len(families()),
         proven=proven,
         refused=refused,
@@ -369,6 +452,9 @@ The table that decides is `hetero_mpi/model/transformers/supported.py`.
   They do so with tied and with separate embeddings, from the weights that `from_pretrained` loads.
 * With dropout in all places, one stage and four stages draw the same masks.
 * With LoRA (random B), three stages give the loss and gradients of plain peft.
+* With rotary tables of kind longrope or dynamic, and with windows, records and padding side by side have the loss of each alone.
+  The reference is again transformers' whole model.
+  In {padding} padding counts, and a run says so.
 
 The columns:
 

@@ -153,9 +153,14 @@ class Dataset(Rows):
         assert self.answers is not None
         return int(pair_counts(self.answers).max())
 
+    @property
+    def padded(self) -> bool:
+        """Does any row go on after its last target?"""
+        return bool((self.targets[:, -1] == IGNORED).any())
+
     def placed(self) -> Dataset:
         """With positions where it has none: each row is one text up to its last target, and what is behind that another one."""
-        if self.positions is not None:
+        if self.positions is not None or not self.padded:
             return self
         lengths = Batch(self.tokens, self.targets, 0).lengths[:, None]
         places = np.arange(self.tokens.shape[1], dtype=np.int32)

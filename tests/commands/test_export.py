@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.checkpoint import checkpoint_path
@@ -19,6 +20,7 @@ from hetero_mpi.model.adapter_files import adapter_of, check_adapter
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import adapter_tuning
+from hetero_mpi.runtime.generate.source import stop_tokens
 from tests.support import training_cases
 from tests.support.made_up_profile import write_profile
 from tests.support.mpi import ROOT
@@ -29,6 +31,9 @@ FULL = Case("full", "gemma2", True, 0.0, True, 4, "even", dtype="bf16")
 TUNED = Case("tuned", "llama", False, 0.0, True, 4, "even", tuning="nf4")
 DORA = Case("dora", "llama", False, 0.0, True, 4, "even", tuning="dora")
 RSLORA = Case("rslora", "llama", False, 0.0, True, 4, "even", tuning="rslora")
+NARROW = Case("narrow", "llama", False, 0.0, True, 4, "even", tuning="lora")
+GENERATION = {"eos_token_id": list(range(3, 320, 2)), "temperature": 0.6, "top_k": 20, "use_cache": False}
+"""Of two bases. So many tokens end a text that one of them is written soon."""
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +43,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = training_cases.corpus(root)
     tokenizer = training_cases.tokenizer_directory(root, text)
     entries = []
-    for case in (FULL, TUNED, DORA, RSLORA):
+    for case in (FULL, TUNED, DORA, RSLORA, NARROW):
         model = training_cases.model_directory(root, case)
+        if case in (FULL, NARROW):
+            (model / "generation_config.json").write_text(json.dumps(GENERATION))
+        if case is NARROW:
+            narrow(model)
         adapter = training_cases.adapter_directory(root, case) if case.tuning != "full" else None
         job = root / f"{case.name}.toml"
         job.write_text(training_cases.job_text(case, model, tokenizer, text, adapter))
@@ -49,6 +58,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = run_pooled(2, "train_cases", [str(root / "cases.json")], timeout_s=240)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return root
+
+
+def narrow(model: Path) -> None:
+    """Make the matrices bf16, and leave norms in fp32 and the label of config.json as it is."""
+    tensors = load_file(model / "model.safetensors")
+    narrowed = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in tensors.items()}
+    save_file(narrowed, model / "model.safetensors", {"format": "pt"})
+    assert json.loads((model / "config.json").read_text())["dtype"] == "float32"
 
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 320
@@ -97,6 +114,40 @@ def test_a_merged_model_np2(runs: Path, tmp_path: Path, name: str) -> None:
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.allclose(logits(ours), logits(merged), rtol=1e-5, atol=1e-5)
     assert ours.dtype == torch.float32
+
+
+def test_a_merged_model_has_the_dtypes_of_its_base_np2(runs: Path, tmp_path: Path) -> None:
+    sentence = export(runs / "narrow", tmp_path / "out", merge=True)
+    base, ours = (load_file(path / "model.safetensors") for path in (runs / "narrow-start", tmp_path / "out"))
+    assert {name: tensor.dtype for name, tensor in ours.items()} == {name: t.dtype for name, t in base.items()}
+    assert any(not torch.equal(ours[name], base[name]) for name in ours)
+    assert (
+        "a model in bfloat16" in sentence
+        and json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    )
+
+
+@pytest.mark.parametrize("what", ["full", "full exported", "narrow merged"])
+def test_transformers_stops_where_we_stop_np2(runs: Path, tmp_path: Path, what: str) -> None:
+    """The base's generation_config.json is kept, the taught end is added, and keys and values are cached."""
+    name, directory = what.split()[0], tmp_path / "out"
+    if what == "full":
+        directory = runs / "full" / "model"
+    else:
+        export(runs / name, directory, merge=name == "narrow")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    end = tokenizer.eos_token_id
+    written = json.loads((directory / "generation_config.json").read_text())
+    kept = {key: value for key, value in GENERATION.items() if key != "use_cache"}
+    assert written == {**kept, "eos_token_id": [*GENERATION["eos_token_id"], end]}
+    config = json.loads((directory / "config.json").read_text())
+    assert "use_cache" not in config and config["eos_token_id"] == end == 0
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert model.config.use_cache and model.generation_config.use_cache in (None, True)
+    stops = stop_tokens(config, directory, tokenizer)
+    assert sorted(model.generation_config.eos_token_id) == stops
+    new = model.generate(TOKENS[:1], do_sample=False)[0, TOKENS.shape[1] :].tolist()
+    assert new[-1] in stops and not set(new[:-1]) & set(stops)
 
 
 def test_what_cannot_be_exported_np2(runs: Path, tmp_path: Path) -> None:

@@ -62,7 +62,10 @@ class _Rotary:
                 self._reset(prefix)
             mine = tables == table
             given = self._whole(x, torch.where(mine, position_ids, 0), **keywords)
-            found = given if found is None else _chosen(mine, given, found)
+            of_tokens = (
+                mine if mine.ndim == 2 else mine[0]
+            )  # texts have the same positions in all three dimensions of a picture
+            found = given if found is None else _chosen(of_tokens, given, found)
         return found
 
     def _reset(self, prefix: str) -> None:
@@ -73,13 +76,13 @@ class _Rotary:
 
 
 def record_lengths(positions: torch.Tensor) -> torch.Tensor:
-    """For each token (B, T) the length of its record, of which positions go up one by one."""
-    count = positions.shape[1]
+    """For each token (..., T) the length of its record, of which positions go up one by one."""
+    count = positions.shape[-1]
     places = torch.arange(count, device=positions.device).expand_as(positions)
     ends = torch.ones_like(positions, dtype=torch.bool)
-    ends[:, :-1] = positions.diff(dim=1) != 1
-    last = torch.where(ends, places, count).flip(1).cummin(1).values.flip(1)
-    return positions.gather(1, last) + 1
+    ends[..., :-1] = positions.diff(dim=-1) != 1
+    last = torch.where(ends, places, count).flip(-1).cummin(-1).values.flip(-1)
+    return positions.gather(-1, last) + 1
 
 
 def _chosen(mine: torch.Tensor, given: Any, others: Any) -> Any:

@@ -127,8 +127,8 @@ class _Fit:
             )
         if self.foreign:
             raise UserError(
-                f"{directory}: the files hold {_some(self.foreign)}, which a {config.model_type} model has not by config.json; without "
-                f"them it would compute something else: correct config.json, merge adapters into the weights, or unpack quantised ones"
+                f"{directory}: the files hold {_some(self.foreign)}, which a {config.model_type} model lacks by config.json, and "
+                f"it would compute something else without: correct config.json, merge adapters, or unpack quantised weights"
             )
 
     def unread_notes(self) -> list[str]:

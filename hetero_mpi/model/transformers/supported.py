@@ -145,6 +145,9 @@ LEAKING_FAMILIES = {
 }
 """Proven families in which packed records see each other -> why, as the end of a sentence that begins with the family's name."""
 
+PADDING_FAMILIES = ("axk2", "deepseek_v32", "doge", "dots3_note_text")
+"""Proven families that choose which tokens are seen among all that are there, so that padding counts, in transformers as well."""
+
 _COMPOSITE = "is a composite with other inputs than text; only its text part, {}, is a chain of blocks"
 _NO_TEXT_PART = "is a composite with other inputs than text; its text part, {}, is refused too"
 _STREAMS = "keeps several residual streams (hyper-connections), collapsed by parameters outside its pipeline plan"

@@ -25,7 +25,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.generation import end_tokens, read_generation, with_end
 from hetero_mpi.model.transformers.record_rotary import depends_on_length
 from hetero_mpi.model.transformers.stored_model import stored_model
-from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES
+from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES, PADDING_FAMILIES
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.custom_model import read_factory
 
@@ -82,7 +82,8 @@ def _from_text(loaded: LoadedJob) -> Material:
         if read is not None:
             notes.append(f"{name}: {read.report.files:,} files, {read.report.bytes / 1e6:.1f} MB of text")
     notes.extend(dataset.notes)
-    dataset = _placed(dataset, config)
+    dataset, remarks = _placed(dataset, config)
+    notes.extend(remarks)
     generation = _with_end(config, generation, tokenizer)
     return Material(config, tokenizer, dataset, tuple(notes), generation=generation)
 
@@ -124,7 +125,8 @@ def _from_records(loaded: LoadedJob) -> Material:
     if form.kind == "plain":
         # So that whoever loads the result can ask it in the words it was taught in.
         tokenizer.chat_template = form.source
-    dataset = _placed(dataset, config)
+    dataset, remarks = _placed(dataset, config)
+    notes.extend(remarks)
     generation = _with_end(config, generation, tokenizer)
     return Material(config, tokenizer, dataset, (*notes, *dataset.notes), form.kind, len(bad.problems), generation)
 
@@ -216,9 +218,16 @@ def _with_end(
     return generation
 
 
-def _placed(dataset: Dataset, config: dict[str, Any]) -> Dataset:
-    """With positions that tell texts from padding, where the model computes a text by its length."""
-    return dataset if not depends_on_length(read_config(config)) else dataset.placed()
+def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str]]:
+    """The data with positions that tell texts from padding, where the model computes a text by its length; and a remark where
+    padding counts all the same."""
+    told, family = [], str(config["model_type"])
+    if family in PADDING_FAMILIES and dataset.padded:
+        told.append(
+            f"padding counts: which tokens a {family} model looks at depends on how many there are, so a padded text's loss is not "
+            f"quite what it has alone"
+        )
+    return dataset.placed() if depends_on_length(read_config(config)) else dataset, told
 
 
 def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:

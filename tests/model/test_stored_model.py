@@ -1,0 +1,205 @@
+"""Where a model directory's config.json and tensors disagree: the tensors count, or the directory is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.files import model_files
+from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.stored_model import stored_model
+from hetero_mpi.model.transformers.weights import FileStart
+from hetero_mpi.model.tuning import nothing_trained
+from tests.support.family_configs import VOCABULARY, tiny_keys
+
+Tensors = dict[str, torch.Tensor]
+TOKENS = torch.arange(24).view(2, 12) * 7 % 300
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Callable[..., Path]:
+    """Makes the directory of a tiny model, of which config.json and tensors are then changed."""
+
+    def make(
+        family: str = "llama",
+        labels: dict[str, Any] | None = None,
+        change: Callable[[Tensors], object] = lambda tensors: None,
+        **keys: Any,
+    ) -> Path:
+        torch.manual_seed(5)
+        config = {**tiny_keys(family), **keys}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+        model.float().save_pretrained(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        written = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**written, **(labels or {})}))
+        return tmp_path
+
+    return make
+
+
+def own_logits(path: Path) -> torch.Tensor:
+    chain = TransformersChain(read_config(stored_model(ModelFiles(path)).config))
+    start = FileStart(ModelFiles(path), chain)
+    stage = Stage(chain, 0, chain.layer_count, Backend(), "fp32", start, tuning=nothing_trained())
+    return stage.apply(TOKENS)
+
+
+def require_equal_to_transformers(path: Path) -> None:
+    with torch.no_grad():
+        assert torch.equal(own_logits(path), AutoModelForCausalLM.from_pretrained(path).float()(TOKENS).logits)
+
+
+def test_a_head_of_its_own_is_not_tied_whatever_config_json_says(directory: Any) -> None:
+    path = directory(labels={"tie_word_embeddings": True}, tie_word_embeddings=False)
+    found = stored_model(ModelFiles(path))
+    assert found.config["tie_word_embeddings"] is False
+    assert "lm_head.weight in the files is another matrix than model.embed_tokens.weight" in found.notes[0]
+    require_equal_to_transformers(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_is_the_embedding_stays_tied_up_to_its_last_number(
+    directory: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(tensors: Tensors) -> None:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].bfloat16().float()
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].to(dtype, copy=True)
+
+    path = directory(tie_word_embeddings=True, change=copy)
+    found = stored_model(ModelFiles(path))
+    assert found.config["tie_word_embeddings"] is True and not found.notes
+
+    def spoil(tensors: Tensors) -> None:
+        copy(tensors)
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    sizes: list[int] = []
+    read = model_files.read_pieces
+    monkeypatch.setattr(model_files.read_pieces, "__defaults__", (1000,))
+    path = directory(tie_word_embeddings=True, change=spoil)
+    assert stored_model(ModelFiles(path)).config["tie_word_embeddings"] is False
+    stored = ModelFiles(path).names["lm_head.weight"]
+    sizes += [len(piece) for piece in read("lm_head.weight", stored)]
+    assert sizes == [1000] * 10 + [VOCABULARY * 32 - 10_000]
+
+
+@pytest.mark.parametrize("label", [300, 400])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_vocabulary_has_the_rows_of_the_files(directory: Any, label: int, tied: bool) -> None:
+    path = directory(labels={"vocab_size": label}, tie_word_embeddings=tied)
+    found = stored_model(ModelFiles(path))
+    assert found.config["vocab_size"] == VOCABULARY
+    assert found.notes == (
+        f"config.json says vocab_size {label}, and model.embed_tokens.weight has {VOCABULARY} rows in the files, which is taken",
+    )
+    assert own_logits(path).shape == (2, 12, VOCABULARY)
+
+
+def test_biases_are_there_where_the_files_have_them(directory: Any) -> None:
+    def random_biases(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("bias"):
+                tensor.normal_()
+
+    path = directory(attention_bias=True, mlp_bias=True, change=random_biases)
+    expected = own_logits(path)
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**written, "attention_bias": False, "mlp_bias": False}))
+    found = stored_model(ModelFiles(path))
+    assert found.config["attention_bias"] is True and found.config["mlp_bias"] is True and len(found.notes) == 2
+    assert torch.equal(own_logits(path), expected)
+
+    path = directory(labels={"attention_bias": True}, attention_bias=False)
+    (note,) = stored_model(ModelFiles(path)).notes
+    assert note.startswith(
+        "config.json says attention_bias = true, and the model in the files lacks model.layers.0.self_attn."
+    )
+
+
+def test_the_dtype_is_that_of_most_bytes(directory: Any) -> None:
+    def narrow(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            if tensor.ndim > 1:
+                tensors[name] = tensor.bfloat16()
+
+    path = directory(labels={"dtype": "float32"}, change=narrow)
+    found = stored_model(ModelFiles(path))
+    assert found.config["dtype"] == "bfloat16" and "most of the weights are bfloat16" in found.notes[0]
+    for odd in ("word", 7, None):
+        path = directory(labels={"dtype": odd}, change=narrow)
+        assert stored_model(ModelFiles(path)).config["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"num_hidden_layers": 3}, r"the files hold 4 blocks .* by config.json the model has 3"),
+        ({"num_hidden_layers": 6}, r"the files hold 4 blocks .* by config.json the model has 6"),
+        ({"intermediate_size": 48}, r"mlp\.down_proj\.weight has shape \(32, 64\) in the files but \(32, 48\)"),
+        ({"hidden_size": 64}, r"has shape \(320, 32\) in the files but \(320, 64\)"),
+        ({"num_key_value_heads": 4}, r"k_proj\.weight has shape \(16, 32\) in the files but \(32, 32\)"),
+        ({"head_dim": 4}, r"has shape"),
+        ({"model_type": "qwen3"}, r"the files lack model\.layers\.0\.self_attn\.[qk]_norm\.weight"),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers"),
+        ({"hidden_size": 33}, "hidden size"),
+        ({"num_attention_heads": 0}, "correct the value"),
+        ({"vocab_size": [1]}, "vocab_size"),
+    ],
+)
+def test_labels_that_cannot_be_right_are_refused(directory: Any, labels: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        stored_model(ModelFiles(directory(labels=labels)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.layers.1.self_attn.q_proj.lora_A.default.weight",
+        "model.layers.1.self_attn.q_proj.weight_scale_inv",
+        "model.layers.9.mlp.up_proj.weight",
+        "model.layers.1.self_attn.q_proj.bias",
+        "lm_head.modules_to_save.default.weight",
+    ],
+)
+def test_tensors_of_layers_that_nobody_reads_are_refused(directory: Any, name: str) -> None:
+    path = directory(tie_word_embeddings=False, change=lambda tensors: tensors.update({name: torch.ones(32)}))
+    with pytest.raises(UserError, match=r"the files hold"):
+        stored_model(ModelFiles(path))
+
+
+def test_tensors_of_other_parts_are_counted_and_computed_ones_are_not(directory: Any) -> None:
+    def add(tensors: Tensors) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["model.layers.0.self_attn.masked_bias"] = torch.ones(())
+        tensors["model.layers.0.self_attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool)
+
+    assert stored_model(ModelFiles(directory(change=add))).notes == ()
+
+    def add_head(tensors: Tensors) -> None:
+        tensors["v_head.summary.weight"] = torch.ones(1, 32)
+
+    assert stored_model(ModelFiles(directory(change=add_head))).notes == (
+        "the files hold tensors that are not read, and not written to a result: v_head.summary.weight",
+    )
+    further = directory(
+        "glm4_moe",
+        change=lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.ones(32, 64)}),
+        labels={"num_nextn_predict_layers": 1},
+    )
+    assert "model.layers.4.eh_proj.weight" in stored_model(ModelFiles(further)).notes[0]
