@@ -397,6 +397,7 @@ def _keys_by_length(family: str, kind: str) -> dict[str, object] | None:
     of_kinds = {name: changed(known, f"{name}_") for name, known in rope.items() if isinstance(known, dict)}
     keys |= {"rope_parameters": of_kinds or changed(rope)}
     keys |= {"max_position_embeddings": _LIMIT} if kind == "dynamic" else {}
+    keys |= {"original_max_position_embeddings": _LIMIT} if "original_max_position_embeddings" in keys else {}
     try:
         torch.manual_seed(5)
         AutoModelForCausalLM.from_config(_config(keys), dtype=torch.float32)(input_ids=_batch()[0], use_cache=False)

@@ -173,6 +173,35 @@ def test_a_prompt_passes_in_pieces_and_others_go_on_meanwhile(
             assert [tokens[number] for tokens in rounds if number in tokens] == expected
 
 
+_ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
+_LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 7.0, 10.0], **_ROPE}
+BY_LENGTH = {
+    "phi3": {"rope_parameters": _LONG, "original_max_position_embeddings": 16},
+    "llama": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **_ROPE}, "max_position_embeddings": 16},
+    "qwen3": {"rope_parameters": _LONG},
+}
+
+
+@pytest.mark.parametrize("family", BY_LENGTH)
+def test_rotary_tables_are_those_of_each_text(family: str, tmp_path: Path) -> None:
+    """A text crosses the limit while it is written, others before or never: the tokens are those of transformers for each alone."""
+    path = model_directory(tmp_path, Case("lengths", family, False, 0.0, True, 2, "even"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **BY_LENGTH[family]}))
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(1, 300, (length,), generator=generator).tolist() for length in (25, 10, 3, 16)]
+    tasks = {n: Task(prompt, [], 10, Sampling()) for n, prompt in enumerate(prompts)}
+    rounds, _ = written_by(path, (2, 4), (0, 1, 2), tasks, 512)
+    for number, task in tasks.items():
+        model = AutoModelForCausalLM.from_pretrained(path)  # anew: a table of an earlier text may be kept
+        ids = torch.tensor([task.prompt])
+        expected = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10, eos_token_id=None
+        )[0, len(task.prompt) :].tolist()  # fmt: skip
+        assert len(set(expected)) > 3, "a model that repeats itself proves nothing"
+        assert [tokens[number] for tokens in rounds] == expected
+
+
 def written_by(
     path: Path, cuts: tuple[int, ...], ranks: tuple[int, ...], tasks: dict[int, Task], piece_tokens: int
 ) -> tuple[list[dict[int, int]], list[int]]:

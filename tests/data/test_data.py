@@ -207,6 +207,17 @@ def test_padding_teaches_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(dataset.fingerprint()) == 32
 
 
+def test_positions_tell_texts_from_padding(tokenizer: PreTrainedTokenizerFast) -> None:
+    dataset = build_sequences(["one two", "a b c d e f g h i j k"], tokenizer, 12, False, 0.0, 1)
+    placed = dataset.placed()
+    assert dataset.positions is None and placed.positions is not None and dataset.padded
+    for row, targets in zip(placed.positions, dataset.targets, strict=True):
+        length = int(np.flatnonzero(targets != IGNORED)[-1]) + 1
+        assert row.tolist() == [*range(length), *range(len(row) - length)]
+    packed = build_sequences(["one two three"] * 20, tokenizer, 12, True, 0.0, 1)
+    assert packed.placed() is packed and placed.placed() is placed, "without padding, or with positions, nothing is to be told"
+
+
 def test_a_tokenizer_that_cuts_and_pads_by_itself_is_not_obeyed(tokenizer: PreTrainedTokenizerFast) -> None:
     cutting = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token=END_TOKEN)
     plain = build_sequences(TEXTS, tokenizer, 16, packing=True, held_out=0.1, seed=3)
