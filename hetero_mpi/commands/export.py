@@ -31,7 +31,7 @@ from hetero_mpi.model.layer.interface import PassThrough
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart
-from hetero_mpi.model.tuning import MAGNITUDE, Tuning, expert_delta, merged, scale_of, tuning_of
+from hetero_mpi.model.tuning import MAGNITUDE, Tuning, expert_delta, merged, tuning_of
 from hetero_mpi.state.checkpointing import check_tensors
 
 _RESULTS = ("model", "adapter")
@@ -129,11 +129,10 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
 
 
 def _write_adapter(source: ExportSource, target: Path) -> str:
-    assert source.tuning.adapter is not None
     state = {name: _read(source, name) for name in source.tuning.trainable}
     base = str(source.base) if source.base is not None else None
     with adapter_directory(target) as whole:
-        write_adapter(whole.path, source.tuning.adapter, source.tuning.suffixes(), state, base)
+        write_adapter(whole.path, source.tuning, state, base)
         _copy_tokenizer(source, whole.path)
     return "a PEFT adapter"
 
@@ -159,7 +158,7 @@ def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
             a, b = (_read(source, f"{module}.lora_{side}.weight") for side in "AB")
             delta = expert_delta(model, name, a, b) if name in source.tuning.parameters else b @ a
             magnitude = _read(source, f"{module}{MAGNITUDE}") if adapter.dora else None
-            state[name] = merged(state[name], scale_of(adapter) * delta, magnitude)
+            state[name] = merged(adapter, name.removesuffix(".weight"), state[name], delta, magnitude)
         yield {name: tensor.to(start.dtypes[name]) for name, tensor in state.items()}
         for name in chain.module_names(layer):
             model.set_submodule(name, PassThrough())

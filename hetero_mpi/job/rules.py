@@ -60,7 +60,8 @@ def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
     if get_origin(annotation) is list:
         least = bounds.get("min_length")
         (element,) = get_args(annotation)
-        what = "texts in quotes" if element is str else _describe(element, {}).replace("a number", "numbers")
+        one = _describe(element, {})
+        what = "texts in quotes" if element is str else one.removeprefix("a ").replace("number", "numbers")
         return f"a list of {what}" + (f" (at least {least})" if least else "")
     if get_origin(annotation) is dict:
         return "a table of keys"

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from hetero_mpi.job.contradictions import speed_change
 from hetero_mpi.planning.orders import SCHEDULES
@@ -23,6 +24,18 @@ else:
 Weights = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 Patterns = Annotated[list[str], Field(min_length=1)]
 """Files, as glob patterns."""
+
+
+def _compiled(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiled)]
+"""A regular expression."""
 
 
 class JobTable(BaseModel):
@@ -69,7 +82,7 @@ class AdapterTable(JobTable):
     method: Literal["none", "lora"] = "none"
     """"none" trains the model's own weights; "lora" trains adapters and writes a PEFT adapter directory."""
     path: str | None = None
-    """PEFT adapter directory to start from, with the same rank and targets; empty: a new adapter."""
+    """PEFT adapter directory to start from, with the same rank, alpha and targets; empty: a new adapter."""
     rank: Positive = 16
     """Width of the adapters (r)."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
@@ -86,6 +99,14 @@ class AdapterTable(JobTable):
     parameters: list[str] = []
     """Fused experts that get an adapter each, by name such as ["experts.gate_up_proj", "experts.down_proj"] (peft's
     ``target_parameters``; with ``dropout = 0``)."""
+    layers: Annotated[list[NotNegative], Field(min_length=1)] | None = None
+    """Blocks, counted from 0, whose linear layers get an adapter (peft's ``layers_to_transform``). Empty: those of the adapter in
+    ``path``, or all."""
+    rank_pattern: dict[Pattern, Positive] | None = None
+    """Other ranks for some layers: the end of a layer's name, or a regular expression of it -> rank. Empty: those of the adapter in
+    ``path``, or none."""
+    alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] | None = None
+    """Other alphas for some layers, as ``rank_pattern``."""
 
 
 class TokenizerTable(JobTable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,61 +12,56 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.model.files.model_directory import WholeDirectory, write_tensors
-from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_json, read_tensor
+from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_tensor
+from hetero_mpi.model.peft_config import CONFIG, PeftConfig, read_peft_config
 from hetero_mpi.model.tuning import FILE_PREFIX, Tuning, lora_config
 
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
 _A = ".lora_A.weight"
-_NOT_PLAIN = ("rank_pattern", "alpha_pattern", "bias", "modules_to_save", "layer_replication")
-"""Keys of peft's configuration that change what an adapter computes."""
 
 
-def write_adapter(
-    directory: Path, adapter: AdapterTable, targets: list[str], state: dict[str, torch.Tensor], base: str | None
-) -> None:
-    """Write an adapter into a directory that is there.
-
-    Args:
-        targets: last parts of the adapted modules' names.
-        state: adapter tensor (without peft's prefix) -> fp32 host tensor.
-    """
-    config = lora_config(adapter, targets, list(adapter.parameters))
+def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor], base: str | None) -> None:
+    """Write an adapter into a directory that is there. ``state``: adapter tensor (without peft's prefix) -> fp32 host tensor."""
+    assert tuning.adapter is not None
+    written = tuning.written
+    layers = list(written.layers) if written.layers is not None else None
+    config = lora_config(tuning.adapter, list(written.modules), list(written.parameters), layers)
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(directory))
+    keys = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    keys |= {
+        key: getattr(config, key) for key in ("rank_pattern", "alpha_pattern")
+    }  # peft sorts them, and the first match counts
+    (directory / CONFIG).write_text(json.dumps(keys, indent=2), encoding="utf-8")
     write_tensors(directory / _WEIGHTS, {FILE_PREFIX + name: tensor for name, tensor in state.items()})
 
 
 def adapter_directory(directory: Path) -> WholeDirectory:
     """A place for ``write_adapter`` and the tokenizer, which replaces ``directory`` when all is there."""
-    return WholeDirectory(directory, "PEFT adapter directory", _CONFIG, (_WEIGHTS,))
+    return WholeDirectory(directory, "PEFT adapter directory", CONFIG, (_WEIGHTS,))
 
 
 def check_adapter(directory: Path, tuning: Tuning) -> None:
     """Refuse an adapter that does not fit.
 
-    :raises UserError: missing or damaged files, another rank, alpha or set of targets than the job's.
+    :raises UserError: missing or damaged files, a setting that is not computed, or another one than the job's.
     """
-    config = _read_config(directory)
+    config, _ = _read(directory)
     adapter = tuning.adapter
     assert adapter is not None
-    for key, ours, theirs in (
-        ("rank", adapter.rank, config.get("r")),
-        ("alpha", adapter.alpha, config.get("lora_alpha")),
-        ("rslora", adapter.rslora, bool(config.get("use_rslora"))),
-        ("dora", adapter.dora, bool(config.get("use_dora"))),
-    ):
-        if ours != theirs:
+    for key, value in _as_job(config).items():
+        if (getattr(adapter, key) or None) != (value or None):
             raise UserError(
-                f"{directory}: the adapter has {key} = {as_toml(theirs)}, the job says [adapter] {key} = {as_toml(ours)}; make "
-                f"them equal"
+                f"{directory}: the adapter has {key} = {as_toml(value)}, the job says [adapter] {key} = "
+                f"{as_toml(getattr(adapter, key))}; make them equal"
             )
     shapes = {name: stored.shape for name, stored in _stored(directory).items()}
     if set(shapes) != set(tuning.trainable):
         odd = sorted(set(shapes) ^ set(tuning.trainable))[0]
         where = "the adapter but not by this job" if odd in shapes else "this job but not by the adapter"
         raise UserError(
-            f"{directory}: {odd} is trained by {where}; set [adapter] targets and parameters as the adapter has them"
+            f"{directory}: {odd} is trained by {where}; set [adapter] targets, layers and parameters as the adapter has them"
         )
     for name, shape in shapes.items():
         if shape != tuning.trainable[name].shape:
@@ -75,25 +71,37 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
 
 
 def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
-    """What an adapter is, as the job's keys say it (targets by their full names), and its base model's directory.
+    """What an adapter is, as the job's keys say it (targets by their full names), and its base model's name or directory.
 
-    :raises UserError: missing or damaged files, or a kind of adapter that is not plain LoRA.
+    :raises UserError: as ``check_adapter``, for the adapter alone.
     """
-    config = _read_config(directory)
-    unusual = [key for key in _NOT_PLAIN if config.get(key) not in (None, False, "none", {}, [])]
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if unusual or type(rank) is not int or not isinstance(alpha, int | float) or rank < 1 or alpha <= 0:
-        what = f"{unusual[0]} = {config[unusual[0]]!r}" if unusual else f"r = {rank!r}, lora_alpha = {alpha!r}"
-        raise UserError(f"{directory / _CONFIG}: hetero_mpi knows plain LoRA, not {what}; merge the adapter with peft")
-    parameters = list(config.get("target_parameters") or [])
-    holders = tuple(f".{name.rpartition('.')[0]}" for name in parameters)
-    names = sorted(name.removesuffix(_A) for name in _stored(directory) if name.endswith(_A))
-    targets = [name for name in names if not parameters or not f".{name.replace('.base_layer', '')}".endswith(holders)]
-    rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
-    table = AdapterTable(
-        method="lora", rank=rank, alpha=float(alpha), targets=targets, parameters=parameters, rslora=rslora, dora=dora
-    )
-    return table, config.get("base_model_name_or_path")
+    config, modules = _read(directory)
+    parameters = list(config.target_parameters or [])
+    table = AdapterTable(method="lora", path=str(directory), targets=modules, parameters=parameters, **_as_job(config))
+    return table, config.base_model_name_or_path
+
+
+def with_patterns_of(directory: Path, adapter: AdapterTable) -> AdapterTable:
+    """The job's table with what it leaves to the adapter that it starts from: patterns, and the blocks.
+
+    :raises UserError: as ``adapter_of``.
+    """
+    config, _ = _read(directory)
+    own = {**_as_job(config), "layers": config.layers}
+    left = {key: own[key] for key in ("layers", "rank_pattern", "alpha_pattern") if getattr(adapter, key) is None}
+    return adapter.model_copy(update=left)
+
+
+def _as_job(config: PeftConfig) -> dict[str, Any]:
+    """Settings by the job's keys."""
+    return {
+        "rank": config.r,
+        "alpha": config.lora_alpha,
+        "rslora": bool(config.use_rslora),
+        "dora": bool(config.use_dora),
+        "rank_pattern": config.rank_pattern or None,
+        "alpha_pattern": config.alpha_pattern or None,
+    }
 
 
 def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:
@@ -102,12 +110,19 @@ def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:
     return {name: read_tensor(name, stored[name]).float() for name in tuning.trainable}
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    config = read_json(directory / _CONFIG, f"Without it {directory} is not a PEFT adapter directory.")
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise UserError(f"{directory}: hetero_mpi continues LoRA adapters, this one is {kind!r}")
-    return config
+def _read(directory: Path) -> tuple[PeftConfig, list[str]]:
+    """The configuration, and the names of the modules that have tensors."""
+    config = read_peft_config(directory)
+    holders = tuple(f".{name.rpartition('.')[0]}" for name in config.target_parameters or [])
+    names = sorted(name.removesuffix(_A) for name in _stored(directory) if name.endswith(_A))
+    modules = [n for n in names if not holders or not f".{n.replace('.base_layer', '')}".endswith(holders)]
+    for name in modules:
+        if not config.reaches(name):
+            raise UserError(
+                f"{directory}: there are tensors of {name}, which the targets in {CONFIG} do not reach: peft would leave them out; "
+                f"correct target_modules there, or save the adapter again"
+            )
+    return config, modules
 
 
 def _stored(directory: Path) -> dict[str, StoredTensor]:

@@ -8,6 +8,7 @@ on the partition. peft takes seconds to import, for which a job without an adapt
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -18,11 +19,12 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, JobConfig
-from hetero_mpi.job.rules import EIGHT_BIT
+from hetero_mpi.job.rules import EIGHT_BIT, as_toml
 from hetero_mpi.model.eager_imports import imported_peft
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.layer.seeds import seeded
+from hetero_mpi.model.peft_config import of_pattern, reaches
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, language
 
 if TYPE_CHECKING:
@@ -38,24 +40,32 @@ FILE_PREFIX = "base_model.model."
 """What peft puts before the model's names in adapter files."""
 
 
-def lora_config(adapter: AdapterTable, targets: list[str] | str, parameters: list[str]) -> LoraConfig:
-    """peft's configuration of the job's adapter for the given targets: modules, and parameters of fused experts."""
+def lora_config(
+    adapter: AdapterTable, targets: list[str] | str, parameters: list[str], layers: list[int] | None = None
+) -> LoraConfig:
+    """peft's configuration of the job's adapter for the given targets: modules (in blocks ``layers``; None: wherever they are), and
+    parameters of fused experts."""
     config: LoraConfig = imported_peft().LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
+        rank_pattern=adapter.rank_pattern or {},
+        alpha_pattern=adapter.alpha_pattern or {},
         lora_dropout=adapter.dropout,
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
         target_modules=targets,
+        layers_to_transform=layers,
         target_parameters=parameters or None,
         task_type="CAUSAL_LM",
     )
     return config
 
 
-def scale_of(adapter: AdapterTable) -> float:
-    """The factor of B A."""
-    return adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)
+def scale_of(adapter: AdapterTable, name: str) -> float:
+    """The factor of B A of an adapted module, or parameter of fused experts."""
+    rank = of_pattern(adapter.rank_pattern or {}, name, adapter.rank)
+    alpha: float = of_pattern(adapter.alpha_pattern or {}, name, adapter.alpha)
+    return alpha / (math.sqrt(rank) if adapter.rslora else rank)
 
 
 @dataclass(frozen=True)
@@ -74,21 +84,27 @@ class Adapted:
 def adapted(whole: PreTrainedModel, adapter: AdapterTable) -> Adapted:
     """What the adapter is on ``whole``, a model on the meta device, which is changed.
 
-    :raises UserError: the targets match nothing, or something that they cannot be.
+    :raises UserError: a target, or a pattern's key, matches nothing, or something that it cannot be.
     """
-    inject = imported_peft().inject_adapter_in_model
+    imported_peft()
     from peft.tuners.lora.layer import ParamWrapper
 
     experts = _matched_experts(whole, adapter)
     linear_names = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
-    linears = sorted({name.rpartition(".")[2] for name in linear_names})
+    head = whole.get_output_embeddings()
+    linears = sorted({name.rpartition(".")[2] for name in linear_names if whole.get_submodule(name) is not head})
+    targets = adapter.targets
+    if targets == "all-linear" and adapter.layers is not None:  # peft takes either
+        targets = [end for end in linears if any(reaches(name, [end], adapter.layers) for name in linear_names)]
+    if isinstance(targets, list):
+        _check_targets(whole, targets, adapter.layers, linears)
     try:
         with torch.device("meta"):
-            inject(lora_config(adapter, adapter.targets, experts), whole)
-    except ValueError as error:
+            _inject(lora_config(adapter, targets, experts, adapter.layers), whole)
+    except (ValueError, RuntimeError) as error:
         raise UserError(
-            f"[adapter] targets = {adapter.targets!r} match no module of this model; its linear layers are "
-            f'{", ".join(linears)}; name some of them, or use "all-linear" ({error})'
+            f"[adapter] targets = {as_toml(adapter.targets)} cannot be adapted by peft: {error}; the linear layers of this model "
+            f'are {", ".join(linears)}; name some of them, or use "all-linear"'
         ) from error
     shapes = {
         _short(name): tuple(parameter.shape) for name, parameter in whole.named_parameters() if f".{_NAME}." in name
@@ -104,7 +120,47 @@ def adapted(whole: PreTrainedModel, adapter: AdapterTable) -> Adapted:
             f'fused experts in place of layers like gate_proj; name others instead, such as ["q_proj", "v_proj"], and the experts '
             f"in [adapter] parameters"
         )
+    _check_patterns(adapter, [*modules, *parameters])
     return Adapted(modules, parameters, shapes)
+
+
+def _check_targets(whole: PreTrainedModel, targets: list[str], layers: list[int] | None, linears: list[str]) -> None:
+    """Refuse a target, each for itself, that reaches no module, or one that is no linear layer."""
+    reached: dict[str, list[str]] = {target: [] for target in targets}
+    indices = set()
+    for name, _ in whole.named_modules():
+        parts = name.split(".")
+        for target in (".".join(parts[first:]) for first in range(len(parts))):
+            if target in reached and reaches(name, [target], layers):
+                reached[target].append(name)
+        indices |= {int(part) for part in filter(str.isdigit, parts[:3])}
+    offered = f'the linear layers of this model are {", ".join(linears)}; name some of them, or use "all-linear"'
+    missing = [layer for layer in layers or [] if layer not in indices]
+    if missing:
+        raise UserError(
+            f"[adapter] layers: this model has no block {missing[0]}; the first is 0, the last {max(indices)}"
+        )
+    for target, names in reached.items():
+        where = f" in blocks {as_toml(layers)}" if layers is not None else ""
+        if not names:
+            raise UserError(f"[adapter] targets: {target} matches no module of this model{where}; {offered}")
+        for module in map(whole.get_submodule, names):
+            if not isinstance(module, nn.Linear):
+                kind = "an embedding" if isinstance(module, nn.Embedding) else f"a {type(module).__name__}"
+                raise UserError(
+                    f"[adapter] targets: {target} is {kind}, and hetero_mpi adapts linear layers only; {offered}"
+                )
+
+
+def _check_patterns(adapter: AdapterTable, names: list[str]) -> None:
+    """Refuse a pattern of the job, not of an adapter's file, that matches nothing."""
+    for key in ("rank_pattern", "alpha_pattern") if adapter.path is None else ():
+        for pattern in getattr(adapter, key) or {}:
+            if not any(of_pattern({pattern: True}, name, False) for name in names):
+                raise UserError(
+                    f"[adapter] {key}: {as_toml(pattern)} matches no adapted layer; write the end of its name, such as "
+                    f"{as_toml(names[0].rpartition('.')[2])} or {as_toml(names[0])}"
+                )
 
 
 def _matched_experts(whole: PreTrainedModel, adapter: AdapterTable) -> list[str]:
@@ -140,11 +196,17 @@ def inject(
     """
     if not modules and not parameters:
         return {}
-    imported_peft().inject_adapter_in_model(lora_config(adapter, modules, parameters), model)
+    _inject(lora_config(adapter, modules, parameters), model)
     found = {_short(name): parameter for name, parameter in model.named_parameters() if f".{_NAME}." in name}
     for name, parameter in found.items():
         parameter.data = (parameter.data.float() if name.endswith(MAGNITUDE) else start(name)).to(device)
     return found
+
+
+def _inject(config: LoraConfig, model: PreTrainedModel) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of patterns for layers that other stages hold
+        imported_peft().inject_adapter_in_model(config, model)
 
 
 def expert_delta(whole: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -157,9 +219,17 @@ def expert_delta(whole: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Te
     return torch.einsum("ore,eri->eio" if transposed else "ore,eri->eoi", second, first)
 
 
-def merged(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor | None) -> torch.Tensor:
-    """A weight (out, in) with what its adapter adds, scaled; ``magnitude`` (out): DoRA's, else None."""
-    summed = weight + delta
+def merged(
+    adapter: AdapterTable, name: str, weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor | None
+) -> torch.Tensor:
+    """A weight (out, in) with what its adapter adds.
+
+    Args:
+        name: of the adapted module, or parameter of fused experts.
+        delta: B A.
+        magnitude: DoRA's (out), else None.
+    """
+    summed = weight + scale_of(adapter, name) * delta
     return summed if magnitude is None else (magnitude / torch.linalg.norm(summed, dim=1)).unsqueeze(1) * summed
 
 
@@ -185,6 +255,31 @@ _LEAST = 4096
 
 
 @dataclass(frozen=True)
+class PeftTargets:
+    """Targets as ``adapter_config.json`` has them: they reach what was adapted, and nothing else of the model."""
+
+    modules: tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
+    parameters: tuple[str, ...] = ()
+
+
+def peft_targets(model: PreTrainedModel, adapter: AdapterTable, found: Adapted) -> PeftTargets:
+    """The shortest targets: last parts of names, those in some blocks, or full names. ``model``: without adapters."""
+    names, wanted = [name for name, _ in model.named_modules()], set(found.modules)
+    ends = sorted({name.rpartition(".")[2] for name in wanted})
+    modules, layers = tuple(sorted(wanted)), None
+    for some in (None, adapter.layers):
+        if {name for name in names if reaches(name, ends, some)} == wanted:
+            modules, layers = tuple(ends), some
+            break
+    parameters = tuple(adapter.parameters)
+    held = {name for name, _ in model.named_parameters() if f".{name}".endswith(tuple(f".{end}" for end in parameters))}
+    if held != set(found.parameters):
+        parameters = tuple(sorted(found.parameters))
+    return PeftTargets(modules, tuple(layers) if layers is not None else None, parameters)
+
+
+@dataclass(frozen=True)
 class Tuning:
     """The trained tensors of a whole model and the state of the others; the same on every rank."""
 
@@ -198,6 +293,8 @@ class Tuning:
     """(layer, full name) of every adapted linear layer."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Full name of each adapted parameter of fused experts -> what the names of its adapter's tensors begin with."""
+    written: PeftTargets = PeftTargets()
+    """The targets in ``adapter_config.json``."""
     nf4: bool = False
     """Linear layers and fused experts of blocks are held in NF4."""
     double: bool = True
@@ -222,9 +319,16 @@ class Tuning:
         found = {f"{name}.weight": name for name in self.modules_in(first, last)}
         return found | {n: wrapper for n, wrapper in self.parameters.items() if first <= chain.layer_of(n) < last}
 
-    def suffixes(self) -> list[str]:
-        """Last parts of the adapted modules' names, as adapter configurations list them."""
-        return sorted({name.rpartition(".")[2] for _, name in self.modules})
+    def summary(self, chain: LayerChain) -> str:
+        """What an adapter trains, in a line."""
+        names = sorted({name.rpartition(".")[2] for name in (*(name for _, name in self.modules), *self.parameters)})
+        count, whole = (sum(spec.count for spec in specs.values()) for specs in (self.trainable, chain.parameters))
+        blocks = len({spec.layer for spec in self.trainable.values()})
+        adapted = len(self.modules) + len(self.parameters)
+        return (
+            f"adapter: {', '.join(names)} in {blocks} block{'s' * (blocks > 1)}, {adapted} in all; {count:,} parameters are "
+            f"trained beside {whole:,} ({100 * count / whole:.2g} %)"
+        )
 
     def uses_dropout(self, chain: LayerChain) -> bool:
         return chain.draws or (self.adapter is not None and self.adapter.dropout > 0)
@@ -270,9 +374,10 @@ def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, d
     outside = [name for name in found.modules if not name.startswith(f"{chain.blocks_name}.")]
     if outside:
         raise UserError(
-            f"[adapter] targets = {adapter.targets!r} match {outside[0]}, which is not inside a block; "
+            f"[adapter] targets = {as_toml(adapter.targets)} match {outside[0]}, which is not inside a block; "
             f"adapt linear layers of blocks only"
         )
     trainable = {name: ParameterSpec(name, chain.layer_of(name), shape) for name, shape in found.shapes.items()}
     placed = tuple((chain.layer_of(name), name) for name in found.modules)
-    return Tuning(trainable, {}, adapter, placed, found.parameters, nf4, double)
+    written = peft_targets(chain.model, adapter, found)
+    return Tuning(trainable, {}, adapter, placed, found.parameters, written, nf4, double)

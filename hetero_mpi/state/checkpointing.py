@@ -227,9 +227,8 @@ def save_adapter(
     coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer))
     state = {parcel.name: tensor.clone() for parcel, tensor in coming}
     if trainer.rank == 0:
-        assert trainer.tuning.adapter is not None
         with adapter_directory(directory) as whole:
-            write_adapter(whole.path, trainer.tuning.adapter, trainer.tuning.suffixes(), state, base)
+            write_adapter(whole.path, trainer.tuning, state, base)
             if tokenizer is not None:
                 save_tokenizer(tokenizer, whole.path)
 

@@ -41,7 +41,7 @@ def stage(tuning: Tuning, first: int, last: int, dtype: str = "fp32") -> Stage:
 
 
 def test_targets_that_match_nothing() -> None:
-    with pytest.raises(UserError, match=r"match no module.*q_proj.*all-linear"):
+    with pytest.raises(UserError, match=r"c_attn matches no module.*q_proj.*all-linear"):
         tuning_of(job(targets=["c_attn"]), chain())
 
 
@@ -151,14 +151,14 @@ def test_adapter_directories_round_trip_and_are_checked(tmp_path: Path) -> None:
     state = {name: torch.randn(spec.shape) for name, spec in tuning.trainable.items()}
     assert tuning.adapter is not None
     (tmp_path / "a").mkdir()
-    write_adapter(tmp_path / "a", tuning.adapter, tuning.suffixes(), state, "base")
+    write_adapter(tmp_path / "a", tuning, state, "base")
     check_adapter(tmp_path / "a", tuning)
     back = read_adapter(tmp_path / "a", tuning)
     assert all(torch.equal(back[name], state[name]) for name in state)
     assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
     with pytest.raises(UserError, match="rank = 4, the job says"):
         check_adapter(tmp_path / "a", tuning_of(job(rank=8), chain()))
-    with pytest.raises(UserError, match="set \\[adapter\\] targets and parameters as"):
+    with pytest.raises(UserError, match="set \\[adapter\\] targets, layers and parameters as"):
         check_adapter(tmp_path / "a", tuning_of(job(targets=["q_proj"]), chain()))
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match=r"adapter_model.safetensors: truncated or not a safetensors file"):

@@ -116,7 +116,7 @@ def test_adapters_of_experts_equal_peft_which_reads_them(family: str, nf4: bool,
         parameter.data = dequantize_4bit(packed, state)
     state = {name: p.detach().clone() for stage in stages for name, p in stage.parameters.items()}
     (tmp_path / "adapter").mkdir()
-    write_adapter(tmp_path / "adapter", EXPERTS, ["o_proj"], state, str(tmp_path))
+    write_adapter(tmp_path / "adapter", stages[0].tuning, state, str(tmp_path))
     plain = PeftModel.from_pretrained(whole, tmp_path / "adapter", is_trainable=True)
     require_equal(chain, stages, plain)
     check_adapter(tmp_path / "adapter", stages[0].tuning)

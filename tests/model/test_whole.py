@@ -31,7 +31,7 @@ def write_adapter_of_rank(directory: Path, rank: int) -> None:
     assert tuning.adapter is not None
     state = {name: torch.zeros(spec.shape) for name, spec in tuning.trainable.items()}
     with adapter_directory(directory) as whole:
-        write_adapter(whole.path, tuning.adapter, tuning.suffixes(), state, None)
+        write_adapter(whole.path, tuning, state, None)
         (whole.path / "tokenizer.json").write_text(str(rank))
 
 

@@ -22,6 +22,11 @@ LAYERS = BLOCKS + 2
 CLIP_NORM = 0.5
 GROUPED = ("group", "groups")
 LORA = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
+PATTERNS = {
+    "layers_to_transform": [1, 2, 3],
+    "rank_pattern": {"down_proj": 8, r"layers\.[23]\..*\.q_proj": 2},
+    "alpha_pattern": {"v_proj": 32, "nothing": 1},
+}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRAIN = {
@@ -56,7 +61,8 @@ class Case:
     reference_micro_batch: int = 0
     """Micro-batch of the reference where it is to differ; 0: the same."""
     tuning: str = "full"
-    """``full``, ``lora``, ``rslora``, ``dora``, ``nf4`` (LoRA over 4-bit weights) or ``nf4-dora``."""
+    """``full``, ``lora``, ``rslora``, ``patterns`` (rsLoRA with ranks and alphas of its own on some layers, and none in the first
+    block), ``dora``, ``nf4`` (LoRA over 4-bit weights) or ``nf4-dora``."""
     recompute: bool = False
     dtype: str = "fp32"
     pipelines: str = "one"
@@ -123,6 +129,7 @@ NORMAL = (
     Case("llama-dora-recompute", "llama", False, 0.0, True, 2, "uneven", tuning="dora", recompute=True),
     Case("qwen3-nf4-dora-streamed", "qwen3", True, 0.0, True, 2, "even", tuning="nf4-dora", streamed=True),
     Case("gemma2-rslora-two", "gemma2", True, 0.0, True, 1, "even", tuning="rslora", pipelines="two"),
+    Case("llama-patterns", "llama", False, 0.0, True, 2, "even", tuning="patterns"),
     Case("phi3-nf4", "phi3", False, 0.0, True, 2, "even", tuning="nf4"),
     Case("llama-lora-fp16", "llama", False, 0.0, True, 2, "even", tuning="lora", dtype="fp16"),
     Case("llama-gpipe-changing", "llama", False, 0.0, True, 2, "uneven", schedule="gpipe", changing=True),
@@ -250,8 +257,10 @@ def adapter_directory(directory: Path, case: Case) -> Path:
             **LORA,
             "target_modules": lora_targets(case),
             "use_dora": "dora" in case.tuning,
-            "use_rslora": case.tuning == "rslora",
+            "use_rslora": case.tuning in ("rslora", "patterns"),
         }
+        if case.tuning == "patterns":
+            lora |= PATTERNS
         adapted = get_peft_model(model, LoraConfig(**lora))
         torch.manual_seed(5)
         for name, parameter in adapted.named_parameters():
@@ -263,6 +272,8 @@ def adapter_directory(directory: Path, case: Case) -> Path:
 
 def lora_targets(case: Case) -> str | list[str]:
     # "all-linear" would be fused experts, too.
+    if case.tuning == "patterns":
+        return ["q_proj", "v_proj", "down_proj"]
     return ["q_proj", "o_proj"] if case.routers or case.family == "mixtral" else "all-linear"
 
 
@@ -306,7 +317,7 @@ path = "{adapter}"
 targets = {json.dumps(lora_targets(case))}
 rank = {LORA["r"]}
 alpha = {LORA["lora_alpha"]}
-rslora = {str(case.tuning == "rslora").lower()}
+rslora = {str(case.tuning in ("rslora", "patterns")).lower()}
 dora = {str("dora" in case.tuning).lower()}"""
     train = "\n".join(f"{key} = {value!r}".replace("'", '"') for key, value in TRAIN.items())
     return f"""

@@ -23,9 +23,10 @@ from hetero_mpi.device.backend import Backend, best_dtype, own_cores
 from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish
 from hetero_mpi.device.products import widen_products
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.job.load import AdapterTable, JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.model.adamw import check_eight_bit
+from hetero_mpi.model.adapter_files import with_patterns_of
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -139,6 +140,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     with world.led("preparing the data"):
         if world.rank == 0:
             material = prepare(loaded)
+    loaded = _with_adapter(world, loaded)
     loaded = _with_steps(world, loaded, len(material.dataset.train) if material is not None else None)
     job = loaded.job
     keys = world.broadcast_json(material.config if material is not None else None)
@@ -170,6 +172,8 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
             )
     parameters = sum(spec.count for spec in chain.parameters.values())
     say(f"model: {chain.summary}, {parameters:,} parameters, {job.train.dtype}")
+    if tuning.adapter is not None:
+        say(tuning.summary(chain))
     return RunSetup(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
 
 
@@ -181,6 +185,19 @@ def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJ
     steps = math.ceil(train.epochs * samples / train.global_batch) if samples is not None else None
     table = train.model_copy(update={"steps": world.broadcast_json(steps)})
     return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
+
+
+def _with_adapter(world: World, loaded: LoadedJob) -> LoadedJob:
+    """The job with what it leaves to the adapter that it starts from, which rank 0 has. Collective."""
+    adapter = loaded.job.adapter
+    if adapter.path is None:
+        return loaded
+    found: dict[str, Any] | None = None
+    with world.led("reading the adapter"):
+        if world.rank == 0:
+            found = with_patterns_of(loaded.resolve(adapter.path), adapter).model_dump()
+    table = AdapterTable(**world.broadcast_json(found))
+    return replace(loaded, job=loaded.job.model_copy(update={"adapter": table}))
 
 
 def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:

@@ -1,0 +1,129 @@
+"""``adapter_config.json`` of PEFT adapters: what hetero_mpi computes of it, checked, and the refusal of everything else.
+
+The keys that count are fields here, with their types. Others must be known to say nothing of what the adapter computes, or ask for
+nothing: so a key that a later peft adds is refused, and never passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.rules import as_toml
+from hetero_mpi.job.schema import Pattern
+from hetero_mpi.model.eager_imports import imported_peft
+from hetero_mpi.model.files.model_files import read_json
+
+CONFIG = "adapter_config.json"
+_SILENT = {
+    *("auto_mapping", "inference_mode", "peft_version", "task_type"),
+    *("lora_dropout", "eva_config", "corda_config", "lora_ga_config", "loftq_config"),
+    *("megatron_core", "qalora_group_size", "runtime_config"),
+}
+"""Keys of peft's configuration that say nothing of what an adapter computes: how it was made (``init_lora_weights`` alone says
+whether its base was changed), and settings of parts that other keys switch on."""
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""``init_lora_weights`` that leave the base weights as they are. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) train beside a
+changed base, which the adapter needs again."""
+
+Number = Annotated[float, Field(gt=0)]
+
+
+class PeftConfig(BaseModel):
+    """The keys that say what an adapter computes, as peft names them; ``model_extra`` has the others."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+
+    peft_type: Literal["LORA"]
+    r: Annotated[int, Field(ge=1)]
+    lora_alpha: Number
+    use_rslora: bool | None = False
+    use_dora: bool | None = False
+    target_modules: Pattern | list[str] | None = None
+    exclude_modules: Pattern | list[str] | None = None
+    target_parameters: list[str] | None = None
+    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1)]] | None = None
+    alpha_pattern: dict[Pattern, Number] | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[Pattern] | Pattern | None = None
+    bias: Literal["none"] = "none"
+    init_lora_weights: Any = True
+    base_model_name_or_path: str | None = None
+    revision: Literal["main", ""] | None = None
+
+    @property
+    def layers(self) -> list[int] | None:
+        """``layers_to_transform`` as a list; None: all."""
+        found = self.layers_to_transform
+        return ([found] if isinstance(found, int) else sorted(set(found))) if found not in (None, []) else None
+
+    def reaches(self, module: str) -> bool:
+        """Would peft adapt the module of this name?"""
+        return reaches(module, self.target_modules or [], self.layers, self.layers_pattern, self.exclude_modules)
+
+
+def read_peft_config(directory: Path) -> PeftConfig:
+    """The configuration in an adapter's directory.
+
+    :raises UserError: missing or damaged, of another kind, a value of the wrong type, or a setting that is not computed here.
+    """
+    path = directory / CONFIG
+    keys = read_json(path, f"Without it {directory} is not a PEFT adapter directory.")
+    try:
+        found = PeftConfig.model_validate(keys)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = str(first["loc"][0])
+        value = as_toml(keys[key]) if key in keys else "missing"
+        raise UserError(
+            f"{path}: {key} is {value}: {first['msg']}. hetero_mpi reads LoRA adapters as peft saves them; correct the value, or "
+            f"save the adapter again"
+        ) from None
+    for key, value in (found.model_extra or {}).items():
+        if key not in _SILENT and not any(value == empty and type(value) is type(empty) for empty in _NOTHING):
+            raise UserError(f"{path}: {key} = {as_toml(value)}, {_UNKNOWN}")
+    start = found.init_lora_weights
+    if not any(start == known and type(start) is type(known) for known in _STARTS):
+        raise UserError(
+            f"{path}: init_lora_weights = {as_toml(start)} may have changed the base weights, which the adapter then needs in that "
+            f"form, {_UNKNOWN}, or let peft convert it (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    return found
+
+
+_UNKNOWN = "which hetero_mpi does not compute; merge the adapter into its base with peft (merge_and_unload)"
+
+
+def reaches(
+    module: str,
+    targets: str | Iterable[str],
+    layers: list[int] | None = None,
+    layers_pattern: list[str] | str | None = None,
+    exclude: str | list[str] | None = None,
+) -> bool:
+    """Do the settings of an adapter reach the module of this name? By peft's own rules."""
+    imported_peft()
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    settings = SimpleNamespace(
+        target_modules=targets,
+        target_parameters=None,
+        exclude_modules=exclude,
+        layers_to_transform=layers,
+        layers_pattern=layers_pattern,
+    )
+    return bool(check_target_module_exists(settings, module))
+
+
+def of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value of ``rank_pattern`` or ``alpha_pattern`` for a module, or a parameter of fused experts. By peft's own rules."""
+    imported_peft()
+    from peft.utils.other import get_pattern_key
+
+    return patterns.get(get_pattern_key(patterns, name), default)
