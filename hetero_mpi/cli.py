@@ -180,10 +180,11 @@ def _mesh_init(hosts: Path, output: Path) -> int:
 def _export(source: Path, target: Path, merge: bool, best: bool, gguf: str | None, push: str | None) -> int:
     with _eager_imports():
         from hetero_mpi.commands import export
+        from hetero_mpi.commands.gguf import write_gguf
 
     _show(export.export(source, target, merge, best))
     if gguf is not None:
-        _show(export.write_gguf(target, gguf))
+        _show(write_gguf(target, gguf, shlex.join(["python", "-m", "hetero_mpi", *sys.argv[1:]])))
     return _show(export.push(target, push)) if push is not None else 0
 
 

@@ -1,16 +1,12 @@
-"""The command ``export``: a checkpoint, or the newest one of a run, becomes a Hugging Face or PEFT directory; from that a GGUF file
-with an Ollama Modelfile, an upload to the hub. One process, no MPI.
+"""The command ``export``: a checkpoint, or the newest one of a run, becomes a Hugging Face or PEFT directory, and an upload
+to the hub. One process, no MPI.
 
 Tensors pass one layer at a time, so a model larger than memory can be exported.
 """
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +21,9 @@ from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, job_from_dict
 from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
+from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
-from hetero_mpi.model.files.model_files import ModelFiles, read_json
+from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.interface import PassThrough
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
@@ -35,7 +32,6 @@ from hetero_mpi.model.tuning import MAGNITUDE, Tuning, expert_delta, merged, tun
 from hetero_mpi.state.checkpointing import check_tensors
 
 _RESULTS = ("model", "adapter")
-_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class ExportSource:
     chain: TransformersChain
     tuning: Tuning
     base: Path | None
-    """Directory of the weights that were tuned, as the run saw it."""
+    """Directory of the weights that were tuned, on this machine."""
 
 
 def export(source: Path, target: Path, merge: bool, best: bool = False) -> str:
@@ -113,9 +109,9 @@ def _open(reader: CheckpointReader, path: Path) -> ExportSource:
             f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself"
         )
     chain = TransformersChain(read_config(reader.told("model_config")))
-    base, tuning = reader.told("base_model"), tuning_of(job, chain)
+    name, tuning = reader.told("base_model"), tuning_of(job, chain)
     check_tensors(reader, path, tuning)
-    return ExportSource(reader, path, job, chain, tuning, Path(base) if base else None)
+    return ExportSource(reader, path, job, chain, tuning, hub.directory_of(name) if name else None)
 
 
 def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, torch.Tensor]]) -> str:
@@ -124,13 +120,14 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
         for state in layers:
             writer.add(state)
         _copy_tokenizer(source, writer.path)
-    added = "" if source.tuning.full else f": the weights of {source.base}, not quantised, with the adapter added"
+    base = source.reader.told("base_model")
+    added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter added"
     return f"a model in {ModelFiles(target).config['dtype']}{added}"
 
 
 def _write_adapter(source: ExportSource, target: Path) -> str:
     state = {name: _read(source, name) for name in source.tuning.trainable}
-    base = str(source.base) if source.base is not None else None
+    base = source.reader.told("base_model")
     with adapter_directory(target) as whole:
         write_adapter(whole.path, source.tuning, state, base)
         _copy_tokenizer(source, whole.path)
@@ -175,45 +172,6 @@ def _copy_tokenizer(source: ExportSource, target: Path) -> None:
         if directory is not None and (directory / "tokenizer.json").is_file():
             save_tokenizer(load_tokenizer(directory), target)
             return
-
-
-def write_gguf(directory: Path, kind: str) -> str:
-    """Write ``directory``/NAME.gguf by llama.cpp's own converter, and a ``Modelfile`` beside it; returns a sentence about them.
-
-    The converter is looked for on the PATH, in ``$LLAMA_CPP`` and in ``~/llama.cpp``. ``kind``: the converter's type.
-
-    :raises UserError: it is not there (with the two commands that make the file), or it fails.
-    """
-    target = directory / f"{directory.resolve().name}.gguf"
-    is_adapter = (directory / _ADAPTER).exists()
-    script = "convert_lora_to_gguf.py" if is_adapter else "convert_hf_to_gguf.py"
-    arguments = [str(directory), "--outfile", str(target), "--outtype", kind]
-    base = str(read_json(directory / _ADAPTER, "")["base_model_name_or_path"]) if is_adapter else None
-    if base is not None:
-        arguments += ["--base" if Path(base).is_dir() else "--base-model-id", base]
-    folders = [folder for folder in (os.environ.get("LLAMA_CPP"), Path.home() / "llama.cpp") if folder]
-    places = [Path(shutil.which(script) or ""), *(Path(folder) / script for folder in folders)]
-    converter = next((place for place in places if place.is_file()), None)
-    if converter is None:
-        command = shlex.join(["python", f"llama.cpp/{script}", *arguments])
-        raise UserError(
-            f"{directory} is written, but no GGUF file: llama.cpp's {script} is neither on the PATH nor in $LLAMA_CPP nor in "
-            f"~/llama.cpp. These two commands make it:\n  git clone https://github.com/ggml-org/llama.cpp\n  {command}"
-        )
-    done = subprocess.run(
-        [sys.executable, str(converter), *arguments], capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode != 0 or not target.is_file():
-        last = "\n".join(done.stderr.splitlines()[-8:])
-        raise UserError(
-            f"{directory} is written, but no GGUF file: {converter} ended with {done.returncode}:\n{last}\n"
-            f"Mend what it names (its own packages are in the requirements of llama.cpp), and run it again: "
-            f"{shlex.join([sys.executable, str(converter), *arguments])}"
-        )
-    lines = [f"FROM ./{target.name}"] if base is None else [f"FROM {base}", f"ADAPTER ./{target.name}"]
-    (directory / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    name = shlex.quote(directory.resolve().name)
-    return f"{target}, by {converter}; for Ollama: ollama create {name} -f {shlex.quote(str(directory / 'Modelfile'))}"
 
 
 def push(directory: Path, name: str) -> str:

@@ -16,7 +16,7 @@ from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_t
 from hetero_mpi.model.peft_config import CONFIG, PeftConfig, read_peft_config
 from hetero_mpi.model.tuning import FILE_PREFIX, Tuning, lora_config
 
-_WEIGHTS = "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _A = ".lora_A.weight"
 
 
@@ -34,12 +34,12 @@ def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor
         key: getattr(config, key) for key in ("rank_pattern", "alpha_pattern")
     }  # peft sorts them, and the first match counts
     (directory / CONFIG).write_text(json.dumps(keys, indent=2), encoding="utf-8")
-    write_tensors(directory / _WEIGHTS, {FILE_PREFIX + name: tensor for name, tensor in state.items()})
+    write_tensors(directory / WEIGHTS, {FILE_PREFIX + name: tensor for name, tensor in state.items()})
 
 
 def adapter_directory(directory: Path) -> WholeDirectory:
     """A place for ``write_adapter`` and the tokenizer, which replaces ``directory`` when all is there."""
-    return WholeDirectory(directory, "PEFT adapter directory", CONFIG, (_WEIGHTS,))
+    return WholeDirectory(directory, "PEFT adapter directory", CONFIG, (WEIGHTS,))
 
 
 def check_adapter(directory: Path, tuning: Tuning) -> None:
@@ -128,7 +128,7 @@ def _read(directory: Path) -> tuple[PeftConfig, list[str]]:
 def _stored(directory: Path) -> dict[str, StoredTensor]:
     """name (without peft's prefix) -> where it lies."""
     try:
-        found = read_header(directory / _WEIGHTS)
+        found = read_header(directory / WEIGHTS)
     except OSError as error:
-        raise UserError(f"{directory / _WEIGHTS}: missing or damaged ({error}); save the adapter again") from None
+        raise UserError(f"{directory / WEIGHTS}: missing or damaged ({error}); save the adapter again") from None
     return {name.removeprefix(FILE_PREFIX): stored for name, stored in found.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,9 @@ _PARTS = ("config", "_trace_wrapped_higher_order_op")
 class."""
 _MARKS = {"allow_in_graph", "assume_constant_result", "disable", "graph_break"}
 """Words to the compiler, on a function or (AdamW's step) in the middle of one: no effect where nothing is compiled."""
+
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+"""It would warn, on its import by peft, of a package with faster 4-bit products, whether or not there are any."""
 
 
 @contextmanager

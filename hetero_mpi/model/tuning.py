@@ -47,7 +47,7 @@ def lora_config(
     parameters of fused experts."""
     config: LoraConfig = imported_peft().LoraConfig(
         r=adapter.rank,
-        lora_alpha=adapter.alpha,
+        lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,  # others take no 8.0 for 8
         rank_pattern=adapter.rank_pattern or {},
         alpha_pattern=adapter.alpha_pattern or {},
         lora_dropout=adapter.dropout,

@@ -47,7 +47,7 @@ from hetero_mpi.runtime.run_report import (
     reported,
     show_plan,
 )
-from hetero_mpi.runtime.setup.material import model_directory
+from hetero_mpi.runtime.setup.material import base_name
 from hetero_mpi.runtime.setup.profile_and_plan import plan_run
 from hetero_mpi.runtime.setup.setup import RunContext, RunSetup, TrainOptions, claimed, look_around, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest
@@ -184,7 +184,7 @@ def _metadata(context: RunContext) -> dict[str, Any]:
         "profile": profile_to_dict(context.profile),
         "model_config": context.chain.to_dict(),
         "generation_config": context.material.generation or {},
-        "base_model": str(base) if (base := model_directory(context.loaded)) is not None else None,
+        "base_model": base_name(context.loaded),
         "seed": context.job.train.seed,
         "versions": own_versions(context.world.library),
     }

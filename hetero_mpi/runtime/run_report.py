@@ -18,7 +18,6 @@ from hetero_mpi.emulation.pace import punctuality_lines
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job.load import job_to_dict
-from hetero_mpi.model.files.hub import is_hub_id
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
@@ -35,7 +34,7 @@ from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.generate.generate import write_sample
 from hetero_mpi.runtime.result import TrainResult
-from hetero_mpi.runtime.setup.material import model_directory
+from hetero_mpi.runtime.setup.material import base_name
 from hetero_mpi.runtime.setup.profile_and_plan import subject_of
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.runtime.watchdog import Standing, Watchdog
@@ -182,24 +181,13 @@ def _write_result(context: RunContext, trainer: Trainer) -> Path:
     if context.tuning.full:
         save_model(trainer, directory, job.output.shard_bytes, tokenizer, generation)
     else:
-        save_adapter(trainer, directory, _base_model(context), tokenizer)
+        save_adapter(trainer, directory, base_name(context.loaded), tokenizer)
     write_sample(trainer, context.loaded, tokenizer, context.run_dir)
     return directory
 
 
 def _result_directory(context: RunContext) -> Path:
     return context.run_dir / ("model" if context.tuning.full else "adapter")
-
-
-def _base_model(context: RunContext) -> str | None:
-    """The base model that the adapter's files name: the hub id where the job gives one, as it means the same on every machine; else
-    the directory.
-    """
-    path = context.job.model.path
-    if path is not None and is_hub_id(path, context.loaded.resolve(path)):
-        return path
-    directory = model_directory(context.loaded)
-    return str(directory) if directory is not None else None
 
 
 def _say_end(context: RunContext, report: PlanReport, state: TrainingState, result_directory: Path) -> None:

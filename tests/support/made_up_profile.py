@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_mpi.job.load import load_job
+from hetero_mpi.model.adapter_files import with_patterns_of
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -29,7 +30,10 @@ def write_profile(path: Path, job: Path, ranks: int, changes: Sequence[str] = ()
     length, dtype = loaded.job.data.sequence_length, loaded.job.train.dtype
     dtype = "fp32" if dtype == "auto" else dtype  # of ranks on processors
     chain = TransformersChain(read_config(loaded.resolve(loaded.job.model.path) / "config.json"))
-    cost = model_cost(chain, tuning_of(loaded.job, chain), dtype, length, dict.fromkeys(chain.kinds, ACTIVATION_BYTES))
+    job, adapter = loaded.job, loaded.job.adapter
+    if adapter.path is not None:
+        job = job.model_copy(update={"adapter": with_patterns_of(loaded.resolve(adapter.path), adapter)})
+    cost = model_cost(chain, tuning_of(job, chain), dtype, length, dict.fromkeys(chain.kinds, ACTIVATION_BYTES))
     profile = make_profile((1.0,) * ranks, cost, 1 << 30, 1e-4, 1e9)
     curve = Curve((length,), (1e-3,))
     parts = {"input_s": curve, "weight_s": curve} if loaded.job.adapter.method == "none" else {}  # as it is measured

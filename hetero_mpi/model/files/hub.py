@@ -53,6 +53,23 @@ def cached(name: str) -> Path | None:
     return hub_records.cached(name, "model", "config.json")
 
 
+def directory_of(name: str) -> Path:
+    """Where the files of a base model are looked for on this machine. ``name``: a name of the hub, or a directory."""
+    path = Path(name)
+    return (cached(name) if is_hub_id(name, path) else None) or path
+
+
+def name_of(directory: Path) -> str:
+    """What a model directory is called elsewhere: the name on the hub of one in this machine's cache, else the path."""
+    for place in (directory.absolute(), directory.resolve()):
+        if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
+            name = place.parent.parent.name.removeprefix("models--").replace("--", "/")
+            found = cached(name)
+            if found is not None and found.resolve() == directory.resolve():
+                return name
+    return str(directory)
+
+
 def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -> Path:
     """Directory of a whole model, downloaded if need be and allowed. ``path``: what it would be as a path, for the message.
 

@@ -123,9 +123,7 @@ def _model(path: Path) -> GenerateSource:
 def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
     """An adapter directory, over its base model in the base model's own dtype."""
     table, name = adapter_of(path)
-    base = Path(name) if name else None
-    if name is not None and base is not None and hub.is_hub_id(name, base):
-        base = hub.cached(name) or base
+    base = hub.directory_of(name) if name else None
     if base is None or not base.is_dir():
         raise UserError(
             f"{path / 'adapter_config.json'}: the base model {name!r} (base_model_name_or_path) is not a directory here; "
@@ -179,10 +177,11 @@ def _run(path: Path) -> Opened:
 
 def _adapted(job: JobConfig, metadata: dict[str, Any], result: Path) -> GenerateSource:
     """An adapter of a run over the base model that its job tuned, quantised as there."""
-    base = adapter_of(result)[1] or metadata.get("base_model")
+    name = adapter_of(result)[1] or metadata.get("base_model")
+    base = hub.directory_of(name) if name else None
     config = metadata["model_config"]
     if base is not None:
-        config = _model(Path(base)).config
+        config = _model(base).config
     require_decodable(read_config(config))
     source = GenerateSource(
         config,

@@ -272,6 +272,15 @@ def model_directory(loaded: LoadedJob) -> Path | None:
     return (hub.cached(text) if hub.is_hub_id(text, path) else None) or path
 
 
+def base_name(loaded: LoadedJob) -> str | None:
+    """The start weights as an adapter's files name them: a model of the hub by its name, which means the same everywhere, else its
+    directory. None: they are initialised from the seed."""
+    text, directory = loaded.job.model.path, model_directory(loaded)
+    if text is None or directory is None:
+        return None
+    return text if hub.is_hub_id(text, loaded.resolve(text)) else hub.name_of(directory)
+
+
 def _tokenizer_directory(loaded: LoadedJob) -> Path:
     own = loaded.job.tokenizer.path
     directory = loaded.resolve(own) if own is not None else model_directory(loaded)
