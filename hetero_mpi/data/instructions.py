@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,6 +34,7 @@ def build_record_sequences(
     bad: BadRecords | None = None,
     preference: bool = False,
     weights: Sequence[float] | None = None,
+    ends: Collection[int] = (),
 ) -> Dataset:
     """Sequences of ``sequence_length`` tokens from named sources of records; targets are the tokens of answers, or of everything,
     and -100 elsewhere.
@@ -47,7 +48,8 @@ def build_record_sequences(
     The positions (only with ``isolate``) keep a record from seeing those before it. Otherwise each sequence holds one
     record. A record that is longer than a sequence is cut, and one that loses all of its answers by that is dropped; the
     notes count both. No record's first token is a target: nothing of its own stands before it. ``bad``: takes the records that
-    cannot be rendered. ``weights``: the sources are mixed by these, and do not share sequences.
+    cannot be rendered. ``weights``: the sources are mixed by these, and do not share sequences. ``ends``: tokens at which the model
+    stops.
 
     With ``preference`` the records are pairs, chosen and rejected in turn, of which each stays in one sequence, isolated.
 
@@ -57,7 +59,7 @@ def build_record_sequences(
     """
 
     def rows_of(some: Iterable[Record], key: str) -> Rows:
-        tokenized, pad = tokenize_records(tokenizer, form, some, bad), pad_token(tokenizer)
+        tokenized, pad = tokenize_records(tokenizer, form, some, bad, ends), pad_token(tokenizer)
         return _rows(tokenized, sequence_length, packing, isolate, train_on_prompt, pad, key, preference)
 
     aside, advice = held_out if evaluation is None else 0, ADVICE.format("data.records")
@@ -85,13 +87,14 @@ def _rows(
 ) -> Rows:
     what = "pairs" if preference else "records"
     kept: list[tuple[_Part, ...]] = []
-    longest, cut, dropped = 0, 0, []
+    longest, cut, forgotten, dropped = 0, 0, 0, []
     # A sequence of T inputs with targets one further is T + 1 tokens.
     for entry in _pairs(tokenized, length + 1) if preference else _singles(tokenized, length + 1, train_on_prompt):
         longest = max(longest, sum(part.uncut for part in entry))
         if not all(part.answer.any() for part in entry):
             dropped.append(entry[0].source)
             continue
+        forgotten += any(part.forgotten for part in entry)
         cut += any(part.uncut > len(part.ids) for part in entry)
         kept.append(entry)
     if not kept and not dropped:
@@ -118,7 +121,7 @@ def _rows(
             positions[row] = np.concatenate([np.arange(n) for n in (*(len(part.ids) for part in parts), rest)])
         if answers is not None:
             answers[row, : len(ids_row)] = np.concatenate([part.answer for part in parts])
-    notes = _notes(what, lengths, int((labels != IGNORED).sum()), len(groups), cut, dropped, length)
+    notes = _notes(what, lengths, int((labels != IGNORED).sum()), len(groups), cut, forgotten, dropped, length)
     places = None if positions is None else positions[:, :-1]
     compared = None if answers is None else answers[:, 1:]
     return Rows(tokens[:, :-1], labels[:, 1:], f"{len(kept)} {what}", notes, places, compared)
@@ -134,6 +137,8 @@ class _Part:
     """Where the answers are that are learnt, or compared."""
     uncut: int
     """Tokens of the whole record."""
+    forgotten: bool
+    """Thoughts of its earlier answers are left out."""
     source: str
 
 
@@ -163,7 +168,7 @@ def _part(entry: Tokenized, room: int, answer: npt.NDArray[np.bool_], learnt: np
     ids, answer = entry.ids[:room], answer[:room].copy()
     labels = np.where(learnt[:room], ids, IGNORED).astype(np.int32)
     labels[:1], answer[:1] = IGNORED, False  # nothing of its own stands before the first token
-    return _Part(ids, labels, answer, len(entry.ids), entry.record.source)
+    return _Part(ids, labels, answer, len(entry.ids), entry.forgotten, entry.record.source)
 
 
 def _last_run(answer: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -173,7 +178,14 @@ def _last_run(answer: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 def _notes(
-    what: str, lengths: Sequence[int], learnt: int, sequences: int, cut: int, dropped: Sequence[str], length: int
+    what: str,
+    lengths: Sequence[int],
+    learnt: int,
+    sequences: int,
+    cut: int,
+    forgotten: int,
+    dropped: Sequence[str],
+    length: int,
 ) -> tuple[str, ...]:
     total = sum(lengths)
     notes = [
@@ -182,6 +194,10 @@ def _notes(
     ]
     if cut:
         notes.append(f"{cut:,} {what} are longer than a sequence and lose their ends (data.sequence_length = {length})")
+    if forgotten:
+        notes.append(
+            f"{forgotten:,} {what} have thoughts of earlier answers that the template leaves out: they are not learnt"
+        )
     if dropped:
         notes.append(f"{len(dropped):,} {what} dropped, as a sequence ends before their answer, such as {dropped[0]}")
     return tuple(notes)

@@ -44,6 +44,10 @@ LEARNT_BY = ("train", "weight")
 """Keys of a message that say whether it is learnt; OpenAI's files have the second."""
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that may hold its thought, as transformers knows them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     role: Role
@@ -51,8 +55,8 @@ class ChatMessage:
     """Text; of a list of parts, that of all of them."""
     given: Mapping[str, Any] | None = None
     """As the file has it, where that is more than a role and a text: calls of tools, a name, content in parts."""
-    trained: bool = True
-    """Is it learnt, if it is an answer?"""
+    trained: bool | None = True
+    """Is it learnt, if it is an answer? None: as what is asked is."""
 
     def calls(self) -> list[Mapping[str, Any]]:
         """The functions that it calls: ``name``, and mostly ``arguments``."""

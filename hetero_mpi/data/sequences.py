@@ -13,7 +13,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.order import Indices, Parts, batch_indices, parts_of, permutation
-from hetero_mpi.data.tokenizer import encoded, end_token, in_batches, own_tokens_only, pad_token
+from hetero_mpi.data.tokenizer import begun, end_token, in_batches, own_tokens_only, pad_token
 from hetero_mpi.errors import UserError
 
 Tokens = npt.NDArray[np.int32]
@@ -316,10 +316,10 @@ def _text_rows(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, len
 
 
 def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
-    """Token ids of each document, without special tokens; tokenised in batches so that all threads have work."""
+    """Token ids of each document, begun as the tokenizer begins texts; tokenised in batches so that all threads have work."""
     backend = own_tokens_only(tokenizer)
     for some in in_batches(documents, len):
-        yield from encoded(backend, some)
+        yield from begun(backend, some)
 
 
 def _pack(encoded: Iterable[list[int]], end: int, length: int) -> Rows:

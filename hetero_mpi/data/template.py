@@ -1,23 +1,13 @@
 """Conversations -> text -> tokens, and which of the tokens are answers; the same for a prompt that wants an answer.
 
-The text is made by a Jinja chat template: the tokenizer's own, or the plain form below. Which tokens are answers is
-found by rendering beginnings of the conversation, as generation will: an answer starts where the rendered question
-with the generation prompt ends, and ends where the conversation up to it ends. Nothing is assumed about the template
-but that, and it is checked for every record::
-
-    render(system, user, generation prompt)          <|user|>Hi<|answer|>
-    render(system, user, assistant)                  <|user|>Hi<|answer|>Hello<|end|>
-    render(system, user, assistant, user, assistant) <|user|>Hi<|answer|>Hello<|end|><|user|>And?<|answer|>Well<|end|>
-    answers                                                              ^^^^^^^^^^^^                      ^^^^^^^^^^^
-
+The text is made by a Jinja chat template: the tokenizer's own, or the plain form below. ``answers`` finds the answers in it.
 A call of a tool is an answer, and what the tool gave is none. Messages that say ``train: false`` are answers of which
 nothing is learnt.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,9 +16,11 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.answers import Printer, Rendered
 from hetero_mpi.data.record_files import BadRecord, BadRecords
-from hetero_mpi.data.records import ChatMessage, Record
-from hetero_mpi.data.tokenizer import encoded, end_token, faults_named, in_batches, own_tokens_only
+from hetero_mpi.data.records import Record
+from hetero_mpi.data.rendering import rendered_prompt, rendered_records
+from hetero_mpi.data.tokenizer import beginning, begun, encoded, end_token, faults_named, in_batches, own_tokens_only
 from hetero_mpi.errors import UserError
 
 Template = Literal["auto", "chat", "plain"]
@@ -45,6 +37,7 @@ PLAIN_FORM = (
 )
 """The plain form: a heading over every message, the end token behind every answer, an empty line between messages. A tokenizer
 that begins every text with a special token gets it in front."""
+_BEGIN = "{{- bos_token }}"
 
 # A template may print today's date; then a run resumed tomorrow would learn other data than it began with. The date is
 # the one Llama's templates fall back to. A macro, because transformers hands no functions through to templates.
@@ -59,7 +52,6 @@ REMEDY = (
     'Set data.template = "plain", or tokenizer.path to a tokenizer that has one (chat_template in its '
     "tokenizer_config.json, or chat_template.jinja)."
 )
-WAY_OUT = 'Set data.template = "plain", or tokenizer.path to a tokenizer whose chat template does'
 
 
 @dataclass(frozen=True)
@@ -72,6 +64,14 @@ class Form:
     with_tools: str | None = None
     """The one for records with tools, where the tokenizer has one of its own for them."""
 
+    @property
+    def ours(self) -> bool:
+        """Is it the plain form, by whatever way it came here?"""
+        return {self.source, self.with_tools or self.source} <= {PLAIN_FORM, _BEGIN + PLAIN_FORM}
+
+    def printer(self, tokenizer: PreTrainedTokenizerFast) -> Printer:
+        return Printer(self.source, self.with_tools, tokenizer.special_tokens_map)
+
 
 @dataclass(frozen=True)
 class Tokenized:
@@ -82,6 +82,8 @@ class Tokenized:
     """bool [n]: whether the token belongs to an answer that is learnt, its end token included."""
     never: npt.NDArray[np.bool_]
     """bool [n]: whether it belongs to an answer that is not learnt, not even with the prompts."""
+    forgotten: bool = False
+    """The template leaves out thoughts of earlier answers."""
 
 
 def has_template(tokenizer: PreTrainedTokenizerFast) -> bool:
@@ -108,8 +110,8 @@ def choose_form(tokenizer: PreTrainedTokenizerFast, template: Template, records:
             )
         # As Llama's and Gemma's tokenizers begin every text with their beginning token.
         begin = tokenizer.bos_token_id
-        begins = begin is not None and encoded(own_tokens_only(tokenizer), ["a"], special=True)[0][:1] == [begin]
-        return Form("plain", ("{{- bos_token }}" if begins else "") + PLAIN_FORM)
+        begins = begin is not None and beginning(own_tokens_only(tokenizer))[:1] == [begin]
+        return Form("plain", (_BEGIN if begins else "") + PLAIN_FORM)
     if not has_template(tokenizer):
         raise UserError(f'data.template = "chat" needs a tokenizer with a chat template; this one has none. {REMEDY}')
     try:
@@ -125,11 +127,12 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Tem
     """Token ids of a user's prompt, wrapped as training wrapped it, up to where the answer begins.
 
     ``template`` is ``data.template`` of a job with records, and None for a job with text, whose prompt is simply the
-    beginning of a document (an empty one begins after an end token). Raises UserError as :func:`choose_form` does.
+    beginning of a document (an empty one begins after an end token, where the tokenizer has none that begins texts).
+    Raises UserError as :func:`choose_form` does.
     """
     backend = own_tokens_only(tokenizer)
     if template is None:
-        return encoded(backend, [prompt])[0] or [end_token(tokenizer)]
+        return begun(backend, [prompt])[0] or [end_token(tokenizer)]
     form = choose_form(tokenizer, template)
     return render_messages(tokenizer, backend, form, [{"role": "user", "content": prompt}], "the prompt")
 
@@ -146,7 +149,7 @@ def render_messages(
     ``backend``: of :func:`own_tokens_only`. Raises UserError when the template refuses the conversation.
     """
     try:
-        text = _render(tokenizer, form, conversation, asking=True)
+        text = rendered_prompt(form.printer(tokenizer), form.ours, conversation)
     except BadRecord as problem:
         raise UserError(f"{source}: {problem}") from problem
     return encoded(backend, [text])[0]
@@ -160,252 +163,91 @@ def plain_texts(records: Iterable[Record]) -> Iterator[str]:
 
 
 def tokenize_records(
-    tokenizer: PreTrainedTokenizerFast, form: Form, records: Iterable[Record], bad: BadRecords | None = None
+    tokenizer: PreTrainedTokenizerFast,
+    form: Form,
+    records: Iterable[Record],
+    bad: BadRecords | None = None,
+    ends: Collection[int] = (),
 ) -> Iterator[Tokenized]:
     """Every record as tokens, in order, with its answers marked.
 
     The template alone decides on special tokens: the tokenizer adds none, so none is doubled. What is learnt is what
-    transformers' masks of assistant tokens hold where a template marks its answers (``{% generation %}``): an answer with the
-    end token, or what else the template closes it with (Gemma's end of turn), and not the line breaks behind that. Where
-    a template closes the last message with something else, the end token follows. What stands behind the last answer that
-    is learnt is left out.
+    transformers' masks of assistant tokens hold, or would hold if the template marked its answers (``{% generation %}``): an
+    answer with the end token, or what else the template closes it with (Gemma's end of turn), and not the line breaks behind
+    that. Where a template closes an answer with nothing and what follows is one of ``ends``, at which the model stops, it belongs
+    to the answer. Where it closes the last message with something else, the end token follows. What stands behind the last
+    answer that is learnt is left out.
 
-    A record that the template refuses, or in which answers cannot be told from prompts, goes to ``bad``. Raises UserError
-    when no more may be skipped.
+    A record that the template refuses or does not print whole, or in which answers cannot be told from prompts, goes to ``bad``.
+    Raises UserError when no more may be skipped.
     """
     backend, end = own_tokens_only(tokenizer), end_token(tokenizer)
     rendered = _all_rendered(tokenizer, form, records, bad)
-    for some in in_batches(rendered, lambda one: len(one.text) * (1 + len(one.spans))):
-        yield from _tokenized(backend, end, some)
-
-
-@dataclass(frozen=True)
-class _Rendered:
-    """A record as text; ``spans`` are its answers, [first, last) in characters, ascending."""
-
-    record: Record
-    text: str
-    spans: tuple[tuple[int, int], ...]
-
-    def edges(self) -> list[int]:
-        """Where answers begin or end, in characters, ascending, each once."""
-        return sorted({edge for span in self.spans for edge in span})
+    for some in in_batches(rendered, lambda one: len(one[1].text) * (1 + len(one[1].spans))):
+        yield from _tokenized(backend, end, {end, *ends}, some)
 
 
 def _all_rendered(
     tokenizer: PreTrainedTokenizerFast, form: Form, records: Iterable[Record], bad: BadRecords | None
-) -> Iterator[_Rendered]:
-    for record in records:
-        try:
-            yield _rendered(tokenizer, form, record)
-        except BadRecord as problem:
+) -> Iterator[tuple[Record, Rendered]]:
+    printer, trusted = form.printer(tokenizer), form.ours
+    for some in in_batches(records, lambda record: 100 + sum(len(message.content) for message in record.messages)):
+        for record, found in zip(some, rendered_records(printer, trusted, some), strict=True):
+            if isinstance(found, Rendered):
+                yield record, found
+                continue
             if bad is None or not bad.allowed:
-                raise UserError(f"{record.source}: {problem}") from problem
-            bad.add(record.source, problem)
+                raise UserError(f"{record.source}: {found}") from found
+            bad.add(record.source, found)
             bad.check("the data")
 
 
-def _rendered(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) -> _Rendered:
-    messages = record.messages
-    conversation, text = _whole(tokenizer, form, record)
-    spans: list[tuple[int, int]] = []
-    for index, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        question = _render(tokenizer, form, conversation[:index], record.tools, asking=True)
-        closed = text
-        if index < len(messages) - 1:
-            closed = _render(tokenizer, form, conversation[: index + 1], record.tools)
-        first: int | None = len(question)
-        if not text.startswith(question):
-            before = _render(tokenizer, form, conversation[:index], record.tools)
-            first = _answer_begin(text, before, question, message)
-            if first is None and question.startswith(before):
-                first = _behind_header(text, spans[-1][1] if spans else 0, question[len(before) :], message)
-        last = None if first is None else _answer_end(text, first, question, closed, message)
-        if first is None or last is None or (spans and spans[-1][1] > first):
-            raise BadRecord(
-                f"the tokenizer's chat template must render the beginning of a conversation as the beginning "
-                f"of the whole; for message {index + 1} of {len(messages)} it does not, so that the answer cannot be "
-                f"told from the prompt. {WAY_OUT}, or split the record after each answer."
-            )
-        spans.append((first, _without_spaces(text, first, last, message.content)))
-    return _Rendered(record, text, tuple(spans))
-
-
-def _whole(tokenizer: PreTrainedTokenizerFast, form: Form, record: Record) -> tuple[Sequence[Mapping[str, Any]], str]:
-    """(what the template gets, the text that it makes of it): the messages as they stand in the file, if it can print them so.
-
-    Many templates cannot print content in parts, which is joined for them then, or print the arguments of a call that stand
-    in the file as JSON in a text, as OpenAI's do, as JSON of that text: they get what the text holds.
-    """
-    given = [message.given or {"role": message.role, "content": message.content} for message in record.messages]
-    plainer = [_plainer(message) for message in record.messages]
-    try:
-        text = _render(tokenizer, form, given, record.tools)
-    except BadRecord:
-        if plainer == given:
-            raise
-        text = None
-    if plainer != given and (text is None or _garbled(text, record.messages)):
-        given, text = plainer, _render(tokenizer, form, plainer, record.tools)
-    assert text is not None
-    lost = [call["name"] for message in record.messages for call in message.calls() if call["name"] not in text]
-    if lost:
-        raise BadRecord(f"the tokenizer's chat template prints nothing of the call of {lost[0]!r}. {WAY_OUT}.")
-    return given, text
-
-
-def _plainer(message: ChatMessage) -> Mapping[str, Any]:
-    """The message with its content as one text, and arguments of calls as objects."""
-    if message.given is None:
-        return {"role": message.role, "content": message.content}
-    found = dict(message.given)
-    if isinstance(found.get("content"), list):
-        found["content"] = message.content
-    if message.calls():
-        found["tool_calls"] = [
-            {**call, "function": _opened(call["function"])} if "function" in call else _opened(call)
-            for call in found["tool_calls"]
-        ]
-    return found
-
-
-def _opened(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments = function.get("arguments")
-    try:
-        opened = json.loads(arguments) if isinstance(arguments, str) else None
-    except (ValueError, RecursionError):
-        opened = None
-    return {**function, "arguments": opened} if isinstance(opened, dict) else function
-
-
-def _garbled(text: str, messages: Sequence[ChatMessage]) -> bool:
-    """Does a text lack a part of a message's content, print parts as Python does, or arguments as JSON of a text?"""
-    for message in messages:
-        content = (message.given or {}).get("content")
-        parts = content if isinstance(content, list) else []
-        if parts and (str(parts) in text or any(part["text"].strip() not in text for part in parts)):
-            return True
-        arguments = [call.get("arguments") for call in message.calls()]
-        if any(isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in arguments):
-            return True
-    return False
-
-
-def _answer_begin(text: str, before: str, question: str, message: ChatMessage) -> int | None:
-    """Where in ``text`` an answer begins that does not begin as its ``question`` ends; None when that is not to be told.
-
-    Some templates (Qwen3.5's, DeepSeek-R1's) ask by the beginning of a thought, which they leave out of an answer that has none.
-    Then it begins where both part: what it lacks are line breaks and what begins with an angle bracket. ``before``: the
-    conversation up to it, without the request to answer.
-    """
-    if not text.startswith(before) or not question.startswith(before):
-        return None
-    shared = next(place for place in range(len(before), len(question)) if text[place : place + 1] != question[place])
-    opened = text.rfind("<", len(before), shared)
-    if opened >= 0 and ">" not in text[opened:shared]:
-        shared = opened
-    said = text.find(message.content.strip(), len(before)) if message.content.strip() else shared
-    begin = min(shared, said)
-    lacking = question[begin:].lstrip()
-    return begin if begin > len(before) and lacking[:1] in ("", "<") else None
-
-
-def _behind_header(text: str, last: int, header: str, message: ChatMessage) -> int | None:
-    """Where an answer begins whose conversation so far is rendered otherwise than in the whole: behind the ``header`` that stands
-    between the ``last`` answer and what the message says. None: there is none.
-
-    Some templates (Qwen3.5's) print thoughts of the calls of tools that follow the last question only. The header may lack what
-    asks for a thought: it is looked for whole, then without what begins at its last angle brackets.
-    """
-    said = message.content.strip() or message.calls()[0]["name"]
-    headers = [
-        header[:end]
-        for end in (len(header), *(place for place in range(len(header) - 1, 0, -1) if header[place] == "<"))
-    ]
-    place = text.find(said, last)
-    while place >= 0:
-        for part in headers:
-            if (begin := text.rfind(part, last, place)) >= 0:
-                return begin + len(part)
-        place = text.find(said, place + 1)
-    return None
-
-
-def _answer_end(text: str, begin: int, question: str, closed: str, message: ChatMessage) -> int | None:
-    """Where in ``text`` the answer ends that begins at ``begin``; None when that is not to be told.
-
-    ``closed`` is the conversation that ends with this answer, to the ``question``. Some templates (Qwen3's) print an empty
-    thought in front of the last answer only; then the answer is the longest end of ``closed`` that the text goes on with, and
-    that holds what the message says.
-    """
-    if text.startswith(closed):
-        return len(closed)
-    alike = begin if closed.startswith(text[:begin]) else len(question) if closed.startswith(question) else len(closed)
-    said = [message.content.strip(), *(call["name"] for call in message.calls())]
-    for place in range(alike, min(map(closed.rfind, said)) + 1):
-        if closed[place] == text[begin] and text.startswith(closed[place:], begin):
-            return begin + len(closed) - place
-    return None
-
-
-def _without_spaces(text: str, first: int, last: int, content: str) -> int:
-    """The end of the answer [first, last) of ``text`` without the spaces and line breaks that the template prints at its end."""
-    own = next((part for part in (content, content.strip()) if part in text[first:last]), "")
-    said = first + text[first:last].rfind(own) + len(own) if content.strip() else first
-    return max(said, len(text[:last].rstrip()))
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerFast,
-    form: Form,
-    conversation: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    asking: bool = False,
-) -> str:
-    """The messages as text; ``asking``: up to where the next answer begins. Raises BadRecord when the template refuses them."""
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(conversation),
-                tools=tools,
-                chat_template=form.source if tools is None else form.with_tools or form.source,
-                add_generation_prompt=asking,
-                tokenize=False,
-            )
-        )
-    except Exception as error:  # a template is a program from somebody else: it may raise anything
-        roles = ", ".join(message["role"] for message in conversation)
-        raise BadRecord(
-            f"the tokenizer's chat template must accept the conversation; it refused messages of {roles}: "
-            f"{type(error).__name__}: {error}. {WAY_OUT}, or change the record."
-        ) from error
-
-
-def _tokenized(backend: Tokenizer, end: int, waiting: Sequence[_Rendered]) -> Iterator[Tokenized]:
+def _tokenized(
+    backend: Tokenizer, end: int, ends: Collection[int], waiting: Sequence[tuple[Record, Rendered]]
+) -> Iterator[Tokenized]:
     """Tokenises the texts and all their beginnings at one go, so that all threads of the tokenizer have work."""
-    texts = [text for one in waiting for text in (one.text, *(one.text[:edge] for edge in one.edges()))]
+    edges = [_edges(rendered) for _, rendered in waiting]
+    texts = [
+        text
+        for (_, rendered), cuts in zip(waiting, edges, strict=True)
+        for text in (rendered.text, *(rendered.text[:edge] for edge in cuts))
+    ]
     with faults_named("the tokenizer cannot tokenise the records"):
         encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
-    for rendered in waiting:
+    for (record, rendered), cuts in zip(waiting, edges, strict=True):
         whole = next(encodings)
-        beginnings = {edge: next(encodings).ids for edge in rendered.edges()}
+        beginnings = {edge: next(encodings).ids for edge in cuts}
         ids = list(whole.ids)
         answer, never = np.zeros((2, len(ids)), dtype=np.bool_)
-        trained = [message.trained for message in rendered.record.messages if message.role == "assistant"]
-        for span, learnt in zip(rendered.spans, trained, strict=True):
-            first, last = _tokens_of(whole, beginnings, span)
-            # Without what the template prints behind its end token, if it has one.
-            last = next((index + 1 for index in range(last - 1, first - 1, -1) if ids[index] == end), last)
-            (answer if learnt else never)[first:last] = True
+        for begin, close, learnt in rendered.spans:
+            if rendered.marked:
+                first, last = _overlapping(whole, begin, close)
+            else:
+                first, last = _tokens_of(whole, beginnings, (begin, close))
+                # Without what the template prints behind its end token, if it has one.
+                last = next((index + 1 for index in range(last - 1, first - 1, -1) if ids[index] == end), last)
+            if first < last < len(ids) and ids[last] in ends and ids[last - 1] not in ends:
+                last += 1
+            if learnt is not None:
+                (answer if learnt else never)[first:last] = True
         # What stands behind the last answer is nobody's context: the record ends with the end token, the template's or,
         # where it closes answers with something else, ours.
         final = int(np.flatnonzero(answer)[-1]) if answer.any() else -1
         ids, answer, never = ids[: final + 1], answer[: final + 1], never[: final + 1]
-        if trained[-1] and (final < 0 or ids[final] != end):
+        if record.messages[-1].trained and (final < 0 or ids[final] != end):
             ids, answer, never = [*ids, end], np.append(answer, True), np.append(never, False)
-        yield Tokenized(rendered.record, np.array(ids, dtype=np.int32), answer, never)
+        yield Tokenized(record, np.array(ids, dtype=np.int32), answer, never, rendered.forgotten)
+
+
+def _edges(rendered: Rendered) -> list[int]:
+    """Where answers begin or end that the template does not mark, in characters, ascending, each once."""
+    return [] if rendered.marked else sorted({edge for span in rendered.spans for edge in span[:2]})
+
+
+def _overlapping(whole: Encoding, begin: int, close: int) -> tuple[int, int]:
+    """The tokens [first, last) that lie in the characters [begin, close), if only in part: transformers' mask."""
+    inside = [n for n, (start, behind) in enumerate(whole.offsets) if behind > begin and start < close]
+    return (inside[0], inside[-1] + 1) if inside else (0, 0)
 
 
 def _tokens_of(whole: Encoding, beginnings: Mapping[int, Sequence[int]], span: tuple[int, int]) -> tuple[int, int]:

@@ -119,6 +119,18 @@ def encoded(engine: Tokenizer, texts: Sequence[str], special: bool = False) -> l
         return [encoding.ids for encoding in engine.encode_batch_fast(list(texts), add_special_tokens=special)]
 
 
+def beginning(engine: Tokenizer) -> list[int]:
+    """The tokens that the tokenizer puts in front of every text (Llama's and Gemma's: one); mostly none."""
+    (whole,), (own,) = encoded(engine, ["a"], special=True), encoded(engine, ["a"])
+    return next((whole[:place] for place in range(len(whole)) if whole[place : place + len(own)] == own), [])
+
+
+def begun(engine: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text as the beginning of a document: behind :func:`beginning`, once."""
+    begin = beginning(engine)
+    return [ids if ids[: len(begin)] == begin else [*begin, *ids] for ids in encoded(engine, texts)]
+
+
 def in_batches(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
     """``items`` in lists of as much text as is handed to a tokenizer at once."""
     waiting: list[T] = []

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hetero_mpi.data.documents import Corpus, read_documents
@@ -352,3 +353,23 @@ def test_a_tokenizer_that_makes_its_library_fail_is_refused(
     path.write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"the tokenizer .*cannot"):
         encoded(own_tokens_only(load_tokenizer(tmp_path)), ["ab \u00fc"], special=True)
+
+
+def test_a_document_begins_as_the_tokenizer_begins_texts() -> None:
+    """Once, with the tokenizer's own token (Llama's, Gemma's)."""
+    tokenizer, texts = train_bpe(["Grass is green", "Say hello"], 300), ["Grass is", "<s>Say hello"]
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bare = build_sequences(texts[:1], tokenizer, 2, True, 0.0, 0)
+    assert begin not in bare.tokens
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", begin)]
+    )
+    grass, hello = tokenizer("Grass is")["input_ids"], tokenizer("Say hello")["input_ids"]
+    assert grass[0] == hello[0] == begin and begin not in [*grass[1:], *hello[1:]]
+    packed = build_sequences(texts, tokenizer, len(grass) + len(hello) + 1, True, 0.0, 0)
+    assert packed.tokens.tolist() == [[*grass, end, *hello]]
+    padded = build_sequences(texts, tokenizer, 20, False, 0.0, 0)
+    for row, ids in zip(padded.tokens.tolist(), (grass, hello), strict=True):
+        assert row[: len(ids)] == ids
+    assert [int((row != IGNORED).sum()) for row in padded.targets] == [len(grass), len(hello)]

@@ -247,7 +247,7 @@ def test_a_template_that_treats_the_last_answer_apart(chatty: PreTrainedTokenize
         (
             "message.content }}",
             "(message.content if loop.last or loop.index != 2 else '') }}",
-            "for message 2 of 4 it does not",
+            "prints nothing of what the assistant says, in message 2 of 4",
         ),
         (
             "{{ bos_token }}",
@@ -307,8 +307,12 @@ def test_a_prompt_is_wrapped_as_training_wrapped_it(chatty: PreTrainedTokenizerF
 
 
 def test_a_prompt_of_a_text_job_is_the_beginning_of_a_document(chatty: PreTrainedTokenizerFast) -> None:
-    assert chatty.decode(render_prompt(chatty, "Grass is", None)) == "Grass is"
-    assert render_prompt(chatty, "", None) == [chatty.eos_token_id]
+    assert chatty.decode(render_prompt(chatty, "Grass is", None)) == "<s>Grass is"
+    assert render_prompt(chatty, "<s>Grass", None) == render_prompt(chatty, "Grass", None), "it begins once"
+    assert render_prompt(chatty, "", None) == [chatty.bos_token_id]
+    bare = train_bpe(plain_texts(RECORDS), 2000)
+    assert bare.decode(render_prompt(bare, "Grass is", None)) == "Grass is"
+    assert render_prompt(bare, "", None) == [bare.eos_token_id]
 
 
 def test_the_plain_form_works_as_a_saved_chat_template(plain: PreTrainedTokenizerFast, tmp_path: Path) -> None:

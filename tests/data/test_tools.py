@@ -179,7 +179,7 @@ def theirs(
         ("chatml", HALVES, None), ("qwen", HALVES, None), ("glm4", HALVES, None), ("llama", HALVES[:4], TOOLS),
         ("parts", PIECES, None),
         ("qwen", [SYSTEM, answer("Hello")], None), ("chatml", [SYSTEM, answer("Hello"), answer("Hello you")], None),
-        ("chatml", [user("Hi"), answer("Hello", name="sum", reasoning_content="So")], None),
+        ("chatml", [user("Hi"), answer("Hello", name="sum")], None),
     ],
 )  # fmt: skip
 def test_text_and_targets_are_transformers(

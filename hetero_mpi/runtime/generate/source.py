@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader
 from hetero_mpi.data.template import Template, has_template, render_prompt
-from hetero_mpi.data.tokenizer import check_vocabulary, encoded, load_tokenizer, own_tokens_only
+from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import ClusterTable, JobConfig, job_from_dict
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter
@@ -68,8 +68,6 @@ class Opened:
     """The template that a prompt is put into; None: it is continued as it is."""
     reason: str
     """Why this template, in words."""
-    learnt_text: bool = False
-    """The model was trained by this program on plain text, in which a document begins without special tokens."""
 
     def prompt_tokens(self, prompt: str, raw: bool) -> list[int]:
         """Token ids of the prompt as the model expects it. Raises UserError: nothing is left of it, or the chat template refuses
@@ -78,9 +76,7 @@ class Opened:
         if not prompt.strip():
             raise UserError("the prompt is empty: give --prompt some text")
         if raw or self.template is None:
-            if self.learnt_text:
-                return render_prompt(self.tokenizer, prompt, None)
-            return encoded(own_tokens_only(self.tokenizer), [prompt], special=True)[0]
+            return render_prompt(self.tokenizer, prompt, None)
         return render_prompt(self.tokenizer, prompt, self.template)
 
 
@@ -171,7 +167,7 @@ def _run(path: Path) -> Opened:
         adapter, source = result, _adapted(job, metadata, result)
     tokenizer, template = _tokenizer(source, result), prompt_template(job)
     if template is None:
-        return Opened(source, tokenizer, adapter, None, "continued as it is: the run learnt text", learnt_text=True)
+        return Opened(source, tokenizer, adapter, None, "continued as it is: the run learnt text")
     return Opened(source, tokenizer, adapter, template, "wrapped as the run's records were")
 
 

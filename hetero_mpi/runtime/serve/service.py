@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.template import choose_form, render_messages
-from hetero_mpi.data.tokenizer import encoded, own_tokens_only
+from hetero_mpi.data.tokenizer import begun, own_tokens_only
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.report import units
@@ -106,7 +106,7 @@ class Service:
             messages = [message.plain() for message in asked.messages]
             return render_messages(self.model.tokenizer, self.model.engine, self.model.form, messages, "messages")
         if isinstance(asked.prompt, str):
-            return encoded(self.model.engine, [asked.prompt], special=not self.model.opened.learnt_text)[0]
+            return begun(self.model.engine, [asked.prompt])[0]
         return [int(token) for token in asked.prompt]
 
     def pieces(self, answer: Answer, wording: Wording, alive: Callable[[], bool]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,7 @@ def _from_records(loaded: LoadedJob) -> Material:
         bad,
         preference,
         data.weights,
+        _end_tokens(config, model_directory(loaded)),
     )
     notes.extend(bad.lines())
     if form.kind == "plain":
@@ -244,6 +246,17 @@ def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
             f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
             f"(max_position_embeddings); shorten the sequences"
         )
+
+
+def _end_tokens(config: dict[str, Any], directory: Path | None) -> list[int]:
+    """The tokens at which the model stops: those of ``generation_config.json``, else of ``config.json``."""
+    path = directory / "generation_config.json" if directory is not None else None
+    try:
+        keys = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); remove it or save it again") from None
+    found = keys.get("eos_token_id", config.get("eos_token_id")) if isinstance(keys, dict) else None
+    return [token for token in (found if isinstance(found, list) else [found]) if type(token) is int]
 
 
 def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
