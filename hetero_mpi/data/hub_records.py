@@ -20,11 +20,11 @@ from huggingface_hub import constants, errors
 from hetero_mpi.errors import UserError
 
 PREFIX = "hf:"
-KINDS = (".parquet", ".jsonl", ".json")
+KINDS = (".parquet", *(kind + packed for kind in (".jsonl", ".json") for packed in ("", ".gz", ".xz", ".bz2", ".zst")))
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w][\w.-]*))?(?::([\w][\w.-]*))?", re.ASCII)
 _WORDS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 """Split -> what its files are called in a data set whose card does not say it."""
-_SHARD = re.compile(r"-\d+-of-(\d+)\.\w+$")
+_SHARD = re.compile(r"-\d+-of-(\d+)(\.\w+)+$")
 
 
 class HubName(NamedTuple):

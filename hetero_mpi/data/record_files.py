@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from hetero_mpi.data.unpacked import Damaged, lines_of
 from hetero_mpi.errors import UserError
 
 Shape = Literal["chat", "alpaca", "prompt/completion"]
 
 SHAPES = """\
-A file holds JSON lines, one JSON array, or the rows of a parquet file: records in these shapes:
+A file holds JSON lines, JSON, or the rows of a parquet file: records in these shapes (docs/data.md has their further keys):
   alpaca             {"instruction": "...", "input": "...", "output": "..."}; input may be left out
   chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
   chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
@@ -25,19 +27,24 @@ A file holds JSON lines, one JSON array, or the rows of a parquet file: records 
 
 SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Key of a chat -> keys of its messages."""
-PAIRS: dict[Shape, tuple[str, str]] = {
-    "alpaca": ("instruction", "output"),
-    "prompt/completion": ("prompt", "completion"),
+PROMPTS = ("prompt", "question")
+PAIRS: dict[Shape, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "alpaca": (("instruction",), ("output",)),
+    "prompt/completion": (PROMPTS, ("completion", "response", "answer")),
 }
+"""Shape -> (keys of what is asked, keys of the answer); the first that a record has counts."""
 PREFERENCE = ("chosen", "rejected")
-FURTHER = ("input", "tools", *PREFERENCE)
+SYSTEM = ("system", "system_prompt")
+FURTHER = ("input", "history", "tools", "functions", *SYSTEM, *PREFERENCE)
 """Keys that are used beside those."""
 
 
 def unrecognised(value: Mapping[str, Any]) -> str:
     """Why a record with these keys has none of the shapes, in words."""
+    if all(key in value for key in PREFERENCE):
+        return "it is a pair of answers, which are compared: set [train] preference (docs/preferences.md)"
     for shape, pair in PAIRS.items():
-        missing = [key for key in pair if key not in value]
+        missing = [keys[0] for keys in pair if not any(key in value for key in keys)]
         if len(missing) == 1:
             return f"{missing[0]!r} is missing for the {shape} shape; the record has {keys_named(value)}"
     return f"no shape has these keys: {keys_named(value)}"
@@ -51,9 +58,9 @@ def keys_named(value: Mapping[str, Any]) -> str:
 
 ROWS_AT_ONCE = 1000
 """Rows of a parquet file that are in memory together."""
-_MESSAGES = {*SPELLINGS, *PREFERENCE, "prompt"}
+_MESSAGES = {*SPELLINGS, *PREFERENCE, "prompt", "completion", "history"}
 """Keys that may hold messages."""
-_WANTED = {*SPELLINGS, *(key for pair in PAIRS.values() for key in pair), *FURTHER}
+_WANTED = {*SPELLINGS, *(key for pair in PAIRS.values() for keys in pair for key in keys), *FURTHER}
 
 
 def values_of(path: Path) -> Iterator[tuple[str, Any]]:
@@ -65,48 +72,96 @@ def values_of(path: Path) -> Iterator[tuple[str, Any]]:
     empty = True
     try:
         with path.open("rb") as file:
-            if file.read(4) == b"PAR1" or (path.suffix == ".parquet" and file.tell()):
-                yield from _table(path)
-                return
-            file.seek(0)
-            for number, line in enumerate(file, start=1):
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if not line.strip():
-                    continue
-                if empty and line.lstrip().startswith(b"["):
-                    yield from _array(path)
-                    return
-                empty = False
-                yield f"{path}, line {number}", _value(line)
+            head = file.read(4)
+        for entry in _table(path) if head == b"PAR1" or (path.suffix == ".parquet" and head) else _json(path):
+            empty = False
+            yield entry
+    except Damaged as error:
+        empty = False
+        yield str(path), BadRecord(f"the file breaks off, or is damaged: {error}. Get it again", rest=True)
     except OSError as error:
         raise UserError(f"{path}: the file of records cannot be read: {error.strerror}") from None
     if empty:
         raise UserError(f"{path}: the file of records is empty. Leave it out, or fill it.\n{SHAPES}")
 
 
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    """The records of JSON lines; or of one array; or of JSON values one after the other, however they are printed."""
+    numbered = ((number, line) for number, line in enumerate(lines_of(path), start=1) if line.strip())
+    first, second = next(numbered, None), next(numbered, None)
+    if first is None:
+        return
+    value = _value(first[1])
+    begun = isinstance(value, BadRecord) and (
+        first[1].lstrip().startswith(b"[") or (second is not None and _unfinished(first[1], second[1]))
+    )
+    if begun or (second is None and isinstance(value, list) and not is_chat(value)):
+        yield from _whole(path)
+        return
+    yield f"{path}, line {first[0]}", value
+    for number, line in chain([] if second is None else [second], numbered):
+        yield f"{path}, line {number}", _value(line)
+
+
+def is_chat(value: Any) -> bool:
+    """Is it a list of messages?"""
+    messages = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    return messages and any(all(key in value[0] for key in spelling) for spelling in SPELLINGS.values())
+
+
+def _unfinished(line: bytes, following: bytes) -> bool:
+    """Does a line begin a value that goes on in the following one, as pretty-printed JSON does?"""
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(error.doc.rstrip()) and isinstance(_value(following), BadRecord)
+    except (ValueError, RecursionError):
+        return False
+    return False
+
+
 def _value(line: bytes) -> Any:
     try:
-        return _decoded(line.decode("utf-8"))
+        text = line.decode("utf-8")
+        value, end = _decoded(text, _behind_spaces(text, 0))
+        if (further := _behind_spaces(text, end)) < len(text):
+            raise json.JSONDecodeError("Extra data", text, further)
+        return value
     except UnicodeDecodeError as error:
         return BadRecord(f"records must be JSON in UTF-8; byte {error.start + 1} of the line is not. Convert it")
     except (ValueError, RecursionError) as error:
         return BadRecord(_broken(error))
 
 
-def _array(path: Path) -> Iterator[tuple[str, Any]]:
-    """The records of one JSON array; none but a BadRecord where it is broken, as records are not to be told apart then."""
+def _whole(path: Path) -> Iterator[tuple[str, Any]]:
+    """The records of JSON that is not one of lines; up to where it is broken, as records are not to be told apart then."""
     try:
-        values = _decoded(path.read_bytes().decode("utf-8-sig"))
+        text = b"".join(lines_of(path)).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: records must be JSON in UTF-8; byte {error.start + 1} is not. Convert it.") from None
-    except (ValueError, RecursionError) as error:
-        where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
-        yield where, BadRecord(_broken(error), rest=True)
-        return
-    if not values:
-        raise UserError(f"{path}: the file holds no records: its JSON array is empty. Leave it out, or fill it.")
-    for number, value in enumerate(values, start=1):
-        yield f"{path}, record {number}", value
+    end, line, alone = 0, 1, True
+    while (place := _behind_spaces(text, end)) < len(text):
+        line += text.count("\n", end, place)
+        try:
+            value, end = _decoded(text, place)
+        except (ValueError, RecursionError) as error:
+            where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
+            yield where, BadRecord(_broken(error), rest=True)
+            return
+        if alone and isinstance(value, list) and not is_chat(value) and _behind_spaces(text, end) == len(text):
+            if not value:
+                raise UserError(
+                    f"{path}: the file holds no records: its JSON array is empty. Leave it out, or fill it."
+                )
+            yield from ((f"{path}, record {number}", one) for number, one in enumerate(value, start=1))
+            return
+        yield f"{path}, line {line}", value
+        line, alone = line + text.count("\n", place, end), False
+
+
+def _behind_spaces(text: str, begin: int) -> int:
+    found = json.decoder.WHITESPACE.match(text, begin)  # type: ignore[attr-defined]
+    return int(found.end())
 
 
 def _table(path: Path) -> Iterator[tuple[str, Any]]:
@@ -122,16 +177,17 @@ def _table(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            shapes = (*PAIRS.values(), PREFERENCE, *([key] for key in SPELLINGS))
-            if not any(set(keys) <= set(names) for keys in shapes):
+            pairs = any(all({*keys} & {*names} for keys in pair) for pair in PAIRS.values())
+            if not (pairs or {*PREFERENCE} <= {*names} or {*SPELLINGS} & {*names}):
                 yield str(path), BadRecord(unrecognised(dict.fromkeys(names)), rest=True)
                 return
             if not file.metadata.num_rows:
                 raise UserError(f"{path}: the file holds no records: it has no rows. Leave it out, or fill it.")
+            unread = dict.fromkeys(set(names) - _WANTED, True)  # there, and not looked at
             rows = file.iter_batches(ROWS_AT_ONCE, columns=[name for name in names if name in _WANTED])
             for number, row in enumerate((row for batch in rows for row in batch.to_pylist()), start=1):
                 value = {key: _without_nulls(inner, key in _MESSAGES) for key, inner in row.items()}
-                yield f"{path}, row {number}", value
+                yield f"{path}, row {number}", {**value, **unread}
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         yield str(path), BadRecord(f"damaged, or no parquet file: {reason}. Get it again", rest=True)
@@ -146,8 +202,10 @@ def _without_nulls(value: Any, messages: bool = False) -> Any:
     return value
 
 
-def _decoded(text: str) -> Any:
-    """The JSON value; a record in which an object has a key twice is a BadRecord, as one of the two values would be lost."""
+def _decoded(text: str, begin: int = 0) -> tuple[Any, int]:
+    """(the JSON value at ``begin``, where it ends); a record in which an object has a key twice is a BadRecord, as one of the two
+    values would be lost.
+    """
     doubled: list[str] = []
 
     def whole(pairs: list[tuple[str, Any]]) -> Any:
@@ -158,10 +216,10 @@ def _decoded(text: str) -> Any:
         doubled.append(next(key for place, key in enumerate(keys) if key in keys[:place]))
         return BadRecord(f"the key {doubled[-1]!r} stands twice in one object: leave one of the two")
 
-    value = json.loads(text, object_pairs_hook=whole)
+    value, end = json.JSONDecoder(object_pairs_hook=whole).raw_decode(text, begin)
     if not doubled:
-        return value
-    return [_doubled(one) or one for one in value] if isinstance(value, list) else _doubled(value)
+        return value, end
+    return [_doubled(one) or one for one in value] if isinstance(value, list) else _doubled(value), end
 
 
 def _doubled(value: Any) -> BadRecord | None:

@@ -2,26 +2,30 @@
 
 Every shape (``record_files.SHAPES``) becomes a list of messages, so that the rest of the program knows conversations only: a chat
 up to its last answer; of alpaca the instruction, an empty line and the input are the user's. A record with the keys of several
-shapes is a chat before it is alpaca, and that before prompt/completion; further keys are ignored.
+shapes is a chat before it is alpaca, and that before prompt/completion. Keys that nobody reads are counted.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hetero_mpi.data.documents import matching_files
 from hetero_mpi.data.record_files import (
     PAIRS,
     PREFERENCE,
+    PROMPTS,
     SHAPES,
     SPELLINGS,
+    SYSTEM,
     BadRecord,
     BadRecords,
     Shape,
+    is_chat,
     keys_named,
     unrecognised,
     values_of,
@@ -37,6 +41,8 @@ ROLES: dict[str, Role] = {
     "human": "user",
     "gpt": "assistant",
     "observation": "tool",
+    "function": "tool",
+    "developer": "system",
 }
 """Role in a file -> role in a :class:`ChatMessage`."""
 
@@ -90,8 +96,11 @@ class Records:
     """Sources of the records that were left out because all of their answers say ``train: false``."""
     preference: bool = False
     """Records are pairs: chosen, rejected, chosen, ..."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Key that nobody reads -> number of records, or pairs, that have it; ``messages[].key``: of their messages."""
 
-    def lines(self) -> list[str]:
+    def lines(self, template: str = "") -> list[str]:
+        """What was found, for a person. ``template``: the chat template, which may read keys of messages."""
         shapes = Counter(record.shape for record in self.records)
         found = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
         what = f"{len(self.records) // 2:,} pairs of answers" if self.preference else f"{len(self.records):,} records"
@@ -100,6 +109,13 @@ class Records:
         for why, sources in left_out.items():
             if sources:
                 lines.append(f"{len(sources):,} records {why} left out, such as {sources[0]}")
+        read = set(re.findall(r"\w+", template))
+        unread = [(key, count) for key, count in self.unread.items() if key.partition("[].")[2] not in read]
+        if unread:
+            (key, count), *further = sorted(unread, key=lambda entry: (-entry[1], entry[0]))
+            kind, total = ("pairs", len(self.records) // 2) if self.preference else ("records", len(self.records))
+            named = [f"{count:,} of {total:,} {kind} have `{key}`", *(f"{count:,} `{key}`" for key, count in further)]
+            lines.append(f"{', '.join(named)}, which {'are' if further else 'is'} not learnt")
         return lines
 
 
@@ -119,17 +135,19 @@ def read_records(
     """
     bad = BadRecords() if bad is None else bad
     records: list[Record] = []
-    unanswered, untrained = list[str](), list[str]()
+    unanswered, untrained, unread = list[str](), list[str](), Counter[str]()
     paths = matching_files(key, patterns, tell)
     for source, value in (entry for path in paths for entry in values_of(path)):
         try:
             if isinstance(value, BadRecord):
                 raise value
-            if not isinstance(value, dict):
-                raise BadRecord(f"must be a JSON object; it is {_kind(value)}")
-            found = _pair_of(value, source) if preference else [_record(value, source)]
+            fields = _Fields(_object(value))
+            found = _pair_of(fields, source) if preference else [_record(fields, source)]
         except BadRecord as problem:
             bad.add(source, problem)
+            continue
+        except RecursionError:
+            bad.add(source, BadRecord("JSON nested too deeply to be a record"))
             continue
         answered = [record for record in found if record is not None]
         # Is there an answer to learn: any, or of a preference the last one?
@@ -140,6 +158,7 @@ def read_records(
             untrained.append(source)
         else:
             records.extend(answered)
+            unread.update(fields.unread())
     bad.check(key)
     if not records:
         silent = [*unanswered, *untrained] or bad.problems
@@ -147,38 +166,85 @@ def read_records(
         raise UserError(
             f"{key} must hold records with an answer to learn; none of its {len(silent):,} records has one{such}.\n{SHAPES}"
         )
-    return Records(tuple(records), len(paths), tuple(unanswered), tuple(untrained), preference)
+    return Records(tuple(records), len(paths), tuple(unanswered), tuple(untrained), preference, unread)
 
 
-def _record(value: Mapping[str, Any], source: str) -> Record | None:
-    """The record in ``value``, or None when it has no answer. Raises BadRecord."""
-    present = {key: inner for key, inner in value.items() if inner is not None}
-    for key, spelling in SPELLINGS.items():
-        if key in present:
-            return _chat(present[key], _tools(present.get("tools")), key, spelling, source)
-    for shape, (question, answer) in PAIRS.items():
-        if question in present and answer in value:
-            return _pair(present, shape, question, answer, source)
-    raise BadRecord(unrecognised(present))
+class _Fields:
+    """The keys of a record that have a value, and which of them were read."""
+
+    def __init__(self, value: Mapping[str, Any]) -> None:
+        # pandas writes NaN where a table has nothing.
+        self.values = {key: inner for key, inner in value.items() if inner is not None and inner == inner}
+        self.named = list(value)
+        self._read: set[str] = set()
+        self._of_messages: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return self.values.get(key, default)
+
+    def first(self, keys: Sequence[str]) -> str | None:
+        """The first of the keys that the record has, empty or not."""
+        return next((key for key in keys if key in self.values), next((key for key in keys if key in self.named), None))
+
+    def unread_in_messages(self, keys: Mapping[str, Any]) -> None:
+        self._of_messages |= {f"messages[].{key}" for key, value in keys.items() if value not in ("", [], {})}
+
+    def unread(self) -> set[str]:
+        own = {key for key, value in self.values.items() if key not in self._read and value not in ("", [], {})}
+        return own | self._of_messages
 
 
-def _pair_of(value: Mapping[str, Any], source: str) -> list[Record | None]:
+def _object(value: Any) -> Mapping[str, Any]:
+    if is_chat(value):
+        return {"messages" if "role" in value[0] else "conversations": value}
+    if not isinstance(value, dict):
+        raise BadRecord(f"must be a JSON object; it is {_kind(value)}")
+    return value
+
+
+def _record(fields: _Fields, source: str) -> Record | None:
+    """The record of these fields, or None when it has no answer. Raises BadRecord."""
+    tools = _tools_of(fields)
+    for key in SPELLINGS:
+        if key in fields.values:
+            messages = _with_system(fields, _messages(_opened(fields.get(key)), key, fields))
+            return _conversation(messages, "chat", source, tools, key)
+    for shape, (questions, answers) in PAIRS.items():
+        question, answer = fields.first(questions), fields.first(answers)
+        if question in fields.values and question is not None and answer is not None:
+            asked = _asked(fields, question)
+            said = _turns(fields.get(answer, ""), "assistant", answer, fields)
+            chat = any(isinstance(fields.get(key), list) for key in (question, answer))
+            return _conversation([*asked, *said], "chat" if chat else shape, source, tools, answer)
+    raise BadRecord(unrecognised(fields.values))
+
+
+def _pair_of(fields: _Fields, source: str) -> list[Record | None]:
     """The two records of a preference: its prompt with either answer. Raises BadRecord."""
-    missing = [key for key in PREFERENCE if value.get(key) is None]
+    missing = [key for key in PREFERENCE if key not in fields.values]
     if missing:
-        raise BadRecord(f"{missing[0]!r} is missing for a preference; the record has {keys_named(value)}")
-    prompt = value.get("prompt")
+        raise BadRecord(f"{missing[0]!r} is missing for a preference; the record has {keys_named(fields.values)}")
+    question, tools = (
+        fields.first([key for key in (*PROMPTS, "instruction") if key in fields.values]),
+        _tools_of(fields),
+    )
+    asked = _asked(fields, question) if question is not None else []
     found = []
     for key in PREFERENCE:
-        if isinstance(value[key], list):
-            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-            # Many files repeat the prompt in both conversations.
-            begins = value[key][:1] and isinstance(value[key][0], dict) and value[key][0].get("role") == "assistant"
-            turns = [*asked, *value[key]] if begins else value[key]
-            found.append(_record({"messages": turns, "tools": value.get("tools")}, source))
-        else:
-            asked_in_text = {"prompt": _text(prompt, "prompt"), "completion": _text(value[key], key)}
-            found.append(_record(asked_in_text, source))
+        value = fields.get(key)
+        turns = _turns(value, "assistant", key, fields)
+        chat = not isinstance(value, str) or isinstance(question is not None and fields.get(question), list)
+        if question is None and isinstance(value, str):
+            chat, turns = True, _with_system(fields, _human_and_assistant(value, key))
+        elif turns and turns[0].role == "assistant":
+            turns = [*(asked or _with_system(fields, [])), *turns]
+        else:  # many files repeat the prompt in both conversations
+            turns = _with_system(fields, turns)
+            lost = [one for one in asked if one.content.strip() not in "".join(turn.content for turn in turns)]
+            if lost:
+                raise BadRecord(f"{key!r} begins a conversation that does not hold what {question!r} says")
+        found.append(_conversation(turns, "chat" if chat else "prompt/completion", source, tools, key))
     prompts = [[(message.role, message.content) for message in one.messages[:-1]] for one in found if one is not None]
     if len(prompts) == 2 and prompts[0] != prompts[1]:
         raise BadRecord(
@@ -187,25 +253,92 @@ def _pair_of(value: Mapping[str, Any], source: str) -> list[Record | None]:
     return found
 
 
-def _pair(value: Mapping[str, Any], shape: Shape, question: str, answer: str, source: str) -> Record | None:
-    prompt = _text(value[question], question)
-    further = _text(value["input"], "input") if shape == "alpaca" and "input" in value else ""
-    if further.strip():
-        prompt = f"{prompt}\n\n{further}"
-    if not prompt.strip():
-        raise BadRecord(f"{question!r} is empty: there is no prompt")
-    content = _text(value.get(answer, ""), answer)
-    if not content.strip():
-        return None
-    return Record((ChatMessage("user", prompt), ChatMessage("assistant", content)), shape, source)
+_SPEAKERS: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
+_SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 
 
-def _chat(
-    turns: Any, tools: Sequence[Mapping[str, Any]] | None, key: str, spelling: tuple[str, str], source: str
-) -> Record | None:
+def _human_and_assistant(text: str, key: str) -> list[ChatMessage]:
+    """The conversation in a text that names who speaks, as those of HH-RLHF do."""
+    before, *rest = _SPEAKER.split(text)
+    if before or rest[:1] != ["Human"] or rest[-2] != "Assistant":
+        raise BadRecord(
+            f"'prompt' is missing, and {key!r} is no conversation that holds it (messages, or a text with Human: and Assistant:)"
+        )
+    return [ChatMessage(_SPEAKERS[speaker], said.strip()) for speaker, said in zip(rest[::2], rest[1::2], strict=True)]
+
+
+def _asked(fields: _Fields, question: str) -> list[ChatMessage]:
+    """What a record asks: the system's message, what was said before, and the question, with its input."""
+    value = fields.get(question)
+    turns = _turns(value, "user", question, fields)
+    if isinstance(value, str):
+        further = _text(fields.get("input", ""), "input") if question == "instruction" else ""
+        asked = f"{value}\n\n{further}" if further.strip() else value
+        if not asked.strip():
+            raise BadRecord(f"{question!r} is empty: there is no prompt")
+        turns = [ChatMessage("user", asked)]
+    # An answer in a prompt is one of what is asked.
+    turns = [replace(turn, trained=None) if turn.role == "assistant" else turn for turn in turns]
+    return _with_system(fields, [*_history(fields), *turns])
+
+
+_IN_TURN: tuple[Role, Role] = ("user", "assistant")
+
+
+def _history(fields: _Fields) -> list[ChatMessage]:
+    """The questions and answers before."""
+    value = _opened(fields.get("history", []))
+    if is_chat(value):
+        return _messages(value, "history", fields)
+    if not isinstance(value, list) or not all(isinstance(one, list) and len(one) == 2 for one in value):
+        raise BadRecord(f"'history' must be a list of [question, answer]; it is {_kind(value)}")
+    return [
+        ChatMessage(role, _text(said, f"history[{index}]"))
+        for index, pair in enumerate(value)
+        for role, said in zip(_IN_TURN, pair, strict=True)
+    ]
+
+
+def _with_system(fields: _Fields, messages: list[ChatMessage]) -> list[ChatMessage]:
+    """The messages behind that of the record's own key for the system."""
+    said = {text.strip(): text for key in SYSTEM if (text := _text(fields.get(key, ""), key)).strip()}
+    if messages[:1] and messages[0].role == "system":
+        said.setdefault(messages[0].content.strip(), messages[0].content)
+        if len(said) == 1:
+            return messages
+    if len(said) > 1:
+        raise BadRecord("the record has two system messages that are not the same: leave one of them")
+    return [*(ChatMessage("system", text) for text in said.values()), *messages]
+
+
+def _turns(value: Any, role: Role, name: str, fields: _Fields) -> list[ChatMessage]:
+    """A text of a role, or messages as they are."""
+    if isinstance(value, list | dict):
+        return _messages(value if isinstance(value, list) else [value], name, fields)
+    return [ChatMessage(role, _text(value, name))]
+
+
+def _opened(value: Any) -> Any:
+    """What a text holds as JSON, if it does."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _messages(turns: Any, key: str, fields: _Fields) -> list[ChatMessage]:
     if not isinstance(turns, list):
         raise BadRecord(f"{key!r} must be a list of messages; it is {_kind(turns)}")
-    messages = [_message(turn, f"{key}[{index}]", spelling) for index, turn in enumerate(turns)]
+    # By what stands there: files have one spelling under the key of another.
+    objects = [turn for turn in turns if isinstance(turn, dict)]
+    fitting = (one for one in SPELLINGS.values() if all(key in turn for turn in objects for key in one))
+    spelling = next(fitting, SPELLINGS.get(key, SPELLINGS["messages"]))
+    return [_message(turn, f"{key}[{index}]", spelling, fields) for index, turn in enumerate(turns)]
+
+
+def _conversation(
+    messages: list[ChatMessage], shape: Shape, source: str, tools: Sequence[Mapping[str, Any]] | None, key: str
+) -> Record | None:
     # What follows the last answer is answered by nobody.
     while messages and messages[-1].role != "assistant":
         messages.pop()
@@ -218,12 +351,17 @@ def _chat(
     late = [index for index, message in enumerate(messages) if message.role == "system" and index]
     if late:
         raise BadRecord(f"{key}[{late[0]}] is a system message: only the first message may be one")
-    return Record(tuple(messages), "chat", source, tools)
+    return Record(tuple(messages), shape, source, tools)
 
 
-def _message(turn: Any, where: str, spelling: tuple[str, str]) -> ChatMessage:
+_KNOWN = {*LEARNT_BY, *REASONING, "name", "tool_calls", "tool_call_id"}
+"""Keys of a message beside its role and its content."""
+
+
+def _message(turn: Any, where: str, spelling: tuple[str, str], fields: _Fields) -> ChatMessage:
     if not isinstance(turn, dict):
         raise BadRecord(f"{where} must be an object with {spelling[0]!r} and {spelling[1]!r}; it is {_kind(turn)}")
+    turn = _with_calls(turn, where, spelling)
     said = {key: value for key, value in turn.items() if value is not None}
     role, content = turn.get(spelling[0]), turn.get(spelling[1])
     calls = _calls(said["tool_calls"], f"{where}.tool_calls") if "tool_calls" in said else False
@@ -234,12 +372,31 @@ def _message(turn: Any, where: str, spelling: tuple[str, str]) -> ChatMessage:
         raise BadRecord(f"{where} has the role {role!r}; accepted are {', '.join(ROLES)}")
     text = "" if content is None else _content(content, f"{where}.{spelling[1]}")
     trained = _trained(said, where, ROLES[role])
+    for key in (key for key in REASONING if key in said):
+        _text(said[key], f"{where}.{key}")
     further = {key: value for key, value in said.items() if key not in (*spelling, *LEARNT_BY)}
+    fields.unread_in_messages({key: value for key, value in further.items() if key not in _KNOWN})
     if not further and not isinstance(content, list):
         return ChatMessage(ROLES[role], text, None, trained)
     given = {"role": ROLES[role], **({} if calls and content is None else {"content": content or ""}), **further}
     _whole_characters(given, where)
     return ChatMessage(ROLES[role], text, given, trained)
+
+
+def _with_calls(turn: dict[str, Any], where: str, spelling: tuple[str, str]) -> dict[str, Any]:
+    """The message with its call of a function, which OpenAI's older files and ShareGPT's have as such, as one of a tool."""
+    called, rest = turn.get("function_call"), {key: value for key, value in turn.items() if key != "function_call"}
+    if turn.get(spelling[0]) == "function_call":
+        called = _opened(turn.get(spelling[1]))
+        rest = {**rest, spelling[0]: "assistant", spelling[1]: None}
+        if not isinstance(called, dict | list):
+            raise BadRecord(
+                f"{where} is a call of a function: it must be JSON with 'name' and 'arguments'; it is {_kind(called)}"
+            )
+    if called is None or rest.get("tool_calls"):
+        return turn
+    calls = called if isinstance(called, list) else [called]
+    return {**rest, "tool_calls": [{"type": "function", "function": one} for one in calls]}
 
 
 def _content(content: Any, where: str) -> str:
@@ -281,18 +438,26 @@ def _calls(calls: Any, where: str) -> bool:
     return bool(calls)
 
 
-def _tools(tools: Any) -> list[Mapping[str, Any]] | None:
-    """``tools`` of a record, which some files hold as JSON in a text."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise BadRecord("'tools' must be a list of objects, or JSON of one; it is a text that is no JSON") from None
+def _tools_of(fields: _Fields) -> list[Mapping[str, Any]] | None:
+    """What the assistant may call: ``tools``, or ``functions``, as OpenAI's older files have it."""
+    if "tools" in fields.values:
+        return _tools(fields.get("tools"), "tools")
+    functions = _tools(fields.get("functions"), "functions")
+    return None if functions is None else [{"type": "function", "function": one} for one in functions]
+
+
+def _tools(tools: Any, key: str) -> list[Mapping[str, Any]] | None:
+    """A list of objects, which some files hold as JSON in a text."""
+    if isinstance(tools, str) and not tools.strip():
+        return None
+    if isinstance(tools, str) and isinstance(_opened(tools), str):
+        raise BadRecord(f"{key!r} must be a list of objects, or JSON of one; it is a text that is no JSON")
+    tools = _opened(tools)
     if tools is None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRecord(f"'tools' must be a list of objects, or JSON of one; it is {_kind(tools)}")
-    _whole_characters(tools, "'tools'")
+        raise BadRecord(f"{key!r} must be a list of objects, or JSON of one; it is {_kind(tools)}")
+    _whole_characters(tools, repr(key))
     return tools
 
 

@@ -64,7 +64,10 @@ def test_shapes_of_a_pair(tmp_path: Path, value: dict[str, Any]) -> None:
             "line 2: 'rejected' is missing for a preference; the record has 'prompt', 'chosen'",
         ),
         ({"prompt": "grass", "chosen": 3, "rejected": "red"}, "line 2: 'chosen' must be text; it is a number"),
-        ({"chosen": "green", "rejected": "red"}, "line 2: 'prompt' must be text; it is null"),
+        (
+            {"chosen": "green", "rejected": "red"},
+            "line 2: 'prompt' is missing, and 'chosen' is no conversation that holds it",
+        ),
         ({"chosen": [ASKED, said("a")], "rejected": [said("b")]}, "is an answer: a conversation must begin with"),
         (
             {"chosen": [ASKED, said("a"), ASKED, said("b")], "rejected": [ASKED, said("c"), ASKED, said("d")]},

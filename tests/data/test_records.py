@@ -102,7 +102,7 @@ def test_records_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> N
             "line 2: 'output' is missing for the alpaca shape; the record has 'instruction', 'response'",
         ),
         ('{"completion": "a"}', "'prompt' is missing for the prompt/completion shape"),
-        ('{"prompt": ["a"], "completion": "b"}', "'prompt' must be text; it is a list"),
+        ('{"prompt": ["a"], "completion": "b"}', "prompt[0] must be an object with 'role' and 'content'; it is text"),
         ('{"prompt": "a", "completion": 3}', "'completion' must be text; it is a number"),
         ('{"instruction": " ", "output": "b"}', "'instruction' is empty: there is no prompt"),
         ('{"prompt": "a", "completion": "\\ud800"}', "'completion' holds half a character"),

@@ -102,8 +102,8 @@ def _from_records(loaded: LoadedJob) -> Material:
     notes[:0] = told
     form = choose_form(tokenizer, data.template, (*records, *(evaluation.records if evaluation else ())))
     for name, source in sources:
-        notes.extend(line if data.weights is None else f"{name}: {line}" for line in source.lines())
-    notes.extend(f"evaluation: {line}" for line in (evaluation.lines() if evaluation else ()))
+        notes.extend(line if data.weights is None else f"{name}: {line}" for line in source.lines(form.source))
+    notes.extend(f"evaluation: {line}" for line in (evaluation.lines(form.source) if evaluation else ()))
     notes.append("records become text by " + _FORMS[form.kind])
     packing, isolate, note = _packing(loaded, str(config["model_type"]))
     notes.extend(note)

@@ -1,0 +1,293 @@
+"""What a record holds beside its question and its answer is read, or counted; files are read whatever they are packed in."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_mpi.data.records import ChatMessage, Records, read_records
+from hetero_mpi.errors import UserError
+from tests.data.test_tools import answer, call, user
+
+FRENCH = {"role": "system", "content": "In French"}
+RED = {"prompt": "red ?", "completion": "boat"}
+
+
+def read(directory: Path, *values: Any, preference: bool = False) -> Records:
+    path = directory / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, values)))
+    return read_records([str(path)], preference=preference)
+
+
+def said(messages: tuple[ChatMessage, ...]) -> list[str]:
+    return [f"{message.role[0]}: {message.content}" for message in messages]
+
+
+TURNS = [user("red ?"), answer("boat")]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (
+            {
+                "instruction": "box ?",
+                "input": "",
+                "output": "lamp",
+                "history": [["red ?", "boat"], ["grey ?", "birds"]],
+                "system": "In French",
+            },
+            ["s: In French", "u: red ?", "a: boat", "u: grey ?", "a: birds", "u: box ?", "a: lamp"],
+        ),
+        ({"prompt": "box ?", "completion": "lamp", "history": TURNS}, ["u: red ?", "a: boat", "u: box ?", "a: lamp"]),
+        (
+            {
+                "system": "In French",
+                "conversations": [{"from": "human", "value": "red ?"}, {"from": "gpt", "value": "boat"}],
+            },
+            ["s: In French", "u: red ?", "a: boat"],
+        ),
+        ({"system": "In French ", "messages": [FRENCH, *TURNS]}, ["s: In French", "u: red ?", "a: boat"]),
+        (
+            {"system_prompt": "In French", "question": "red ?", "response": "boat"},
+            ["s: In French", "u: red ?", "a: boat"],
+        ),
+        ({"question": "red ?", "answer": "boat", "system": float("nan")}, ["u: red ?", "a: boat"]),
+        ({"instruction": "red ?", "input": float("nan"), "output": "boat"}, ["u: red ?", "a: boat"]),
+        ({"messages": json.dumps([FRENCH, *TURNS])}, ["s: In French", "u: red ?", "a: boat"]),
+        ({"messages": [{**FRENCH, "role": "developer"}, *TURNS]}, ["s: In French", "u: red ?", "a: boat"]),
+        (
+            {"messages": [{"from": "human", "value": "red ?"}, {"from": "gpt", "value": "boat"}]},
+            ["u: red ?", "a: boat"],
+        ),
+        (
+            {"prompt": [FRENCH, *TURNS, user("box ?")], "completion": [answer("lamp")]},
+            ["s: In French", "u: red ?", "a: boat", "u: box ?", "a: lamp"],
+        ),
+        ({"prompt": [user("red ?")], "completion": "boat"}, ["u: red ?", "a: boat"]),
+        ([FRENCH, *TURNS], ["s: In French", "u: red ?", "a: boat"]),
+        ([{"from": "human", "value": "red ?"}, {"from": "gpt", "value": "boat"}], ["u: red ?", "a: boat"]),
+    ],
+)
+def test_what_is_read(tmp_path: Path, value: Any, expected: list[str]) -> None:
+    for values in ([value], [value, value]):
+        found = read(tmp_path, *values)
+        assert [said(record.messages) for record in found.records] == [expected] * len(values)
+        assert not found.unread
+
+
+def test_answers_in_a_prompt_are_learnt_as_prompts_are(tmp_path: Path) -> None:
+    (record,) = read(tmp_path, {"prompt": [*TURNS, user("box ?")], "completion": [answer("lamp")]}).records
+    assert [one.trained for one in record.messages if one.role == "assistant"] == [None, True]
+
+
+def test_calls_of_functions_are_those_of_tools(tmp_path: Path) -> None:
+    function = {"name": "sum", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    new = {
+        "tools": tools,
+        "messages": [user("1"), call('{"a": 1}'), {"role": "tool", "name": "sum", "content": "3"}, answer("4")],
+    }
+    new["messages"][1]["tool_calls"][0].pop("id")
+    called = {"name": "sum", "arguments": '{"a": 1}'}
+    old = {
+        "functions": [function],
+        "messages": [
+            user("1"),
+            {"role": "assistant", "content": None, "function_call": called},
+            {"role": "function", "name": "sum", "content": "3"},
+            answer("4"),
+        ],
+    }
+    sharegpt = {
+        "tools": json.dumps(tools),
+        "conversations": [
+            {"from": "human", "value": "1"},
+            {"from": "function_call", "value": json.dumps(called)},
+            {"from": "observation", "value": "3"},
+            {"from": "gpt", "value": "4"},
+        ],
+    }
+    found = [read(tmp_path, value) for value in (new, old, sharegpt)]
+    assert all(one.records[0].tools == tools and not one.unread for one in found)
+    assert found[0].records[0].messages == found[1].records[0].messages
+    assert said(found[2].records[0].messages) == ["u: 1", "a: ", "t: 3", "a: 4"]
+    assert found[2].records[0].messages[1].calls() == [called]
+
+
+def test_keys_that_nobody_reads_are_counted_in_one_line(tmp_path: Path) -> None:
+    one = {**RED, "context": "x", "id": 7, "empty": "", "none": None, "list": []}
+    assert read(tmp_path, *[{**RED, "context": "x"}] * 3).lines()[1:] == [
+        "3 of 3 records have `context`, which is not learnt"
+    ]
+    turns = [user("a"), answer("b", mood="glad", refusal=None)]
+    found = read(tmp_path, one, RED, {**RED, "id": 8}, {"prompt": "c", "messages": turns})
+    assert found.lines()[1:] == [
+        "2 of 4 records have `id`, 1 `context`, 1 `messages[].mood`, 1 `prompt`, which are not learnt"
+    ]
+    assert "mood" not in found.lines("{{ message.mood }}")[1], "the template reads it"
+    pair = {"prompt": "red ?", "chosen": "boat", "rejected": "crew", "score": 3, "messages": turns}
+    assert (
+        read(tmp_path, pair, preference=True).lines()[1]
+        == "1 of 1 pairs have `messages`, 1 `score`, which are not learnt"
+    )
+
+
+HH = "\n\nHuman: red ?\n\nAssistant: A what?\n\nHuman: box\n\nAssistant: "
+ASKED = [user("red ?")]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"chosen": HH + "boat", "rejected": HH + "crew"}, ["u: red ?", "a: A what?", "u: box", "a: boat"]),
+        (
+            {"system": "In French", "question": "red ?", "chosen": "boat", "rejected": "crew"},
+            ["s: In French", "u: red ?", "a: boat"],
+        ),
+        (
+            {"system": "In French", "chosen": [*ASKED, answer("boat")], "rejected": [*ASKED, answer("crew")]},
+            ["s: In French", "u: red ?", "a: boat"],
+        ),
+        (
+            {"system": "In French", "prompt": ASKED, "chosen": [answer("boat")], "rejected": answer("crew")},
+            ["s: In French", "u: red ?", "a: boat"],
+        ),
+        (
+            {"instruction": "red", "input": "?", "chosen": "boat", "rejected": "crew", "history": [["a", "b"]]},
+            ["u: a", "a: b", "u: red\n\n?", "a: boat"],
+        ),
+        ({"prompt": ASKED, "chosen": "boat", "rejected": [answer("crew")]}, ["u: red ?", "a: boat"]),
+    ],
+)
+def test_pairs(tmp_path: Path, value: dict[str, Any], expected: list[str]) -> None:
+    found = read(tmp_path, value, preference=True)
+    assert [said(record.messages) for record in found.records] == [expected, [*expected[:-1], "a: crew"]]
+    assert not found.unread
+
+
+@pytest.mark.parametrize("bad", [3, 0, 1.5, True, ["a"], {"a": 1}, [[1]], "\ud800"])
+@pytest.mark.parametrize("key", ["prompt", "chosen", "rejected", "system", "history", "tools"])
+def test_odd_types_in_pairs_are_named(tmp_path: Path, key: str, bad: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    pair = {"prompt": "red ?", "chosen": "boat", "rejected": "crew"}
+    for base in (pair, {**pair, "chosen": [answer("boat")], "rejected": [answer("crew")]}):
+        path.write_text(json.dumps({**base, key: bad}))
+        with pytest.raises(UserError, match="a.jsonl, line 1: "):
+            read_records([str(path)], preference=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({**RED, "system": "a", "system_prompt": "b"}, "the record has two system messages"),
+        ({"system": "a", "messages": [FRENCH, *TURNS]}, "the record has two system messages"),
+        ({**RED, "history": [["a"]]}, "'history' must be a list of [question, answer]"),
+        ({**RED, "history": [["a", 3]]}, "'history[0]' must be text; it is a number"),
+        (
+            {"messages": [user("a"), answer("b", reasoning_content=3)]},
+            "'messages[1].reasoning_content' must be text; it is a number",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "b"}]},
+            "conversations[1] is a call of a function",
+        ),
+        ({"chosen": "a", "rejected": "b"}, "it is a pair of answers, which are compared: set [train] preference"),
+    ],
+)
+def test_what_contradicts_itself_is_named(tmp_path: Path, value: Any, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, value)
+    assert f"a.jsonl, line 1: {expected}" in str(caught.value)
+
+
+def test_a_prompt_that_a_conversation_does_not_hold(tmp_path: Path) -> None:
+    value = {"prompt": "blue", "chosen": [*ASKED, answer("boat")], "rejected": [*ASKED, answer("crew")]}
+    with pytest.raises(UserError, match="'chosen' begins a conversation that does not hold what 'prompt' says"):
+        read(tmp_path, value, preference=True)
+
+
+# Files
+
+LINES = "".join(json.dumps({"prompt": f"grün {i}", "completion": "b"}, ensure_ascii=False) + "\n" for i in range(3))
+PRETTY = "".join(json.dumps(json.loads(line), indent=1, ensure_ascii=False) + "\n" for line in LINES.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.gz", gzip.compress(LINES.encode())),
+        ("a.jsonl.bz2", bz2.compress(LINES.encode())),
+        ("a.jsonl.xz", lzma.compress(LINES.encode())),
+        ("a", gzip.compress(json.dumps([json.loads(line) for line in LINES.splitlines()]).encode("utf-16"))),
+        *(
+            (f"{encoding}.jsonl", LINES.encode(encoding))
+            for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig")
+        ),
+        ("pretty.json", PRETTY.encode()),
+        ("pretty.json", PRETTY.encode("utf-16")),
+        ("pretty.json", PRETTY.replace("}\n{", "}{").encode()),
+        ("lists.json", json.dumps([[user(f"grün {i}"), answer("b")] for i in range(3)]).encode()),
+        (
+            "pretty_lists.json",
+            "\n".join(json.dumps([user(f"grün {i}"), answer("b")], indent=2) for i in range(3)).encode(),
+        ),
+    ],
+)
+def test_files_are_read_whatever_they_are_packed_in(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    found = read_records([f"{tmp_path}/*"]).records
+    assert [said(record.messages) for record in found] == [[f"u: grün {i}", "a: b"] for i in range(3)]
+
+
+def test_values_one_after_the_other_are_named_by_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(PRETTY + '\n{"prompt": 3,\n "completion": "b"}\n')
+    with pytest.raises(UserError, match=r"a.json, line 14: 'prompt' must be text; it is a number"):
+        read_records([f"{tmp_path}/*"])
+    (tmp_path / "a.json").write_text(PRETTY[:-5])
+    with pytest.raises(UserError, match=r"a.json, line 11: broken JSON at column"):
+        read_records([f"{tmp_path}/*"])
+    (tmp_path / "a.json").write_text('{"prompt": "a",\n' + LINES)
+    with pytest.raises(UserError, match=r"1 cannot:\n  .*a.json, line 1: broken JSON"):
+        read_records([f"{tmp_path}/*"])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (gzip.compress(LINES.encode() * 9)[:-20], "a.jsonl: the file breaks off, or is damaged"),
+        (gzip.compress(LINES.encode())[:20] + b"\xff" * 40, "a.jsonl: the file breaks off, or is damaged"),
+        (bz2.compress(LINES.encode())[:-9], "a.jsonl: the file breaks off, or is damaged"),
+        (bz2.compress(LINES.encode())[:9] + b"\xff" * 40, "a.jsonl: the file breaks off, or is damaged"),
+        (lzma.compress(LINES.encode())[:-9], "a.jsonl: the file breaks off, or is damaged"),
+        (LINES.encode("utf-16")[:-1], "a.jsonl: the file breaks off, or is damaged"),
+        (b"PK\3\4" + b"a" * 40, "this is a zip archive, or a workbook. Convert it"),
+        (gzip.compress(b"PAR1abcd"), "this is a parquet file in a compressed one"),
+        (gzip.compress(b""), "a.jsonl: the file of records is empty"),
+    ],
+)
+def test_other_files_are_named(tmp_path: Path, content: bytes, expected: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_records([f"{tmp_path}/*"])
+    assert expected in str(caught.value)
+
+
+def test_zstd(tmp_path: Path) -> None:
+    try:
+        from compression import zstd  # type: ignore[import-not-found]
+    except ImportError:
+        (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + b"a" * 20)
+        with pytest.raises(
+            UserError, match=r"is compressed by zstd, which Python reads from 3.14 on: unpack it \(zstd -d a"
+        ):
+            read_records([f"{tmp_path}/*"])
+        return
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(LINES.encode()))
+    assert len(read_records([f"{tmp_path}/*"]).records) == 3
