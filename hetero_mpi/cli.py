@@ -358,6 +358,8 @@ def _add_serve(commands: Commands) -> None:
     add("--context", type=int, metavar="N", help=most)
     side = "so many answers are written side by side at most (default %(default)s)"
     add("--parallel", type=int, default=8, metavar="N", help=side)
+    other = "a name under which it may be asked beside this machine's own, as behind a proxy; may be repeated"
+    add("--allow-host", action="append", default=[], metavar="NAME", help=other)
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ PACKAGES = [
     "data",
     "checkpoint",
     "device",
+    "web",
     "report/run_files", "report", "report/figures", "report/page",
     "launch/hosts", "launch/wireguard", "launch/launcher", "launch/supervisor", "launch/doctor", "launch",
     "model/layer", "model/files", "model/transformers", "model/group", "model/custom", "model",

@@ -148,11 +148,17 @@ def render_messages(
 
     ``backend``: of :func:`own_tokens_only`. Raises UserError when the template refuses the conversation.
     """
+    return encoded(backend, [messages_text(tokenizer, form, conversation, source)])[0]
+
+
+def messages_text(
+    tokenizer: PreTrainedTokenizerFast, form: Form, conversation: Sequence[Mapping[str, Any]], source: str
+) -> str:
+    """A conversation as text, up to where the next answer begins. Raises UserError when the template refuses it."""
     try:
-        text = rendered_prompt(form.printer(tokenizer), form.ours, conversation)
+        return rendered_prompt(form.printer(tokenizer), form.ours, conversation)
     except BadRecord as problem:
         raise UserError(f"{source}: {problem}") from problem
-    return encoded(backend, [text])[0]
 
 
 def plain_texts(records: Iterable[Record]) -> Iterator[str]:

@@ -7,6 +7,7 @@ is another rank's and holds nothing; so here the layers of other stages count th
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +42,35 @@ class Sampling:
     top_p: float = 1.0
     """Draw from the fewest tokens that together have this probability (nucleus sampling, arXiv:1904.09751)."""
     seed: int = 0
+    top_k: int = 0
+    """Draw from so many of the most likely tokens, and those as likely as the last of them; 0: from all."""
+    min_p: float = 0.0
+    """Draw from the tokens that have at least this share of the most likely one's probability (arXiv:2407.01082)."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of all tokens that the text has already, and multiplies the negative ones (arXiv:1909.05858)."""
 
 
-def pick(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+def pick(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    position: int,
+    known: Sequence[int] = (),
+    forbidden: Sequence[int] = (),
+) -> int:
     """The token at ``position`` of the text; ``NOT_A_NUMBER`` when there is none to choose.
+
+    What is left to choose from is what transformers' ``generate`` leaves, by the same steps in the same order.
 
     Random numbers are drawn on the host from (seed, position), so that they depend neither on the device nor on the partition.
 
-    ``logits``: (V,) fp32, on any device.
+    ``logits``: (V,) fp32, on any device. ``known``: the text's tokens, for a penalty. ``forbidden``: tokens that are not chosen.
     """
+    if sampling.repetition_penalty != 1 and known:
+        seen = torch.tensor(sorted(set(known)), device=logits.device)
+        of_seen, penalty = logits[seen], sampling.repetition_penalty
+        logits = logits.index_copy(0, seen, torch.where(of_seen < 0, of_seen * penalty, of_seen / penalty))
+    if forbidden:
+        logits = logits.index_fill(0, torch.tensor(forbidden, device=logits.device), -torch.inf)
     if not torch.isfinite(logits.max()):  # NaN, an overflow, or -inf everywhere; -inf in places only forbids tokens
         return NOT_A_NUMBER
     if sampling.temperature == 0:
@@ -57,9 +78,13 @@ def pick(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     scaled = logits.to(HOST).double()
     scaled = (scaled - scaled.max()) / sampling.temperature
     likely, tokens = torch.softmax(scaled, 0).sort(descending=True, stable=True)
+    if 0 < sampling.top_k < len(likely):
+        likely = likely.masked_fill(likely < likely[sampling.top_k - 1], 0.0)
+        likely = likely / likely.sum()
     before = likely.cumsum(0) - likely  # of the tokens that are likelier: the first is always kept
+    dropped = (before >= sampling.top_p) | (likely < sampling.min_p * likely[0])
     generator = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
-    chosen = torch.multinomial(likely.masked_fill(before >= sampling.top_p, 0.0), 1, generator=generator)
+    chosen = torch.multinomial(likely.masked_fill(dropped, 0.0), 1, generator=generator)
     return int(tokens[chosen])
 
 

@@ -222,7 +222,8 @@ def test_a_client_that_goes_away_is_written_for_no_longer(served: Served) -> Non
     try:
         with socket.create_connection((host, int(port))) as client, ThreadPoolExecutor(1) as pool:
             head = (
-                f"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             )
             client.sendall(head.encode() + body)
             served.running.wait_for("a running request", lambda: served.health()["running"] == 1)

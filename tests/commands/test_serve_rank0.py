@@ -15,11 +15,13 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.decoding import NOT_A_NUMBER, Sampling
 from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Task, TextChanges
-from hetero_mpi.runtime.serve.api_requests import ApiError, ChatRequest, CompletionRequest, parse
-from hetero_mpi.runtime.serve.http_server import ApiServer, bound_socket
+from hetero_mpi.runtime.serve.api_requests import ChatRequest, CompletionRequest, parse
+from hetero_mpi.runtime.serve.api_server import ApiServer
 from hetero_mpi.runtime.serve.scheduler import CacheRoom, Scheduler
 from hetero_mpi.runtime.serve.serve import ServeOptions, _say_address, check_options
 from hetero_mpi.runtime.serve.service import ServedModel, Service, Wording, context_of
+from hetero_mpi.web.names import Names
+from hetero_mpi.web.server import HttpError, bound_socket
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.support.training_cases import corpus, tokenizer_directory
 
@@ -43,7 +45,7 @@ def model(base: Path) -> ServedModel:
 def server(model: ServedModel) -> Iterator[ApiServer]:
     """A server behind which no pipeline writes."""
     service = Service(model, context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
-    server = ApiServer(bound_socket("127.0.0.1", 0), TOKEN, service)
+    server = ApiServer(bound_socket("127.0.0.1", 0), TOKEN, service, Names.of("127.0.0.1"))
     yield server
     server.stop(0.0)
 
@@ -68,10 +70,10 @@ def test_texts_begin_as_soon_as_there_is_room_in_the_order_of_their_requests() -
     assert (list(change.begin.values()), change.end) == ([behind.task], [1])
     scheduler.hand_out({3: NOT_A_NUMBER, 4: 5})
     error = large.events.get_nowait()
-    assert isinstance(error, ApiError) and error.status == 500
-    scheduler.close(ApiError(503, "over"))
-    assert behind.events.get_nowait() == 5 and isinstance(behind.events.get_nowait(), ApiError)
-    with pytest.raises(ApiError, match="over"):
+    assert isinstance(error, HttpError) and error.status == 500
+    scheduler.close(HttpError(503, "over"))
+    assert behind.events.get_nowait() == 5 and isinstance(behind.events.get_nowait(), HttpError)
+    with pytest.raises(HttpError, match="over"):
         scheduler.submit(task(1))
 
 
@@ -81,7 +83,7 @@ def test_a_prompt_that_memory_has_no_room_for_is_refused_with_the_numbers(model:
     assert context.tokens == 35
     service = Service(model, context, Scheduler(room, 1), lambda: False)
     asked = ChatRequest(messages=[{"role": "user", "content": "x" * 40}], max_tokens=5)  # type: ignore[list-item]
-    with pytest.raises(ApiError, match=r"rank 2 has 800 B for keys and values, which is 35 tokens of 20 B") as error:
+    with pytest.raises(HttpError, match=r"rank 2 has 800 B for keys and values, which is 35 tokens of 20 B") as error:
         service.task(asked)
     assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
     assert context_of(model.opened, 20, room).reason.endswith("--context 20")
@@ -132,7 +134,9 @@ def said(server: ApiServer, sent: bytes, longest: int = 1 << 20) -> bytes:
 
 
 def request(line: str, *headers: str, token: str = f"Bearer {TOKEN}") -> bytes:
-    return "\r\n".join([f"{line} HTTP/1.1", f"Authorization: {token}", *headers, "", ""]).encode()
+    own = [] if any(header.startswith("Host:") for header in headers) else ["Host: localhost"]
+    kind = [] if any(header.startswith("Content-Type:") for header in headers) else ["Content-Type: application/json"]
+    return "\r\n".join([f"{line} HTTP/1.1", f"Authorization: {token}", *own, *kind, *headers, "", ""]).encode()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_the_line_at_the_start_names_the_variable_that_has_the_token(
     ],
 )
 def test_what_a_completion_may_not_ask_for(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ApiError, match=reason) as error:
+    with pytest.raises(HttpError, match=reason) as error:
         parse(CompletionRequest, json.dumps({"prompt": "abc", **fields}).encode())
     assert error.value.status == 400
 
@@ -202,7 +206,7 @@ def test_what_asks_for_nothing_is_accepted() -> None:
     for value in (False, None):
         parse(ChatRequest, json.dumps({"messages": messages, "logprobs": value, "stop": ["x" * 1000] * 16}).encode())
     parse(CompletionRequest, b'{"prompt": "abc", "logprobs": null, "stop": []}')
-    with pytest.raises(ApiError, match="logprobs = 0"):
+    with pytest.raises(HttpError, match="logprobs = 0"):
         parse(ChatRequest, json.dumps({"messages": messages, "logprobs": 0}).encode())
 
 

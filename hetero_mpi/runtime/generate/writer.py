@@ -43,6 +43,8 @@ class Task:
     limit: int
     """New tokens at most."""
     sampling: Sampling
+    least: int = 0
+    """New tokens at least: until then no stop token is chosen."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Task:
@@ -77,6 +79,12 @@ class _Text:
 
     def begin_anew(self) -> None:
         self.cached = 0
+
+    def pick(self, logits: torch.Tensor) -> int:
+        """The next token."""
+        task, written = self.task, len(self.known) - len(self.task.prompt)
+        forbidden = task.stops if written < task.least else ()
+        return pick(logits, task.sampling, len(self.known), self.known, forbidden)
 
     @property
     def complete(self) -> bool:
@@ -202,7 +210,7 @@ class Writer:
         tokens: Sequence[int] = []
         if complete and self.rank == self.last_rank:
             logits = dict(zip(pieces, passed, strict=True))
-            picked = [pick(logits[n], texts[n].task.sampling, len(texts[n].known)) for n in complete]
+            picked = [texts[n].pick(logits[n]) for n in complete]
             tokens = self._tell(picked)
         elif complete:
             tokens = self._hear(len(complete))

@@ -1,55 +1,57 @@
-"""What clients of OpenAI's API send: its fields, which of them are refused, and errors in the API's form.
-
-As other compatible servers do, unknown fields are ignored. A known field that would change the answer and is not supported is
-refused, unless its value asks for nothing.
-"""
+"""What clients of OpenAI's API send: the fields that are honoured, with their ranges. Others are refused (request_fields.py)."""
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
 from hetero_mpi.model.decoding import Sampling
+from hetero_mpi.runtime.serve.request_fields import refused_fields
+from hetero_mpi.web.server import HttpError
 
 COMPLETION_TOKENS = 16
 """New tokens of a plain completion whose client gives no number, as in OpenAI's API. A chat may fill the context."""
 MOST_STOPS, LONGEST_STOP = 16, 1000
 """Texts to stop at, and the characters of each: every token of an answer is compared with all of them."""
-_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
-"""Fields that are not supported -> the values that are accepted all the same, beside null."""
+MOST_MESSAGES, MOST_STOP_TOKENS = 10_000, 128
+_TOLD_ERRORS, _TOLD_CHARACTERS = 5, 200
+_HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-class ApiError(Exception):
-    """An answer other than 200. ``kind``: OpenAI's ``type`` of the error."""
+class SamplingDefaults(BaseModel):
+    """How tokens are chosen where a request does not say it: OpenAI's defaults."""
 
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.code = status, kind, code
+    model_config = ConfigDict(allow_inf_nan=False)
 
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": str(self), "type": self.kind, "param": None, "code": self.code}}
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+
+    @property
+    def given(self) -> dict[str, float]:
+        """Those that somebody has set."""
+        return {name: getattr(self, name) for name in sorted(self.model_fields_set)}
 
 
-class _StreamOptions(BaseModel):
+class _Closed(BaseModel):
+    """An object within a request; what it has besides its fields is refused as in the request itself."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_unknown(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and (refused := refused_fields(values, frozenset(cls.model_fields), chat=True)):
+            raise ValueError(f"not supported: {refused}")
+        return values
+
+
+class _StreamOptions(_Closed):
     include_usage: bool | None = None
 
 
@@ -61,18 +63,33 @@ class _Asked(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
-    @field_validator("stop")
+    @field_validator("stop", mode="plain")
     @classmethod
-    def _stops_are_texts(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        texts = [stop] if isinstance(stop, str) else stop or []
+    def _stop_texts(cls, stop: Any) -> tuple[str, ...]:
+        texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("must be a text or a list of texts")
         if len(texts) > MOST_STOPS or not all(1 <= len(text) <= LONGEST_STOP for text in texts):
             raise ValueError(f"at most {MOST_STOPS} texts to stop at, each of 1 to {LONGEST_STOP:,} characters")
-        return stop
+        return tuple(texts)
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _few(cls, tokens: Any) -> Any:
+        if isinstance(tokens, list) and len(tokens) > MOST_STOP_TOKENS:
+            raise ValueError(f"at most {MOST_STOP_TOKENS} tokens to stop at")
+        return tokens
 
     @property
     def limit(self) -> int | None:
@@ -80,32 +97,37 @@ class _Asked(BaseModel):
         return self.max_tokens
 
     @property
-    def stop_texts(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self) -> Sampling:
-        """OpenAI's defaults; without a seed every answer is another."""
+    def sampling(self, defaults: SamplingDefaults) -> Sampling:
+        """Without a seed every answer is another."""
+        said = {name: getattr(self, name) for name in SamplingDefaults.model_fields}
+        values = {**defaults.model_dump(), **{name: value for name, value in said.items() if value is not None}}
+        values["top_k"] = max(0, values["top_k"])  # -1 says the same as 0
         seed = self.seed if self.seed is not None else secrets.randbits(63)
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return Sampling(temperature, 1.0 if self.top_p is None else self.top_p, seed % 2**63)
+        return Sampling(**values, seed=seed % 2**63)
 
 
 class CompletionRequest(_Asked):
     """The body of ``/v1/completions``. ``prompt``: a text, or token ids."""
 
-    prompt: str | list[int] | list[str]
+    prompt: str | list[int]
 
-    @field_validator("prompt")
+    @field_validator("prompt", mode="plain")
     @classmethod
-    def _one_prompt(cls, prompt: str | list[int] | list[str]) -> str | list[int] | list[str]:
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
-            if len(prompt) > 1:
-                raise ValueError(f"one prompt a request, not {len(prompt)}")
-            return prompt[0]
+    def _one_prompt(cls, prompt: Any) -> str | list[int]:
+        if isinstance(prompt, list):
+            if prompt and isinstance(prompt[0], str):
+                if len(prompt) > 1:
+                    raise ValueError(f"one prompt a request, not {len(prompt)}")
+                return prompt[0]
+            wrong = next((place for place, token in enumerate(prompt) if type(token) is not int), None)
+            if wrong is None:
+                return prompt
+            raise ValueError(f"must be a text or a list of token ids; entry {wrong} is {_kind(prompt[wrong])}")
+        if not isinstance(prompt, str):
+            raise ValueError(f"must be a text or a list of token ids, not {_kind(prompt)}")
         return prompt
 
     @property
@@ -113,9 +135,21 @@ class CompletionRequest(_Asked):
         return self.max_tokens if self.max_tokens is not None else COMPLETION_TOKENS
 
 
-class _Message(BaseModel):
+class _Message(_Closed):
+    """``name`` and ``reasoning_content`` (a thought of an earlier answer) go to the chat template, which may leave them out."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str
+    name: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_content(cls, message: Any) -> Any:
+        """An answer may have none (a call of a tool has), and OpenAI's client sends it back so."""
+        if isinstance(message, Mapping) and message.get("role") == "assistant" and message.get("content") is None:
+            return {**message, "content": ""}
+        return message
 
     @field_validator("content", mode="before")
     @classmethod
@@ -123,21 +157,22 @@ class _Message(BaseModel):
         """Parts of a text as one."""
         if not isinstance(content, list):
             return content
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        known = [text for text in texts if isinstance(text, str)]
-        if len(known) < len(content):
-            raise ValueError('the only parts that are understood are {"type": "text", "text": "..."}')
-        return "".join(known)
+        for part in content:
+            plain = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            if not plain or refused_fields(part, frozenset({"type", "text"}), chat=True):
+                raise ValueError('the only parts that are understood are {"type": "text", "text": "..."}')
+        return "".join(part["text"] for part in content)
 
     def plain(self) -> dict[str, str]:
         """As chat templates know it."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        role = "system" if self.role == "developer" else self.role
+        return {**self.model_dump(exclude_none=True), "role": role}
 
 
 class ChatRequest(_Asked):
     """The body of ``/v1/chat/completions``."""
 
-    messages: list[_Message] = Field(min_length=1)
+    messages: Annotated[list[_Message], FailFast(), Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1)
 
     @property
@@ -149,29 +184,33 @@ Asked = CompletionRequest | ChatRequest
 
 
 def parse(kind: type[Asked], body: bytes) -> Asked:
-    """A request's body. Raises ApiError: no JSON object, a field that is not supported, or values of the wrong type or range; all
-    that are wrong at once.
+    """A request's body. Raises HttpError: no JSON object, a field that is not supported, or values of the wrong type or range; of
+    a list the first entry that is wrong.
     """
     try:
-        values = json.loads(body)
-        json.dumps(values, ensure_ascii=False).encode()
+        values = json.loads(body.decode("utf-8-sig"))
+        if _HALF_CHARACTER.search(body):
+            json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         half = "half of a surrogate pair (from \\ud800 to \\udfff without the other half)"
-        raise ApiError(400, f"the body has {half}, which is no character: send whole characters") from None
+        raise HttpError(400, f"the body has {half}, which is no character: send whole characters") from None
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+        raise HttpError(400, f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ApiError(400, f"the body must be a JSON object, not {type(values).__name__}")
-    if (
-        kind is ChatRequest and values.get("logprobs") is False
-    ):  # in a completion it is a number, and 0 asks for something
-        del values["logprobs"]
-    asked_for = [name for name, unasked in _ASKS_FOR_NOTHING.items() if values.get(name) not in (None, *unasked)]
-    if asked_for:
-        told = ", ".join(f"{name} = {json.dumps(values[name])[:60]}" for name in asked_for)
-        raise ApiError(400, f"not supported by this server: {told}; leave it out", code="unsupported_parameter")
+        raise HttpError(400, f"the body must be a JSON object, not {_kind(values)}")
+    if refused := refused_fields(values, frozenset(kind.model_fields), kind is ChatRequest):
+        raise HttpError(400, f"not supported by this server: {refused}; leave it out", code="unsupported_parameter")
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ApiError(400, "; ".join(wrong)) from None
+        wrong = [
+            f"{'.'.join(map(str, one['loc']))}: {one['msg']}"[:_TOLD_CHARACTERS]
+            for one in error.errors(include_url=False, include_context=False, include_input=False)[:_TOLD_ERRORS]
+        ]
+        raise HttpError(400, "; ".join(wrong)) from None
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls it."""
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), f"the number {value}"[:40])

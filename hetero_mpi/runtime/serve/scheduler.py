@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 from hetero_mpi.model.decoding import NOT_A_NUMBER
 from hetero_mpi.runtime.generate.writer import NOT_A_NUMBER_TEXT, Task, TextChanges
-from hetero_mpi.runtime.serve.api_requests import ApiError
+from hetero_mpi.web.server import HttpError
 
 KEPT_FREE = 0.2
 """Share of the memory beside the parameters that is left to activations and to the allocator's gaps."""
-MOST_WAITING = 256
+MOST_WAITING = 400
+"""Fewer than connections, so that others are told, and health is."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Answer:
     """A request under way. ``events`` gives its tokens, or the error it ends with."""
 
     task: Task
-    events: queue.SimpleQueue[int | ApiError] = field(default_factory=queue.SimpleQueue)
+    events: queue.SimpleQueue[int | HttpError] = field(default_factory=queue.SimpleQueue)
     given_up: threading.Event = field(default_factory=threading.Event)
     """Nobody wants the rest."""
     written: int = 0
@@ -57,7 +58,7 @@ class Answer:
 
     def add(self, token: int) -> None:
         self.written += 1
-        self.events.put(token if token != NOT_A_NUMBER else ApiError(500, NOT_A_NUMBER_TEXT, "server_error"))
+        self.events.put(token if token != NOT_A_NUMBER else HttpError(500, NOT_A_NUMBER_TEXT))
 
 
 class Scheduler:
@@ -74,15 +75,15 @@ class Scheduler:
         self._waiting: deque[Answer] = deque()
         self._running: dict[int, Answer] = {}
         self._numbers = 0
-        self._closed: ApiError | None = None
+        self._closed: HttpError | None = None
 
     def counts(self) -> dict[str, int]:
         return {"running": len(self._running), "waiting": len(self._waiting) + self._arriving.qsize()}
 
     def submit(self, task: Task) -> Answer:
-        """Queue a text to be written. Raises ApiError: the service is ending, or too many wait."""
+        """Queue a text to be written. Raises HttpError: the service is ending, or too many wait."""
         if self.counts()["waiting"] >= MOST_WAITING:
-            raise ApiError(503, f"{MOST_WAITING} requests wait already; try again later", "server_error")
+            raise HttpError(503, f"{MOST_WAITING} requests wait already; try again later")
         answer = Answer(task)
         self._arriving.put(answer)
         if self._closed is not None:  # looked at after the put: whoever closes fails what it finds
@@ -117,7 +118,7 @@ class Scheduler:
             if answer.task.ends_with(token, answer.written):
                 del self._running[number]
 
-    def close(self, error: ApiError) -> None:
+    def close(self, error: HttpError) -> None:
         """End all requests, present and future, with an error. By any thread that knows that the pipeline's is done or stuck."""
         self._closed = error
         for answer in [*self._running.values(), *self._waiting]:

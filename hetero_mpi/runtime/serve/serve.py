@@ -10,7 +10,7 @@ import contextlib
 import os
 import shlex
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,16 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.place import set_up, with_writer
 from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Task, TextChanges, Writer
-from hetero_mpi.runtime.serve.http_server import ApiServer, bound_socket
+from hetero_mpi.runtime.serve.api_requests import SamplingDefaults
+from hetero_mpi.runtime.serve.api_server import ApiServer
 from hetero_mpi.runtime.serve.scheduler import KEPT_FREE, CacheRoom, Scheduler
 from hetero_mpi.runtime.serve.service import ServedModel, Service, context_of, ending_error
 from hetero_mpi.runtime.setup.setup import look_around
 from hetero_mpi.runtime.signals import StopRequest
+from hetero_mpi.web.names import LOCAL, Names
+from hetero_mpi.web.server import bound_socket
 
 TOKEN_VARIABLE = "HETERO_MPI_TOKEN"
-LOCAL = ("127.0.0.1", "::1", "localhost")
 _LAST_WORDS_S = 1.0
 """Time for telling clients that the service ends."""
 
@@ -47,6 +49,8 @@ class ServeOptions:
     token: str | None = None
     context: int | None = None
     parallel: int = 8
+    allow_host: Sequence[str] = ()
+    """Names under which the server may be asked, beside its own."""
 
     def known_token(self) -> str | None:
         """What clients must show; from the environment where the command line names none."""
@@ -79,7 +83,8 @@ def serve(world: World, options: ServeOptions) -> int:
                 return
             scheduler = Scheduler(room, options.parallel)
             context = context_of(model.opened, options.context, room)
-            servers.append(ApiServer(bound, options.known_token(), Service(model, context, scheduler, stop)))
+            names = Names.of(options.host, options.allow_host)
+            servers.append(ApiServer(bound, options.known_token(), Service(model, context, scheduler, stop), names))
             _say_address(servers[0], options)
             for tokens in writer.written(partial(_leads, world, members, stop, scheduler)):
                 scheduler.hand_out(tokens)
@@ -175,16 +180,29 @@ def _room(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> lis
     return room
 
 
+def _default_sampling(defaults: SamplingDefaults) -> str:
+    """How an answer is chosen where the request does not say it, in words."""
+    given = {"temperature": defaults.temperature, **defaults.given}
+    values = ", ".join(f"{name} {value:g}" for name, value in given.items())
+    source = (
+        f"the model's generation_config.json sets {', '.join(defaults.given)}"
+        if defaults.given
+        else "the model's generation_config.json sets none of this"
+    )
+    return f"a request that does not say otherwise is answered at {values} ({source}); temperature 0 is greedy"
+
+
 def _say_address(server: ApiServer, options: ServeOptions) -> None:
     service, context = server.service, server.service.context
     say(
         f"a request may have {context.tokens:,} tokens: {context.reason}",
         f"{options.parallel} are written side by side",
+        _default_sampling(service.model.defaults),
     )
     variable = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE, "").strip() == server.token else "TOKEN"
     key = f' -H "Authorization: Bearer ${variable}"' if server.token is not None else ""  # the shell puts the value in
     path, body = "/v1/completions", '{"prompt": "Once", "max_tokens": 20}'
     if service.chats:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}'
-    say(f"Serving {service.model.name} on {server.url}/v1; try:")
+    say(f"Serving {service.model.name} on {server.url}/v1; open {server.url} in a browser, or try:")
     say("  " + shlex.join(["curl", server.url + path, "-H", "Content-Type: application/json", "-d", body]) + key)

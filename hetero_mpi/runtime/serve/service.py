@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -12,20 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.template import choose_form, render_messages
-from hetero_mpi.data.tokenizer import begun, own_tokens_only
+from hetero_mpi.data.template import choose_form, messages_text
+from hetero_mpi.data.tokenizer import begun, encoded, own_tokens_only
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.report import units
 from hetero_mpi.runtime.generate.source import Opened, stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Task
-from hetero_mpi.runtime.serve.api_requests import ApiError, Asked, ChatRequest
+from hetero_mpi.runtime.serve.api_requests import Asked, ChatRequest, SamplingDefaults
 from hetero_mpi.runtime.serve.scheduler import Answer, CacheRoom, Scheduler
+from hetero_mpi.web.server import HttpError
 
 LOOK_S = 0.05
 """Interval at which a thread that waits for a token looks whether the service ends; Open MPI's launcher leaves 0.25 s for that."""
+LARGEST_BODY_BYTES = 32 << 20
+_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
+"""What a request's body may have, with the tokens of the context; a token of usual text has four bytes."""
+_CHARACTERS_PER_TOKEN = 8
+_CUT_TOKENS = 64
+"""By so many tokens at most the beginning of a text may have more than the whole, since it ends within a word."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,27 @@ class ServedModel:
         directory = Path(source.base) if source.base is not None else None
         self.stops = stop_tokens(source.config, directory, opened.tokenizer)
         self.rows = int(read_config(source.config).vocab_size)
+        self.defaults = sampling_defaults(directory)
+        added = self.engine.get_added_tokens_decoder()
+        self.special = {token.content: number for number, token in added.items() if token.special}
+        """Text -> id of the tokens that no text shows."""
+
+
+def sampling_defaults(directory: Path | None) -> SamplingDefaults:
+    """Those of the model's ``generation_config.json``. Raises UserError: it cannot be read, or a value is none."""
+    path = directory / "generation_config.json" if directory is not None else None
+    if path is None or not path.is_file():
+        return SamplingDefaults.model_validate({})
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return SamplingDefaults.model_validate(
+            {name: values[name] for name in SamplingDefaults.model_fields if values.get(name) is not None}
+        )
+    except ValidationError as error:
+        (wrong, *_) = error.errors(include_url=False)
+        raise UserError(f"{path}: {wrong['loc'][0]}: {wrong['msg']}; correct it, or remove the file") from None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); remove it or save it again") from None
 
 
 class Service:
@@ -72,7 +101,7 @@ class Service:
 
     def __init__(self, model: ServedModel, context: Context, scheduler: Scheduler, ending: Callable[[], bool]) -> None:
         self.model, self.context, self.scheduler, self.ending = model, context, scheduler, ending
-        self._tokenizing = threading.Lock()
+        self.largest_body_bytes = min(LARGEST_BODY_BYTES, _BODY_BYTES + _BODY_BYTES_PER_TOKEN * context.tokens)
 
     @property
     def chats(self) -> bool:
@@ -80,40 +109,80 @@ class Service:
         return self.model.form is not None
 
     def task(self, asked: Asked) -> Task:
-        """What is to be written. Raises ApiError: the prompt is empty or too long, or the template refuses the conversation."""
-        with self._tokenizing:
-            try:
-                prompt = self._prompt(asked)
-            except UserError as error:
-                raise ApiError(400, str(error)) from None
-        if not prompt or not all(0 <= token < self.model.rows for token in prompt):
-            raise ApiError(400, f"the prompt must have tokens, with ids from 0 to {self.model.rows - 1}")
+        """What is to be written. Raises HttpError: the prompt is empty or too long, or the template refuses the conversation."""
+        try:
+            prompt = self._prompt(asked)
+        except UserError as error:
+            raise HttpError(400, str(error)) from None
+        if not prompt or not self._are_tokens(prompt):
+            raise HttpError(400, f"the prompt must have tokens, with ids from 0 to {self.model.rows - 1}")
         room = self.context.tokens - len(prompt)
         limit = asked.limit if asked.limit is not None else max(1, room)
         if limit > room:
-            raise ApiError(
-                400,
-                f"a request may have {self.context.tokens:,} tokens, since {self.context.reason}; the prompt has {len(prompt):,}, "
-                f"and {limit:,} new ones are asked for: shorten the prompt, or lower max_tokens",
-                code="context_length_exceeded",
-            )
-        return Task(prompt, self.model.stops, limit, asked.sampling())
+            raise self._too_long(f"{len(prompt):,}, and {limit:,} new ones are asked for")
+        least = asked.min_tokens or 0
+        if least > limit:
+            raise HttpError(400, f"min_tokens = {least:,} must be at most the new tokens, which are {limit:,} here")
+        return Task(prompt, self._stops(asked), limit, asked.sampling(self.model.defaults), least)
 
     def _prompt(self, asked: Asked) -> list[int]:
         if isinstance(asked, ChatRequest):
             if self.model.form is None:
-                raise ApiError(400, f"{self.model.name} has no chat template: it continues texts, by /v1/completions")
+                raise HttpError(400, f"{self.model.name} has no chat template: it continues texts, by /v1/completions")
             messages = [message.plain() for message in asked.messages]
-            return render_messages(self.model.tokenizer, self.model.engine, self.model.form, messages, "messages")
+            return self._tokens(messages_text(self.model.tokenizer, self.model.form, messages, "messages"), begins=False)
         if isinstance(asked.prompt, str):
-            return begun(self.model.engine, [asked.prompt])[0]
-        return [int(token) for token in asked.prompt]
+            return self._tokens(asked.prompt, begins=True)
+        if len(asked.prompt) > self.context.tokens:
+            raise self._too_long(f"{len(asked.prompt):,}")
+        return asked.prompt
+
+    def _tokens(self, text: str, begins: bool) -> list[int]:
+        """A text's tokens, behind the beginning token where it ``begins``. One that is too long costs hardly more than one that fits: its beginnings are looked at first.
+
+        :raises HttpError: it has more tokens than a request may have.
+        """
+        end = _CHARACTERS_PER_TOKEN * self.context.tokens
+        while end < len(text):
+            count = len(encoded(self.model.engine, [text[:end]])[0])
+            if count > self.context.tokens + _CUT_TOKENS:
+                raise self._too_long(f"more than {self.context.tokens:,}")
+            end *= 2
+        return (begun if begins else encoded)(self.model.engine, [text])[0]
+
+    def _stops(self, asked: Asked) -> list[int]:
+        """Tokens that end the answer. A special token has no text in it, so a text to stop at that is one stands for the token."""
+        special = self.model.special
+        for text in asked.stop:
+            hidden = next((one for one in special if one and one in text), None)
+            if hidden is not None and text not in special:
+                raise HttpError(
+                    400,
+                    f"stop: {text[:60]!r} can never come, since answers do not show the special token {hidden!r}; stop at "
+                    f"{hidden!r} alone, or at the rest",
+                )
+        wanted = asked.stop_token_ids or []
+        if not self._are_tokens(wanted):
+            raise HttpError(400, f"stop_token_ids must be ids from 0 to {self.model.rows - 1}")
+        own = [] if asked.ignore_eos else [token for token in self.model.stops if self._are_tokens([token])]
+        return sorted({*own, *wanted, *(special[text] for text in asked.stop if text in special)})
+
+    def _are_tokens(self, tokens: Sequence[int]) -> bool:
+        return all(0 <= token < self.model.rows for token in tokens)
+
+    def _too_long(self, has: str) -> HttpError:
+        return HttpError(
+            400,
+            f"a request may have {self.context.tokens:,} tokens, since {self.context.reason}; the prompt has {has}: shorten the "
+            f"prompt, or lower max_tokens",
+            code="context_length_exceeded",
+        )
 
     def pieces(self, answer: Answer, wording: Wording, alive: Callable[[], bool]) -> Iterator[str]:
         """The answer's text, one piece a token (it may be empty), until ``wording`` says that it ends.
 
         Raises:
-            ApiError: the pipeline failed, or the service ends.
+            HttpError: the pipeline failed, or the service ends.
             ConnectionError: the client is not ``alive`` any more.
         """
         while wording.finish is None:
@@ -125,14 +194,14 @@ class Service:
                 if self.ending():
                     raise ending_error() from None
                 continue
-            if isinstance(event, ApiError):
+            if isinstance(event, HttpError):
                 raise event
             yield wording.add(event)
 
 
-def ending_error(reason: str = "") -> ApiError:
+def ending_error(reason: str = "") -> HttpError:
     unknown = "it was asked to, or another rank has failed (its launcher says which)"
-    return ApiError(503, f"the service ends: {reason or unknown}", "server_error")
+    return HttpError(503, f"the service ends: {reason or unknown}")
 
 
 class Wording:
@@ -155,9 +224,10 @@ class Wording:
         self.tokens += 1
         stopped = token in self._task.stops
         ended = self._task.ends_with(token, self.tokens)
+        stop_texts = self._stop_texts if self.tokens >= self._task.least else ()
         self._held += "" if stopped else self._spelling.add(token)
         self._held += self._spelling.end() if ended else ""
-        found = [place for text in self._stop_texts if (place := self._held.find(text)) >= 0]
+        found = [place for text in stop_texts if (place := self._held.find(text)) >= 0]
         if found:
             self.finish = "stop"
             return self._held[: min(found)]
