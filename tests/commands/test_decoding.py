@@ -14,12 +14,21 @@ from unittest import mock
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.model.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, cache_keyword, pick, takes_pieces
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.quantize import set_training
+from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import PROVEN_FAMILIES, read_config
@@ -47,6 +56,50 @@ def test_logits_that_give_no_token_are_told_and_forbidden_tokens_are_not_picked(
     for bad in ([0.0, math.nan], [0.0, math.inf], [-math.inf, -math.inf], [math.nan, math.inf]):
         assert pick(torch.tensor(bad), sampling, 0) == NOT_A_NUMBER
     assert {pick(torch.tensor([-math.inf, 0.0]), sampling, position) for position in range(20)} == {1}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.8, 1.0, 3, top_k=5),
+        Sampling(1.3, 0.7, 3, top_k=20),
+        Sampling(1.0, 1.0, 3, min_p=0.2),
+        Sampling(0.7, 0.9, 3, top_k=30, min_p=0.05, repetition_penalty=1.7),
+        Sampling(1.0, 1.0, 3, repetition_penalty=0.6),
+        Sampling(0.0, repetition_penalty=1.9),
+        Sampling(0.0, repetition_penalty=5.0),
+    ],
+    ids=str,
+)
+def test_picks_are_those_of_the_steps_of_transformers(sampling: Sampling) -> None:
+    """Greedily the same token, and drawn from the same probabilities by the same random number."""
+    steps: list[Any] = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
+    steps += [MinNewTokensLengthLogitsProcessor(4, 2, torch.tensor([7, 9]))]
+    if sampling.temperature:
+        steps += [TemperatureLogitsWarper(sampling.temperature)]
+        steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+        steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+        steps += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    generator = torch.Generator().manual_seed(1)
+    changed = 0
+    for position in range(4, 204):
+        logits = torch.randn(50, generator=generator) * 3
+        if sampling.top_p == 1:  # of tokens as likely as each other top_p drops any, and top_k none
+            logits[20:24] = logits[19]
+        known = torch.randint(50, (position,), generator=generator).tolist()
+        scores = logits[None]
+        for step in steps:
+            scores = step(torch.tensor([known]), scores)
+        picked = pick(logits, sampling, position, known, [7, 9] if position < 6 else [])
+        if sampling.temperature == 0:
+            assert picked == int(scores.argmax())
+            changed += picked != int(logits.argmax())
+            continue
+        likely, tokens = torch.softmax(scores[0].double(), 0).sort(descending=True, stable=True)
+        draw = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
+        assert picked == int(tokens[torch.multinomial(likely, 1, generator=draw)])
+        changed += picked != pick(logits, Sampling(sampling.temperature, 1.0, sampling.seed), position)
+    assert changed, "the settings do something"
 
 
 def test_characters_of_several_tokens_appear_whole(tmp_path: Path) -> None:

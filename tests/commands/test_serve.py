@@ -146,6 +146,28 @@ def test_a_completion_continues_texts_and_tokens_and_stops_where_it_shall(served
     assert "".join(piece.choices[0].text for piece in pieces) == expected[:place]
 
 
+def test_fields_of_other_servers_are_honoured_as_transformers_would(served: Served) -> None:
+    prompt = "abc defgh ab cab"
+    known = torch.tensor([served.tokenizer(prompt).input_ids])
+    for asked, own in (
+        ({"repetition_penalty": 1.6}, {"repetition_penalty": 1.6}),
+        ({"min_tokens": 16, "repetition_penalty": 3.0}, {"min_new_tokens": 16, "repetition_penalty": 3.0}),
+    ):
+        with torch.no_grad():
+            whole = served.model.generate(
+                input_ids=known, attention_mask=torch.ones_like(known), do_sample=False, max_new_tokens=16, **own
+            )
+        expected = served.tokenizer.decode(whole[0, known.shape[1] :], skip_special_tokens=True)
+        assert served.completed(prompt, max_tokens=16, extra_body=asked).text == expected != served.expected(prompt, 16)
+    tokens = continue_with(served.model, known[0].tolist(), 16)
+    place = next(n for n in range(2, 16) if tokens[n] not in tokens[:n])
+    told = served.completed(prompt, max_tokens=16, extra_body={"stop_token_ids": [tokens[place]], "ignore_eos": True})
+    assert told.finish_reason == "stop"
+    assert told.text == served.tokenizer.decode(tokens[:place], skip_special_tokens=True)
+    drawn = [served.completed(prompt, temperature=1.0, seed=n, extra_body={"top_k": 1}).text for n in range(2)]
+    assert drawn == [served.expected(prompt, 12)] * 2, "of one token only one can be drawn"
+
+
 def test_draws_follow_the_seed(served: Served) -> None:
     texts = [served.completed("abc", temperature=1.0, top_p=0.95, seed=seed).text for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
@@ -236,6 +258,37 @@ def test_a_client_that_goes_away_is_written_for_no_longer(served: Served) -> Non
     finally:
         rank.send_signal(signal.SIGCONT)
     assert "broken off" in served.running.text() and served.health()["running"] == 0
+
+
+def test_a_client_that_closes_its_sending_side_reads_its_answer(served: Served) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "abc", "max_tokens": 50, "temperature": 0, "ignore_eos": True}).encode()
+    with socket.create_connection((host, int(port)), timeout=120) as client:
+        client.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        client.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert b"HTTP/1.1 200 OK" in answer and b'"completion_tokens": 50' in answer
+
+
+def test_a_page_of_another_site_gets_no_answer(served: Served) -> None:
+    body = json.dumps({"prompt": "abc", "max_tokens": 2}).encode()
+    own = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    for headers, status in (
+        ({"Origin": "http://elsewhere.example"}, 403),
+        ({"Host": "elsewhere.example"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Origin": served.url}, 200),
+    ):
+        request = urllib.request.Request(f"{served.url}/v1/completions", body, {**own, **headers})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert answer.status == status
+        except urllib.error.HTTPError as error:
+            assert error.code == status, (headers, error.read())
 
 
 def test_ranks_that_wait_for_requests_leave_their_cores_alone(served: Served) -> None:

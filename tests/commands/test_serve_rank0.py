@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hetero_mpi.data.tokenizer import encoded
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.decoding import NOT_A_NUMBER, Sampling
 from hetero_mpi.runtime.generate.source import open_source
@@ -18,7 +19,7 @@ from hetero_mpi.runtime.generate.writer import Task, TextChanges
 from hetero_mpi.runtime.serve.api_requests import ChatRequest, CompletionRequest, parse
 from hetero_mpi.runtime.serve.api_server import ApiServer
 from hetero_mpi.runtime.serve.scheduler import CacheRoom, Scheduler
-from hetero_mpi.runtime.serve.serve import ServeOptions, _say_address, check_options
+from hetero_mpi.runtime.serve.serve import ServeOptions, _default_sampling, _say_address, check_options
 from hetero_mpi.runtime.serve.service import ServedModel, Service, Wording, context_of
 from hetero_mpi.web.names import Names
 from hetero_mpi.web.server import HttpError, bound_socket
@@ -193,6 +194,29 @@ def test_the_line_at_the_start_names_the_variable_that_has_the_token(
         ({"stop": ["x"] * 17}, "at most 16 texts"),
         ({"stop": "x" * 1001}, "1 to 1,000 characters"),
         ({"stop": ["x", ""]}, "1 to 1,000 characters"),
+        ({"stop": [1]}, "a text or a list of texts"),
+        ({"stop_token_ids": list(range(129))}, "at most 128 tokens"),
+        ({"stop_token_ids": ["x"]}, "stop_token_ids.0"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats = true"),
+        ({"guided_choice": ["a"]}, r"guided_choice = \[\"a\"\]"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"json_schema": {}}, "json_schema"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"skip_special_tokens": False}, "skip_special_tokens = false"),
+        ({"add_special_tokens": False}, "add_special_tokens = false"),
+        ({"mirostat": 2}, "mirostat = 2"),
+        ({"typical_p": 0.9}, "typical_p"),
+        ({"grammar": "root ::= [a]"}, "grammar"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"n_predict": 5}, "n_predict = 5"),
+        ({"n": 0}, "n = 0"),
+        ({"echo": 0}, "echo = 0"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages = "),
+        ({"max_completion_tokens": 5}, "max_completion_tokens = 5"),
+        ({"of_tomorrow": 1}, "of_tomorrow = 1"),
     ],
 )
 def test_what_a_completion_may_not_ask_for(fields: dict[str, Any], reason: str) -> None:
@@ -201,13 +225,134 @@ def test_what_a_completion_may_not_ask_for(fields: dict[str, Any], reason: str) 
     assert error.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"logprobs": 0}, "logprobs = 0"),
+        ({"prompt": "abc"}, "prompt = "),
+        ({"messages": []}, "messages: .*at least 1"),
+        ({"messages": [{"role": "user", "content": "x"}] * 10_001}, "messages: .*at most 10000"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, r"tool_calls = \[\{\}\]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "of_tomorrow": 1}]}]}, "only parts"),
+    ],
+)
+def test_what_a_chat_may_not_ask_for(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(HttpError, match=reason) as error:
+        parse(ChatRequest, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
+    assert error.value.status == 400
+
+
 def test_what_asks_for_nothing_is_accepted() -> None:
-    messages = [{"role": "user", "content": "\U0001f600"}]
+    messages = [{"role": "user", "content": "\U0001f600"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    nothing = {"n": 1, "tools": [], "tool_choice": "auto", "presence_penalty": 0.0, "skip_special_tokens": True}
+    told = {"user": "me", "metadata": {"a": "b"}, "store": True, "cache_prompt": True, "dry_base": 1.75, "model": "m"}
     for value in (False, None):
-        parse(ChatRequest, json.dumps({"messages": messages, "logprobs": value, "stop": ["x" * 1000] * 16}).encode())
-    parse(CompletionRequest, b'{"prompt": "abc", "logprobs": null, "stop": []}')
-    with pytest.raises(HttpError, match="logprobs = 0"):
-        parse(ChatRequest, json.dumps({"messages": messages, "logprobs": 0}).encode())
+        fields = {"logprobs": value, "stop": ["x" * 1000] * 16, "of_tomorrow": value, **nothing, **told}
+        chat = parse(ChatRequest, json.dumps({"messages": messages, "add_special_tokens": False, **fields}).encode())
+        assert isinstance(chat, ChatRequest) and [message.content for message in chat.messages] == ["\U0001f600", ""]
+    parse(CompletionRequest, b'{"prompt": "abc", "logprobs": null, "stop": [], "add_special_tokens": true}')
+
+
+def test_what_is_wrong_a_million_times_is_told_once() -> None:
+    wrong = b",".join([b"null"] * 1_000_000)
+    table: list[tuple[Any, bytes, str]] = [
+        (CompletionRequest, b'{"prompt": [' + wrong + b"]}", "entry 0 is null"),
+        (CompletionRequest, b'{"prompt": "a", "stop": [' + wrong + b"]}", "a list of texts"),
+        (CompletionRequest, b'{"prompt": "a", "stop_token_ids": [' + wrong + b"]}", "at most 128"),
+        (ChatRequest, b'{"messages": [' + wrong + b"]}", "messages.0"),
+        (ChatRequest, b'{"messages": [{"role": "user", "content": [' + wrong + b"]}]}", "only parts"),
+        (CompletionRequest, b'{"prompt": "a"' + b"".join(b',"%d":1' % n for n in range(200_000)) + b"}", "199995 more"),
+    ]
+    for kind, body, reason in table:
+        with pytest.raises(HttpError, match=reason) as error:
+            parse(kind, body)
+        assert len(str(error.value)) < 1000
+
+
+def test_a_prompt_that_is_far_too_long_is_not_tokenised_to_its_end(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one whose characters are many and tokens few is taken."""
+    service = Service(model, context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
+    seen: list[int] = []
+
+    def counted(engine: Any, texts: list[str], special: bool = False) -> list[list[int]]:
+        seen.extend(map(len, texts))
+        return encoded(engine, texts, special)
+
+    monkeypatch.setattr("hetero_mpi.runtime.serve.service.encoded", counted)
+    for asked in (
+        CompletionRequest(prompt="abc " * 500_000),
+        ChatRequest(messages=[{"role": "user", "content": "abc " * 500_000}]),  # type: ignore[list-item]
+    ):
+        seen.clear()
+        with pytest.raises(HttpError, match="the prompt has more than 64") as error:
+            service.task(asked)
+        assert error.value.code == "context_length_exceeded" and sum(seen) < 3000
+    longest = max(model.tokenizer.get_vocab(), key=len)
+    if len(longest) > 8:
+        assert service.task(CompletionRequest(prompt=longest * 20, max_tokens=1)).prompt
+
+
+def test_stop_texts_that_are_special_tokens_stop_at_the_token(model: ServedModel) -> None:
+    service = Service(model, context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
+    (end, number), *_ = model.special.items()
+
+    def stops(**fields: Any) -> list[int]:
+        return service.task(CompletionRequest(prompt="abc", **fields)).stops
+
+    assert stops() == model.stops and stops(ignore_eos=True) == []
+    assert stops(stop=[end, "x"], ignore_eos=True) == [number]
+    assert stops(stop_token_ids=[7, 3], ignore_eos=True) == [3, 7]
+    for text in (f"{end}\n", f"x{end}"):
+        with pytest.raises(HttpError, match="can never come") as error:
+            stops(stop=text)
+        assert error.value.status == 400
+    with pytest.raises(HttpError, match="ids from 0 to 319"):
+        stops(stop_token_ids=[320])
+    with pytest.raises(HttpError, match="min_tokens = 17"):
+        service.task(CompletionRequest(prompt="abc", min_tokens=17))
+
+
+def test_no_text_stops_an_answer_before_its_least_number_of_tokens(model: ServedModel) -> None:
+    tokens = [model.tokenizer(letter).input_ids[0] for letter in "aba"]
+    wording = Wording(model.tokenizer, Task([1], [0], 10, Sampling(), 2), ("a",))
+    assert [wording.add(token) for token in tokens] == ["a", "b", ""]
+    assert (wording.finish, wording.tokens) == ("stop", 3)
+
+
+def test_defaults_are_those_of_the_generation_config(base: Path, tmp_path: Path) -> None:
+    for path in base.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = tmp_path / "generation_config.json"
+    config.unlink(missing_ok=True)
+    plain = ServedModel("m", open_source(tmp_path)).defaults
+    assert "temperature 1 (" in _default_sampling(plain) and "sets none" in _default_sampling(plain)
+    config.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": 0}))
+    defaults = ServedModel("m", open_source(tmp_path)).defaults
+    assert "temperature 0.6, top_k 20 (the model's generation_config.json sets" in _default_sampling(defaults)
+    asked = CompletionRequest(prompt="abc", top_k=-1, min_p=0.1, seed=5)
+    assert asked.sampling(defaults) == Sampling(0.6, 1.0, 5, 0, 0.1, 1.0)
+    for wrong in ("hot", -1, []):
+        config.write_text(json.dumps({"temperature": wrong}))
+        with pytest.raises(UserError, match=r"generation_config\.json.*temperature"):
+            ServedModel("m", open_source(tmp_path))
+
+
+def test_a_person_gets_a_page_of_its_own(server: ApiServer) -> None:
+    """Without a token, and it asks no other host for anything."""
+    page = said(server, request("GET /", "Connection: close", token="")).decode()
+    head, _, text = page.partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200") and "text/html" in head and "default-src 'none'" in head
+    assert "<textarea" in text and "<title>m</title>" in text and "http" not in text and "@" not in text
 
 
 def test_a_generation_config_that_cannot_be_read_is_known_before_the_weights(base: Path, tmp_path: Path) -> None:
