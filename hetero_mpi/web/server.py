@@ -1,5 +1,8 @@
 """An HTTP server on threads beside the main one: how many connections, how long a request may take, who may ask. It never calls
 MPI, and knows nothing of what is answered.
+
+It stands on ``http.server``. waitress 3.0.2 was tried: it either answers clients that have closed their sending side or notices
+those that leave before anything is sent, has no time limit for a request whose bytes drip, and resets who sends too much.
 """
 
 from __future__ import annotations
