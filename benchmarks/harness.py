@@ -27,6 +27,7 @@ from hetero_mpi.planning.types.plan import Plan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
 from hetero_mpi.report.summary import measured_step_s  # noqa: E402
+from tests.support.processes import run_within  # noqa: E402
 
 
 def parser_of(docstring: str | None) -> argparse.ArgumentParser:
@@ -41,9 +42,7 @@ def run_ranks(ranks: int, program: Sequence[str], timeout_s: float | None = None
     """``python PROGRAM`` on so many ranks with one thread each, from the repository's root; the output is kept."""
     command = build_command(find_launcher(), ranks, None, [sys.executable, *program])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment}
-    return subprocess.run(
-        command.arguments, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
-    )
+    return run_within(timeout_s, command.arguments, environment, ROOT)
 
 
 def found_by_ranks(ranks: int, program: Sequence[str]) -> Any:

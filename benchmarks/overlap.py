@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from two_hosts import Start, same_host, two_hosts, why_not  # noqa: E402
+
+from tests.support.processes import run_within  # noqa: E402
 
 RATES = {"shared": None, "1gbit": 1e9}
 """Bits per second of the link; None: one host."""
@@ -84,9 +85,7 @@ def _arguments() -> argparse.Namespace:
 
 def _measure(start: Start, setting: str, rounds: int) -> list[dict[str, float]]:
     command = start([sys.executable, str(Path(__file__).resolve()), "--rank", str(MESSAGES[setting]), str(rounds)])
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=300, cwd=ROOT
-    )
+    done = run_within(300, command, {**os.environ, **ENVIRONMENT}, ROOT)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or len(lines) != rounds:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")

@@ -30,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from slow_rank import slowed, why_not  # noqa: E402
 from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
 from hetero_mpi.planning.types.plan import Plan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_plan  # noqa: E402
+from tests.support.processes import run_within  # noqa: E402
 
 WORKER = ROOT / "benchmarks" / "peers_worker.py"
 SCHEDULES = (
@@ -55,6 +56,8 @@ SCHEDULES = (
     "ScheduleDualPipeV",
 )
 STEPS, WARM = 8, 2
+PATIENCE_S = 300.0
+"""A contender that takes longer is ended, with all its processes."""
 BAR, UNLIKE_BAR = 0.97, 1.3
 SLOWER = 3.0
 """So many times slower rank 1 is where ranks are unlike."""
@@ -204,15 +207,21 @@ def _ours(name: str, row: Row, job: Path, folder: Path, before: list[str]) -> di
     program = [*before, sys.executable, "-m", "hetero_mpi", "train", str(job), "--run-dir", str(run), "--reprofile"]
     program += [word for key in OURS[name] for word in ("--set", key)]
     command = build_command(find_launcher(), 2, None, program)
-    done = subprocess.run(
-        command.arguments, capture_output=True, text=True, env={**os.environ, **command.environment, **ENVIRONMENT}
-    )
-    if done.returncode != 0:
-        return done.stderr[-500:]
+    done = _run(command.arguments, **command.environment)
+    if isinstance(done, str) or done.returncode != 0:
+        return done if isinstance(done, str) else done.stderr[-500:]
     kind = kind_of(load_plan(run / "plan.toml"))
     row.kind = kind if row.kind in ("", kind) else f"{row.kind}, then {kind}"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {"seconds": [line["step_s"] for line in lines], "losses": [line["loss"] for line in lines]}
+
+
+def _run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str] | str:
+    """What a contender printed; a text: why there is nothing."""
+    try:
+        return run_within(PATIENCE_S, command, {**os.environ, **environment, **ENVIRONMENT}, Path.cwd())
+    except subprocess.TimeoutExpired:
+        return f"did not end within {PATIENCE_S:g} s"
 
 
 def kind_of(plan: Plan) -> str:
@@ -229,10 +238,9 @@ def _other(name: str, job: Path, before: list[str]) -> dict[str, list[float]] | 
     if name != PLAIN:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
         command = [*torchrun, *before, *command]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=300)
-    except subprocess.TimeoutExpired:
-        return "did not end within 300 s"
+    done = _run(command)
+    if isinstance(done, str):
+        return done
     found = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     if done.returncode != 0 or not found:
         return (done.stderr.strip().splitlines() or ["no output"])[-1][:200]

@@ -39,6 +39,7 @@ from safetensors import safe_open  # noqa: E402
 from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
 from tests.stand_in_gpu import build  # noqa: E402
 from tests.support import case_plans, training_cases  # noqa: E402
+from tests.support.processes import end_tree  # noqa: E402
 from tests.support.training_cases import Case  # noqa: E402
 
 TIMEOUT_S = 600
@@ -131,7 +132,7 @@ class Bench:
                 stdout=stream,
                 stderr=stream,
             )
-            stack.callback(_end, process)
+            stack.callback(end_tree, process)
             if killed is not None:
                 _kill_a_rank(process, killed, output)
             code = process.wait(TIMEOUT_S)
@@ -173,13 +174,6 @@ def _kill_a_rank(process: psutil.Popen, run: Path, output: Path) -> None:
             child.kill()
             return
     raise SystemExit(f"rank 1 was not found:\n{output.read_text()[-6000:]}")
-
-
-def _end(process: psutil.Popen) -> None:
-    """Leave nothing of a job behind."""
-    for one in [*process.children(recursive=True), process] if process.poll() is None else []:
-        one.kill()
-    process.wait()
 
 
 def losses(run: Path) -> list[str]:

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from two_hosts import Start, same_host, two_hosts, why_not  # noqa: E402
+
+from tests.support.processes import run_within  # noqa: E402
 
 RATES = {"shared": None, "1gbit": 1e9, "10gbit": 1e10}
 """Bits per second of the link; None: one host."""
@@ -117,9 +118,7 @@ def _count(size: int, rate: float | None) -> int:
 
 
 def _run(command: list[str]) -> list[dict[str, float]]:
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=300, cwd=ROOT
-    )
+    done = run_within(300, command, {**os.environ, **ENVIRONMENT}, ROOT)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or len(lines) != len(SIZES):
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ from hetero_mpi.model.stage import Stage  # noqa: E402
 from hetero_mpi.planning.schedule import WHOLE_STEP, schedule_of  # noqa: E402
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
+from tests.support.processes import run_within  # noqa: E402
 
 MICRO_BATCHES, LENGTH, HIDDEN = 16, 1024, 1024
 WIRES = ("exact", "int8")
@@ -121,8 +121,7 @@ def main() -> int:
         sys.exit(f"skipped: {obstacle}")
     with tempfile.TemporaryDirectory() as folder, two_hosts(arguments.mbits * 1e6, Path(folder)) as start:
         command = start([sys.executable, str(Path(__file__).resolve()), "--worker", str(arguments.rounds)])
-        environment = {**os.environ, **ENVIRONMENT}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, cwd=ROOT)
+        done = run_within(500, command, {**os.environ, **ENVIRONMENT}, ROOT)
     line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
     if done.returncode != 0 or line is None:
         sys.exit(f"the ranks failed:\n{done.stdout}\n{done.stderr}")

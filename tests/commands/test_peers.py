@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -78,3 +79,22 @@ def test_all_others_compute_the_same_losses(tmp_path: Path) -> None:
         (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"seconds"'))
         losses.append(json.loads(line)["losses"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_contender_that_does_not_end_is_ended_with_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers start their ranks in process groups of their own, and leave them behind when they are killed."""
+    monkeypatch.setattr(peers, "PATIENCE_S", 3.0)
+    started = tmp_path / "started"
+    rank = f"import os, time; open({str(started)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(600)"
+    launcher = (
+        "import subprocess, sys\n"
+        f"ranks = [subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True) for _ in range(2)]\n"
+        "[one.wait() for one in ranks]"
+    )
+    assert peers._run([sys.executable, "-c", launcher]) == "did not end within 3 s"
+    ranks = [int(word) for word in started.read_text().split()]
+    assert len(ranks) == 2
+    left = [psutil.Process(rank).status() for rank in ranks if psutil.pid_exists(rank)]
+    assert set(left) <= {psutil.STATUS_ZOMBIE}

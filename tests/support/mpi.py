@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.launcher.launcher import Launcher, build_command, find_launcher
+from tests.support.processes import run_within
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,8 +51,8 @@ def run_mpi(
 
     ``options``: the launcher's own.
 
-    The result holds exit code, stdout and stderr as text. At the timeout the whole process group is ended and the test
-    fails with what was printed. ``env`` is added to the environment.
+    The result holds exit code, stdout and stderr as text. At the timeout all processes are ended and the test fails with
+    what was printed. ``env`` is added to the environment.
     """
     program = [sys.executable, *program_or_module_args]
     command = build_command(launcher or launcher_or_skip(), np, None, program, options)
@@ -63,24 +63,9 @@ def run_mpi(
 def run_bounded(
     arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process group of its own, and end the whole group at the timeout."""
-    process = subprocess.Popen(
-        list(arguments),
-        env=dict(environment),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    """Run a command from the repository's root; the test fails, and all its processes are ended, at the timeout."""
     try:
-        stdout, stderr = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate()
-        pytest.fail(f"{' '.join(arguments)} did not end within {timeout_s} s\nstdout:\n{stdout}\nstderr:\n{stderr}")
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(list(arguments), process.returncode, stdout, stderr)
+        return run_within(timeout_s, arguments, environment, ROOT)
+    except subprocess.TimeoutExpired as late:
+        words = " ".join(arguments)
+        pytest.fail(f"{words} did not end within {timeout_s} s\nstdout:\n{late.stdout}\nstderr:\n{late.stderr}")
