@@ -79,7 +79,8 @@ class Screen:
     def _drawn(self) -> RenderableType:
         columns, rows = terminal_size(self._stream)
         self.console.size = (columns, rows)  # type: ignore[assignment]  # a person may have changed it
-        return self._view(rows - 1)
+        # The last row needs a line end, too: launchers pass on whole lines.
+        return Group(self._view(rows - 2), "")
 
 
 RankLine = tuple[int, str, float | None, float, str]

@@ -15,7 +15,13 @@ from hetero_mpi.cli import add_launch_options, parser
 from hetero_mpi.comm.ranks.library import MpiLibrary
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.command import main
-from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, host_list, read_hostfile
+from hetero_mpi.launch.hosts.hostfile import (
+    HostEntry,
+    check_slots,
+    format_hostfile,
+    read_by_launcher,
+    read_hostfile,
+)
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface, resolve
 from hetero_mpi.launch.launcher import launcher as launching
 from hetero_mpi.launch.launcher.error_stream import ErrorStream
@@ -57,12 +63,53 @@ def write(folder: Path, text: str) -> str:
 
 def test_both_host_file_styles_are_read_and_written(tmp_path: Path) -> None:
     open_mpi = read_hostfile(write(tmp_path, "# ours\n\nhA slots=2 max_slots=4\nhB\n"))
-    assert open_mpi == (HostEntry("hA", 2, "Open MPI"), HostEntry("hB", None, None))
+    assert open_mpi == (HostEntry("hA", 2), HostEntry("hB", None))
     mpich = read_hostfile(write(tmp_path, "hA:2  # big\nhB:1 ifname=eth1\n"))
-    assert mpich == (HostEntry("hA", 2, "MPICH"), HostEntry("hB", 1, "MPICH"))
+    assert mpich == (HostEntry("hA", 2), HostEntry("hB", 1))
     assert format_hostfile(mpich, "Open MPI") == "hA slots=2\nhB slots=1\n"
     assert format_hostfile(open_mpi, "MPICH") == "hA:2\nhB\n"
-    assert host_list([*open_mpi, HostEntry("hA", 1)]) == "hA:3,hB:1"
+    assert format_hostfile([HostEntry("hA", 2), HostEntry("me@hB", 1), HostEntry("hA", 1)], "Open MPI") == (
+        "hA slots=3\nme@hB slots=1\n"
+    )
+    assert format_hostfile([HostEntry("me@hB", 1)], "MPICH") == "hB:1 user=me\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "entries", "open_mpi", "mpich"),
+    [
+        (b"me@hA slots=2\nhB slots=1 max-slots=2 # x\n", (HostEntry("me@hA", 2), HostEntry("hB", 1)), True, False),
+        (b"hA\tslots = 2\n\n", (HostEntry("hA", 2),), True, False),
+        (b"hA:2 ifname=eth1\nhB", (HostEntry("hA", 2), HostEntry("hB", None)), False, True),
+        (b"hA:2 slots=2\n", (HostEntry("hA", 2),), False, False),
+        (b"// ours\nhA slots=2 // big\n", (HostEntry("hA", 2),), False, False),
+        (b"hA slots=2\r\nhB\r\n", (HostEntry("hA", 2), HostEntry("hB", None)), False, False),
+        (b"\xef\xbb\xbfhA slots=2\n", (HostEntry("hA", 2),), False, False),
+        ("hA slots=2\r\n".encode("utf-16"), (HostEntry("hA", 2),), False, False),
+        (b"hA slots=1\nhA slots=2\n", (HostEntry("hA", 1), HostEntry("hA", 2)), False, False),
+    ],
+)
+def test_which_host_files_are_read_and_which_the_launchers_read_too(
+    content: bytes, entries: tuple[HostEntry, ...], open_mpi: bool, mpich: bool, tmp_path: Path
+) -> None:
+    """As mpirun of Open MPI 5.0 and Hydra of MPICH 5.0 read them."""
+    (tmp_path / "hosts").write_bytes(content)
+    assert read_hostfile(tmp_path / "hosts") == entries
+    assert read_by_launcher(tmp_path / "hosts", "Open MPI") is open_mpi
+    assert read_by_launcher(tmp_path / "hosts", "MPICH") is mpich
+
+
+@pytest.mark.parametrize(
+    "line", ["{host} slots=2\r\n", "\ufeff{host} slots=2\n", "root@{host}:2\n", "{host} slots = 2\n"]
+)
+def test_open_mpi_starts_ranks_from_any_host_file_that_is_read(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launcher_or_skip()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "hosts").write_bytes(line.format(host="localhost").encode())
+    command = build_command(launcher, 2, str(tmp_path / "hosts"), [sys.executable, "-c", "print('here')"])
+    done = run_bounded(command.arguments, {**os.environ, **command.environment}, 60)
+    assert (done.returncode, done.stdout.split()) == (0, ["here", "here"]), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -71,7 +118,16 @@ def test_both_host_file_styles_are_read_and_written(tmp_path: Path) -> None:
         ("# nothing\n", "names no host"),
         ("hA slots=0\n", "line 1: the number of ranks must be a positive whole number, not `0`"),
         ("hA\nhB:two\n", "line 2: the number of ranks must be a positive whole number, not `two`"),
-        ("hA slot=2\n", "line 1: `hA slot=2` is not understood: write `hA slots=2` or `hA:2`"),
+        ("hA slot=2\n", "line 1: `slot=2` of `hA slot=2` is not understood: write `hA slots=2` or `hA:2`"),
+        ("hA slots=2\nhB cpu=2\n", "line 2: `cpu=2` of `hB cpu=2` is not understood"),
+        ("hA port=2222\n", "another port stands in ~/.ssh/config"),
+        ("hA,hB\n", "line 1: `hA,hB` is not understood: each line is one machine"),
+        ("+n0 slots=1\n", "line 1: `+n0` is not understood"),
+        ("hA\n^bad slots=2\n", "line 2: `^bad` is not understood"),
+        ("-oProxyCommand=x\n", "line 1: `-oProxyCommand=x` is not understood"),
+        ("[fe80::1]:2\n", "line 1: `[fe80::1]:2` is an IPv6 address, and ranks find each other by IPv4"),
+        ("me@fe80::2%eth0 slots=1\n", "is an IPv6 address"),
+        ("hA:2 slots=3\n", "gives two numbers of ranks, 2 and 3"),
     ],
 )
 def test_bad_host_files(tmp_path: Path, text: str, told: str) -> None:
@@ -134,7 +190,7 @@ def test_open_mpi_on_one_machine(network: None, monkeypatch: pytest.MonkeyPatch)
     assert str(root).startswith("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 /opt/bin/mpirun -np 1")
 
 
-def test_open_mpi_on_several_hosts(network: None, tmp_path: Path) -> None:
+def test_open_mpi_on_several_hosts(network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = write(tmp_path, "hA slots=1\nhB slots=2\n")
     line = str(build_command(OPEN_MPI, 3, hosts, ["python"]))
     assert f"--hostfile {hosts}" in line and "--oversubscribe" not in line
@@ -146,17 +202,19 @@ def test_open_mpi_on_several_hosts(network: None, tmp_path: Path) -> None:
     assert str(own).count("btl_tcp_if_include") == 1, "the user's choice stands"
     tree = build_command(OPEN_MPI, 3, hosts, ["python"], ["--prtemca", "plm_ssh_no_tree_spawn", "0"])
     assert str(tree).count("no_tree_spawn") == 1
-    converted = str(build_command(OPEN_MPI, 3, write(tmp_path, "hA:1\nhB:2\n"), ["python"]))
-    assert "--host hA:1,hB:2" in converted and "--hostfile" not in converted
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    converted = build_command(OPEN_MPI, 3, write(tmp_path, "hA:1\nhB:2\n"), ["python"]).arguments
+    assert Path(converted[converted.index("--hostfile") + 1]).read_text() == "hA slots=1\nhB slots=2\n"
 
 
-def test_mpich_on_several_hosts(network: None, tmp_path: Path) -> None:
+def test_mpich_on_several_hosts(network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = write(tmp_path, "hA:1\nhB:2\n")
     command = build_command(MPICH, 3, hosts, ["python"])
     assert command.arguments == ["/opt/bin/mpiexec", "-np", "3", "-f", hosts, "-iface", "eth0", "python"]
     assert command.environment["FI_TCP_IFACE"] == "eth0"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     converted = build_command(MPICH, 3, write(tmp_path, "hA slots=1\nhB slots=2\n"), ["python"])
-    assert converted.arguments[3:5] == ["-hosts", "hA:1,hB:2"]
+    assert converted.arguments[3] == "-f" and Path(converted.arguments[4]).read_text() == "hA:1\nhB:2\n"
     assert build_command(MPICH, 3, None, ["python"]).arguments == ["/opt/bin/mpiexec", "-np", "3", "python"]
 
 

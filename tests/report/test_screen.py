@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import select
+import struct
+import sys
+import termios
+import time
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
+from hetero_mpi.launch.launcher.launcher import build_command
 from hetero_mpi.report import units
 from hetero_mpi.report.progress import Now, Overview, ProgressDisplay, RankRow
 from hetero_mpi.report.run_files.logs import write_line
 from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.report.screen import Screen
+from tests.support.mpi import ROOT, launcher_or_skip
+from tests.support.processes import end_tree
 
 
 def metrics(step: int, loss: float = 2.0) -> StepMetrics:
@@ -98,10 +110,10 @@ def test_a_calm_screen_on_a_terminal() -> None:
 def test_what_is_said_goes_above_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
     stream = Terminal()
     with Screen(stream, lambda rows: "one\ntwo", per_second=0.01):
-        assert stream.getvalue().endswith("one\ntwo")
+        assert stream.getvalue().endswith("one\ntwo\n")
         write_line("said [bold] and more")
         after = stream.getvalue().partition("said [bold] and more\n")[2]
-        assert after.endswith("one\ntwo"), "the screen is below what was said"
+        assert after.endswith("one\ntwo\n"), "the screen is below what was said"
     assert capsys.readouterr().out == ""
     write_line("after it")
     assert capsys.readouterr().out == "after it\n"
@@ -122,3 +134,29 @@ def test_no_escape_codes_where_nobody_watches() -> None:
         progress.update(metrics(1))
         progress.update(metrics(2))
     assert stream.getvalue().count("\n") == 2 and "\x1b" not in stream.getvalue()
+
+
+def test_every_row_comes_through_the_launcher(tmp_path: Path) -> None:
+    """Open MPI passes on whole lines. Here a person's terminal is a real one, and the screen stands still."""
+    launcher = launcher_or_skip()
+    if launcher.family != "Open MPI":
+        pytest.skip("only Open MPI gives ranks a terminal")
+    leave = tmp_path / "leave"
+    words = [sys.executable, str(ROOT / "tests/programs/screen_rows.py"), str(leave)]
+    command = build_command(launcher, 1, None, words)
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **command.environment}
+    process = psutil.Popen(command.arguments, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    try:
+        os.close(theirs)
+        shown, deadline = b"", time.monotonic() + 30
+        while b"row 2\r\n" not in shown and time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.2)[0]:
+                shown += os.read(ours, 65536)
+        whole = shown.rpartition(b"row 0")[2]
+        assert b"row 1\r\n" in whole and b"row 2\r\n" in whole, shown
+        leave.touch()
+    finally:
+        os.close(ours)
+        end_tree(process)

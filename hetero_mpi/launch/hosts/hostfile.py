@@ -2,13 +2,16 @@
 
 Both common styles are read, so that one file serves both MPIs::
 
-    # Open MPI              # MPICH
-    rtx  slots=2            rtx:2
-    mac  slots=1            mac:1
+    # Open MPI                      # MPICH
+    rtx        slots=2              rtx:2
+    me@mac     slots = 1            me@mac:1
+
+Only what is understood is read: any other word is refused, with its line.
 """
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -18,7 +21,19 @@ from pathlib import Path
 from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.errors import UserError
 
-_IGNORED_KEYS = ("max_slots", "max-slots", "port", "ifname", "binding")
+_USER = r"(?:[A-Za-z0-9_][A-Za-z0-9_.\-]*@)?"
+_NAME = _USER + r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"  # no leading "-": a launch agent would take it for an option
+_IPV6 = re.compile(_USER + r"(\[[0-9A-Fa-f:.]+(%\w+)?\](:\d+)?|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}(%\w+)?)")
+_HOST = re.compile(rf"({_NAME})(?::(\S*))?")
+_SLOTS = ("slots",)
+_MOST = ("max_slots", "max-slots", "slots_max", "slots-max")
+_HYDRA = ("ifname", "binding")
+"""MPICH's, about what the launch command says itself."""
+_AS_IT_IS = {
+    True: re.compile(rf"[ \t]*({_NAME}([ \t]+(slots|max[_-]slots)[ \t]*=[ \t]*\d+)*)?[ \t]*(#.*)?"),
+    False: re.compile(rf"({_NAME}(:\d+)?( +(ifname|binding)=\S+)*)?[ \t]*(#.*)?"),
+}
+"""Is it Open MPI? -> lines that its launcher reads; MPICH's reads no user before the name."""
 
 
 @dataclass(frozen=True)
@@ -26,26 +41,19 @@ class HostEntry:
     """A line of a host file: a host and its number of slots."""
 
     name: str
+    """As ssh takes it: a user may stand before it (``me@mac``)."""
     slots: int | None
     """Ranks this host may hold; ``None``: not said."""
-    style: str | None = None
-    """``Open MPI`` or ``MPICH`` if the line can only be read in that style, else ``None``."""
 
 
 def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
     """The entries of a host file, in its order.
 
-    :raises UserError: the file does not exist, names no host, or has a line in neither style (with its number).
+    :raises UserError: the file does not exist, names no host, or has a line that is not understood (with its number).
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"The host file {path} cannot be read ({error.strerror}): check `--hostfile`.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"The host file {path} must be text in UTF-8 ({error}): check `--hostfile`.") from error
     entries = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        content = line.split("#")[0].strip()
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        content = re.split("#|//", line)[0].strip()
         if content:
             entries.append(_parse_line(content, f"{path}, line {number}"))
     if not entries:
@@ -53,26 +61,62 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
     return tuple(entries)
 
 
+def _text(path: str | Path) -> str:
+    """What the file holds; it may begin with a mark of its encoding, as editors of Windows write it."""
+    try:
+        content = Path(path).read_bytes()
+        wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return content.decode("utf-16" if wide else "utf-8-sig")
+    except OSError as error:
+        raise UserError(f"The host file {path} cannot be read ({error.strerror}): check `--hostfile`.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"The host file {path} must be text in UTF-8 ({error}): check `--hostfile`.") from error
+
+
 def _parse_line(content: str, place: str) -> HostEntry:
-    name, *options = content.split()
-    slots: int | None = None
-    style: str | None = None
-    if name.count(":") == 1:
-        name, _, count = name.partition(":")
-        slots, style = _slots(count, place), "MPICH"
+    first, *options = re.sub(r"\s*=\s*", "=", content).split()
+    if _IPV6.fullmatch(first):
+        raise UserError(
+            f"{place}: `{first}` is an IPv6 address, and ranks find each other by IPv4: write the machine's name or IPv4 address."
+        )
+    found = _HOST.fullmatch(first)
+    if found is None:
+        raise UserError(
+            f"{place}: `{first}` is not understood: each line is one machine, by its name or IPv4 address, such as `rtx slots=2`."
+        )
+    name, count = found[1], found[2]
+    said = [_slots(count, place)] if count is not None else []
     for option in options:
         key, _, value = option.partition("=")
-        if key == "slots":
-            slots, style = _slots(value, place), OPEN_MPI
-        elif key not in _IGNORED_KEYS:
-            raise UserError(f"{place}: `{content}` is not understood: write `{name} slots=2` or `{name}:2`.")
-    return HostEntry(name, slots, style)
+        if key in _SLOTS:
+            said.append(_slots(value, place))
+        elif key in _MOST:
+            _slots(value, place)  # no host gets more ranks than its slots
+        elif key not in _HYDRA or not value:
+            hint = "; another port stands in ~/.ssh/config" if key == "port" else ""
+            raise UserError(
+                f"{place}: `{option}` of `{content}` is not understood: write `{name} slots=2` or `{name}:2`{hint}."
+            )
+    if len(set(said)) > 1:
+        raise UserError(f"{place}: `{content}` gives two numbers of ranks, {said[0]} and {said[1]}: write one.")
+    return HostEntry(name, said[0] if said else None)
 
 
 def _slots(text: str, place: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
         raise UserError(f"{place}: the number of ranks must be a positive whole number, not `{text[:40]}`.")
     return int(text)
+
+
+def read_by_launcher(path: str | Path, family: str) -> bool:
+    """Does the launcher of an MPI family (``Open MPI`` or ``MPICH``) read a host file as ``read_hostfile`` does?
+
+    Not in the other's style, with line ends or marks of Windows, or where a host has several lines.
+    """
+    content = Path(path).read_bytes()
+    once = all(count == 1 for count in Counter(entry.name for entry in read_hostfile(path)).values())
+    lines = content.decode("latin-1").split("\n")
+    return once and content.isascii() and all(_AS_IT_IS[family == OPEN_MPI].fullmatch(line) for line in lines)
 
 
 def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> None:
@@ -97,12 +141,13 @@ def slots_by_host(entries: Iterable[HostEntry]) -> Counter[str]:
     return slots
 
 
-def host_list(entries: Iterable[HostEntry]) -> str:
-    """The hosts as one word that both launchers read: ``rtx:2,mac:1``."""
-    return ",".join(f"{name}:{count}" for name, count in slots_by_host(entries).items())
-
-
 def format_hostfile(entries: Iterable[HostEntry], family: str) -> str:
-    """The text of a host file in the style of an MPI family (``Open MPI`` or ``MPICH``)."""
-    between = " slots=" if family == OPEN_MPI else ":"
-    return "".join(f"{one.name}\n" if one.slots is None else f"{one.name}{between}{one.slots}\n" for one in entries)
+    """The text of a host file in the style of an MPI family, a line per host; MPICH takes a user behind the name."""
+    listed = tuple(entries)
+    unsaid = {entry.name for entry in listed if entry.slots is None}
+    lines = []
+    for name, count in slots_by_host(listed).items():
+        told = "" if name in unsaid else f" slots={count}" if family == OPEN_MPI else f":{count}"
+        user, _, host = name.rpartition("@")
+        lines.append(f"{name}{told}" if family == OPEN_MPI or not user else f"{host}{told} user={user}")
+    return "".join(f"{line}\n" for line in lines)

@@ -48,9 +48,9 @@ def local_addresses() -> tuple[LocalAddress, ...]:
 
 
 def resolve(name: str) -> str:
-    """The IPv4 address of a host name. Raises UserError: the name has none."""
+    """The IPv4 address of a host name, before which a user may stand. Raises UserError: the name has none."""
     try:
-        return str(socket.getaddrinfo(name, None, family=socket.AF_INET)[0][4][0])
+        return str(socket.getaddrinfo(name.rpartition("@")[2], None, family=socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise UserError(
             f"The host `{name}` of the host file has no address ({error}): check the name, or write its IP address."

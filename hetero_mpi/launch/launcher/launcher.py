@@ -24,9 +24,10 @@ from types import FrameType
 from hetero_mpi.comm.ranks.library import JOINED_VARIABLE, MPICH, OPEN_MPI, MpiLibrary, parse_library_version
 from hetero_mpi.device.memory import memory_kills, memory_kills_text
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, host_list, read_hostfile
+from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, read_by_launcher, read_hostfile
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, choose_interface, local_addresses, resolve
 from hetero_mpi.launch.launcher.error_stream import ErrorStream
+from hetero_mpi.launch.launcher.relay import write_cached
 
 _NAMES = {
     OPEN_MPI: ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"),
@@ -235,12 +236,15 @@ def ending_all(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
 
 
 def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:
-    """Add the host file itself if the launcher reads its style; else its hosts in the form that both launchers read."""
-    if any(entry.style not in (None, family) for entry in entries):
-        option = "--host" if family == OPEN_MPI else "-hosts"
-        command.add(f"{hostfile} is not written in {family}'s style", option, host_list(entries))
+    """Add the host file itself if the launcher reads it; else a copy in the launcher's style."""
+    option = "--hostfile" if family == OPEN_MPI else "-f"
+    if read_by_launcher(hostfile, family):
+        command.arguments += [option, hostfile]
     else:
-        command.arguments += ["--hostfile" if family == OPEN_MPI else "-f", hostfile]
+        copy = write_cached(
+            "hosts", ".txt", format_hostfile(entries, family), "for host files that the launcher does not read"
+        )
+        command.add(f"{hostfile} as {family}'s launcher reads it", option, str(copy))
 
 
 def add_open_mpi(

@@ -1,4 +1,4 @@
-"""The relay script: a launch agent for hosts on which MPI is installed in different places.
+"""What the launcher is given in files. The relay script: a launch agent for hosts on which MPI is installed in different places.
 
 Launchers start their daemon on every host by the path it has here, and take one prefix for all hosts. So a small shell script
 between the launcher and ssh puts each host's own prefix into the command. The script is kept in the cache directory under a name
@@ -50,12 +50,19 @@ def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str])
 
 def write_relay(script: str) -> Path:
     """Write the script into the cache directory; returns its path. Raises UserError: the cache directory cannot be written."""
+    return write_cached("launch-agent", ".sh", script, "for the launch agent of hosts with different MPI prefixes")
+
+
+def write_cached(name: str, ending: str, text: str, purpose: str) -> Path:
+    """Write a program or file for the launcher into the cache directory, under a name made of its content; returns its path.
+
+    :raises UserError: the cache directory cannot be written.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi"
-    path = folder / f"launch-agent-{hashlib.sha256(script.encode()).hexdigest()[:12]}.sh"
-    remedy = "set XDG_CACHE_HOME to a directory that you can write to, for the launch agent of hosts with different MPI prefixes"
-    with writing(folder, remedy):
+    path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}{ending}"
+    with writing(folder, f"set XDG_CACHE_HOME to a directory that you can write to, {purpose}"):
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
-            draft.write_text(script, encoding="utf-8")
+            draft.write_text(text, encoding="utf-8")
             draft.chmod(0o755)
     return path
