@@ -402,7 +402,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor(commands: Commands) -> None:
-    text = "is everything in place for a run? Exit code 0: yes; 1: a run would fail"
+    text = "is everything in place for a run? Exit code 0: yes; 1: a run would, or may, fail"
     doctor = _command(commands, "doctor", _doctor, text)
     files = doctor.add_mutually_exclusive_group()
     files.add_argument("--hostfile", metavar="FILE", help="look at these hosts too, as for launch")

@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
 
     DONE = 0
     FAILED = 1
-    """An exception in a rank; of ``doctor``: a run would fail."""
+    """An exception in a rank; of ``doctor``: a run would, or may, fail."""
     USER_ERROR = 2
     """Something that only the user can put right."""
     HUNG = 74

@@ -75,7 +75,11 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
 
 
 def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequence[str]) -> int:
-    return start(command, namespace.print_only, namespace.verbose, ASKED_TEXTS.get(program[0]))
+    doctor = ["python", "-m", "hetero_mpi", "doctor"]
+    for option, file in (("--hostfile", namespace.hostfile), ("--hosts", namespace.hosts)):
+        doctor += [option, file] if file is not None else []
+    asked_text = ASKED_TEXTS.get(program[0])
+    return start(command, namespace.print_only, namespace.verbose, asked_text, shlex.join(doctor))
 
 
 def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: list[str]) -> int:

@@ -221,7 +221,8 @@ def test_clocks_and_disks() -> None:
 def test_links() -> None:
     lost = Link("a", "b", error="timed out", network="10.77.0.0/24")
     found = list(check_links([lost, Link("b", "a", 1e-4, 1e8)], "TCP"))
-    assert found[0].severity is Severity.FAILS and "the other way round it works, so a firewall" in found[0].text
+    assert found[0].severity is Severity.RISKS and "the other way round it works, so a firewall" in found[0].text
+    assert lines_of(found)[-1] == "A run may fail: 1 finding marked RISK." and would_fail(found)
     assert "ufw allow from 10.77.0.0/24`" in found[0].remedy and "--add-source=10.77.0.0/24`" in found[0].remedy
     assert [
         finding.severity for finding in check_links([Link("a", "b", 1e-4, 1e7), Link("b", "a", 1e-4, 1e8)], "TCP")

@@ -370,6 +370,28 @@ def test_the_launchers_boxes_add_nothing_where_the_job_has_said_why(
     assert capfdbinary.readouterr().err == passed_on
 
 
+def test_where_a_host_does_not_answer_the_last_words_are_the_doctors_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher_or_skip()
+    agent = tmp_path / "ssh"
+    agent.write_text("#!/bin/sh\necho 'ssh: connect to host 127.9.9.9 port 22: Connection timed out' >&2; exit 255\n")
+    agent.chmod(0o755)
+    hosts = write(tmp_path, "localhost slots=1\nme@127.9.9.9 slots=1\n")
+    command = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "2", "--hostfile", hosts, "--", "--version"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PRTE_MCA_plm_ssh_agent": str(agent),
+        "HYDRA_LAUNCHER_EXEC": str(agent),
+    }
+    done = run_bounded(command, environment, 60)
+    assert done.returncode != 0 and "Connection timed out" in done.stderr
+    *_, said, advice = done.stderr.splitlines()
+    assert said.startswith("launch: no rank was started: the login to a host failed")
+    assert advice == f"launch: which of these, and where: python -m hetero_mpi doctor --hostfile {hosts}"
+
+
 @pytest.mark.parametrize("content", [b"h\xe4 slots=2\n", b"a slots=" + b"9" * 5000, "a slots=\u0664\n".encode()])
 def test_a_host_file_of_odd_bytes_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(content)

@@ -2,7 +2,7 @@
 
 It starts a probe on each host and tries plain TCP between them, so that it can say why MPI would not start. Only the standard
 library is needed. Under mpirun the ranks examine themselves instead (``rank_checks``). Exit code: 0 if a run would work, 1
-(``ExitCode.FAILED``) if one would fail.
+(``ExitCode.FAILED``) if one would, or may, fail.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def check_links(links: Sequence[Link], how: str) -> Iterator[Finding]:
 
 def _refused(link: Link, other_way_works: bool) -> Finding:
     text = f"{link.source} cannot open a TCP connection to {link.destination}: {link.error}"
-    text += "; the other way round it works, so a firewall there is likely" if other_way_works else ""
+    text += "; the other way round it works, so a firewall there is likely: a run may fail" if other_way_works else ""
     if "refused" in link.error:
         remedy = f"something on {link.destination} or between answers for its ports: look for a firewall that rejects, or a proxy"
     else:
@@ -137,7 +137,8 @@ def _refused(link: Link, other_way_works: bool) -> Finding:
         f"\nlet the firewall of {link.destination} pass the other hosts: `sudo ufw allow from {link.network}`, or "
         f"`sudo firewall-cmd --zone=trusted --add-source={link.network}`; MPI uses any port above 1023"
     )
-    return Finding("connections", Severity.FAILS, text, remedy)
+    severity = Severity.RISKS if other_way_works else Severity.FAILS
+    return Finding("connections", severity, text, remedy)
 
 
 def _speed(link: Link, how: str, by_pair: Mapping[tuple[str, str], Link]) -> Finding:

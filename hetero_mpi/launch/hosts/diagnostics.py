@@ -23,6 +23,8 @@ class Severity(str, Enum):
     """Information; nothing to do."""
     SLOW = "warn"
     """A run would work, but slower, with less, or with a surprise later on."""
+    RISKS = "RISK"
+    """A run may fail, or may not."""
     FAILS = "FAIL"
     """A run would fail."""
 
@@ -49,8 +51,8 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def would_fail(findings: Iterable[Finding]) -> bool:
-    """Would a run fail, by these findings?"""
-    return any(finding.severity is Severity.FAILS for finding in findings)
+    """Would a run fail, by these findings, or may it?"""
+    return any(finding.severity in (Severity.FAILS, Severity.RISKS) for finding in findings)
 
 
 def lines_of(findings: Sequence[Finding]) -> list[str]:
@@ -65,6 +67,8 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     counts = Counter(finding.severity for finding in findings)
     if counts[Severity.FAILS]:
         return [*lines, f"A run would fail: {units.plural(counts[Severity.FAILS], 'finding')} marked FAIL."]
+    if counts[Severity.RISKS]:
+        return [*lines, f"A run may fail: {units.plural(counts[Severity.RISKS], 'finding')} marked RISK."]
     if counts[Severity.SLOW]:
         return [*lines, f"A run would work; {units.plural(counts[Severity.SLOW], 'warning')}."]
     return [*lines, "All is well."]

@@ -84,15 +84,18 @@ class CommandLine:
         return " ".join([*assignments, shlex.join(self.arguments)])
 
 
-def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str | None) -> int:
-    """Run the command, or print it on stdout and run nothing; returns the launcher's exit code."""
+def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str | None, doctor: str) -> int:
+    """Run the command, or print it on stdout and run nothing; returns the launcher's exit code.
+
+    ``doctor``: the command that examines the same hosts, for those that do not answer.
+    """
     if print_only:
         _tell(command.reasons if verbose else [])
         print(command)
         return 0
     announce(command, verbose)
     kills = memory_kills()
-    code = run_command(command, asked_text)
+    code = run_command(command, asked_text, doctor)
     if text := memory_kills_text({socket.gethostname(): memory_kills() - kills}) if code != 0 else "":
         _tell([text])
     return code
@@ -335,10 +338,19 @@ ASKED_TEXTS = {"train": ASKED_TEXT, "serve": "asking the service to end (SIGINT 
 AT_ONCE_TEXT = "ending the job at once, without a checkpoint"
 
 
-def run_command(command: CommandLine, asked_text: str | None = None) -> int:
+_MOST_OF_RANKS = 128 + 64
+"""No rank ends with a higher exit code: signals have the highest. Launchers do, where they could not start the job."""
+_NOT_STARTED = (
+    "no rank was started: the login to a host failed, MPI is not there, or a firewall keeps it from connecting back to "
+    "this machine"
+)
+
+
+def run_command(command: CommandLine, asked_text: str | None = None, doctor: str = "doctor") -> int:
     """Run a command to its end; returns the job's exit code. Signals that ask for an end reach the launcher through ``ask_to_end``.
 
-    ``asked_text``: what is told when the program is asked to end; None: it has nothing to save and is ended at once.
+    ``asked_text``: what is told when the program is asked to end; None: it has nothing to save and is ended at once. ``doctor``: as
+    for ``start``.
     """
     process, errors = begin(command)
     asked = asked_text is None
@@ -357,7 +369,10 @@ def run_command(command: CommandLine, asked_text: str | None = None) -> int:
     with handling(pass_on):
         code = process.wait()
     # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
-    return errors.finish(code if code >= 0 else 128 - code)
+    code = errors.finish(code if code >= 0 else 128 - code)
+    if code > _MOST_OF_RANKS:
+        _tell([_NOT_STARTED, f"which of these, and where: {doctor}"])
+    return code
 
 
 def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
