@@ -16,7 +16,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
 from hetero_mpi.model.adapter_files import check_adapter
-from hetero_mpi.model.group.division import refusal
+from hetero_mpi.model.group.division import require_divisible
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.optimizer import LossScale
@@ -114,19 +114,11 @@ def _group(context: RunContext, members: World, plan: Plan) -> HostGroup | None:
     found: list[HostGroup | None] = [None]
     with members.together("joining the ranks that hold stages together"):
         require_joinable(members, plan, context.job.cluster.communication_thread)
-        _require_divisible(context, plan)
+        require_divisible(context.chain, context.tuning, plan)
     for _, _, stage in plan.numbered:
         if stage.grouped:
             found.append(host_group(members, stage.ranks, context.backend))
     return next(filter(None, found), None)
-
-
-def _require_divisible(context: RunContext, plan: Plan) -> None:
-    for number, _, stage in plan.numbered:
-        if stage.grouped:
-            reason = refusal(context.chain, context.tuning, stage.shares, stage.experts)
-            if reason is not None:
-                raise UserError(f"plan: stage {number} of ranks {', '.join(map(str, stage.ranks))}: {reason}")
 
 
 def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None:

@@ -98,7 +98,7 @@ def test_members_are_busy_as_long_as_their_leader_and_the_step_is_as_long_in_bot
         ({}, on_one_host(heads=None), "this model cannot be divided among ranks"),
         ({"ranks": (0, 2)}, on_one_host(), "of the hosts box, other: the ranks of a stage are of one host"),
         ({"ranks": (1, 0)}, on_one_host(), "listed in increasing order"),
-        ({"streamed": True}, on_one_host(), "only a stage of one rank is"),
+        ({"streamed": True}, on_one_host(), "has streamed = true: only a stage of one rank has"),
         ({}, on_one_host(tied=True), "a first or last stage of several ranks holds the whole chain"),
         ({"ranks": (0,)}, on_one_host(), "shares are for several ranks"),
         ({"ranks": (0,), "shares": (), "experts": (4,)}, on_one_host(), "experts are for several ranks"),

@@ -63,6 +63,24 @@ def test_a_layer_larger_than_every_rank_is_trained_by_two_of_them_np2(workshop: 
     assert found == pytest.approx(expected, rel=IN_GROUPS) and len(set(expected)) == 4
 
 
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"adapter": {"method": "lora", "rank": 4, "alpha": 8, "dora": True}}, "[adapter] dora = true"),
+        ({"adapter": {"method": "lora", "rank": 4, "alpha": 8, "dropout": 0.1}}, "[adapter] dropout = 0.1"),
+    ],
+)
+def test_a_plan_with_a_group_that_the_job_cannot_have_is_refused_with_the_setting_in_the_way(
+    tables: dict[str, Any], told: str, workshop: Workshop
+) -> None:
+    plan, name = workshop.directory / "group.plan.toml", f"unlike-{told.split()[1]}"
+    save_plan(two_ranks(StagePlan((0, 1), 0, 4, 0, shares=(1, 1))), plan)
+    values = workshop.values(workshop.model("words", tied=True, vocab_size=WORDS, num_key_value_heads=2))
+    entry = {"job": workshop.job(name, values, **tables), "run_dir": workshop.directory / name, "plan": plan}
+    outcome = workshop.run_entries(2, {"refused": entry})["refused"]
+    assert outcome.raised == ("CollectiveUserError",) * 2 and told in outcome.texts[0], outcome
+
+
 def test_a_checkpoint_of_two_stages_is_resumed_by_a_group_of_both_ranks_np2(workshop: Workshop) -> None:
     """Masters and moments that two ranks have whole are cut for both; and what the group saves, two stages take up."""
     there_and_back(workshop, workshop.model("narrow", num_key_value_heads=2), StagePlan((0, 1), 0, 4, 0, shares=(1, 1)))

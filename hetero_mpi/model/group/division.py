@@ -19,11 +19,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.layer.quantize import BLOCK
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES
+from hetero_mpi.planning.types.plan import Plan
 
 _COLWISE, _ROWWISE, _EXPERTS = "colwise", "rowwise", "moe_tp_experts"
 _LATENT = dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), _COLWISE)
@@ -268,6 +270,14 @@ def refusal(
         or _refused_shares(chain, shares, experts)
         or _refused_cuts(chain, tuning, shares, experts)
     )
+
+
+def require_divisible(chain: LayerChain, tuning: Trained, plan: Plan) -> None:
+    """:raises UserError: groups cannot train the model as the plan divides it, with the setting that stands in the way."""
+    for number, _, stage in plan.numbered:
+        reason = refusal(chain, tuning, stage.shares, stage.experts) if stage.grouped else None
+        if reason is not None:
+            raise UserError(f"plan: stage {number} of ranks {', '.join(map(str, stage.ranks))}: {reason}")
 
 
 def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:

@@ -20,7 +20,7 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
         return
     yield from _share_problems(where, stage, profile)
     if profile.emulated:
-        yield f"{where} names ranks {ranks}: an emulated stage is held by exactly one rank"
+        yield f"{where} names ranks {ranks}: with [cluster] emulate a stage is held by exactly one rank"
     hosts = list(dict.fromkeys(profile.devices[rank].host for rank in ranks if 0 <= rank < len(profile.devices)))
     if len(hosts) > 1:
         yield f"{where} names ranks {ranks} of the hosts {', '.join(hosts)}: the ranks of a stage are of one host"
@@ -29,12 +29,15 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
     if len(plan.pipelines) > 1:
         yield f"{where} names ranks {ranks} in a plan of {len(plan.pipelines)} pipelines: stages of several ranks need one pipeline"
     if stage.streamed or stage.slice_sequences is not None:
-        yield f"{where} names ranks {ranks} and is streamed or computed in slices: only a stage of one rank is"
+        what = "streamed = true" if stage.streamed else f"slice_sequences = {stage.slice_sequences}"
+        yield f"{where} names ranks {ranks} and has {what}: only a stage of one rank has; leave it out"
     pipeline = next(one for one in plan.pipelines if stage in one.stages)
     if pipeline.split_backward or pipeline.order != WARM_UP:
+        settings = [f'order = "{pipeline.order}"'] if pipeline.order != WARM_UP else []
+        settings += ["split_backward = true"] if pipeline.split_backward else []
         yield (
-            f"{where} names ranks {ranks}, and its pipeline has split_backward or another order than {WARM_UP}: a stage of several "
-            f"ranks goes back in one part; leave both out"
+            f"{where} names ranks {ranks}, and its pipeline has {' and '.join(settings)}: a stage of several ranks goes back in "
+            f"one part, in the order {WARM_UP}; leave it out"
         )
     ends = pipeline.stages[0], pipeline.stages[-1]
     tied = profile.model.tied and profile.model.layers[0].trainable_parameters > 0
@@ -54,7 +57,11 @@ def _share_problems(where: str, stage: StagePlan, profile: ClusterProfile) -> It
             f"or 0 where it has experts"
         )
     elif heads is None:
-        yield f"{where} names ranks {ranks}: this model cannot be divided among ranks as the job trains it; give the stage one rank"
+        yield (
+            f"{where} names ranks {ranks}: this model cannot be divided among ranks as the job trains it (in the way are other "
+            f"families than plain ones of transformers, dropout, [adapter] dora or parameters, an 8-bit [train] optimizer, and "
+            f"matrices that NF4 packs across a cut; `train --plan` says which); give the stage one rank"
+        )
     elif sum(shares) != heads:
         yield (
             f"{where} has shares = {shares}, in all {sum(shares)}: they are key/value heads, of which the model has {heads}; "

@@ -10,6 +10,7 @@ from hetero_mpi.emulation.pace import emulated_profile
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, with_memory
 from hetero_mpi.job.rules import EIGHT_BIT
+from hetero_mpi.model.group.division import require_divisible
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.analysis.plausible import profile_doubts
 from hetero_mpi.planning.dry_run import validate
@@ -136,7 +137,7 @@ def obtain_plan(
             from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
 
             if given is not None:
-                report = _given_plan(given, profile, request)
+                report = _given_plan(setup, given, profile, request)
             else:
                 report = make_plan(profile, request)
             validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
@@ -145,11 +146,13 @@ def obtain_plan(
     return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))
 
 
-def _given_plan(given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
+def _given_plan(setup: RunSetup, given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     from hetero_mpi.planning.decision.planner import complete_plan
 
     plan = given if isinstance(given, Plan) else load_plan(given)
     try:
+        if profile.model.heads is None:  # no shares would do: the reason is a setting of the job, or the model
+            require_divisible(setup.chain, setup.tuning, plan)
         return complete_plan(plan, profile, request)
     except UserError as error:
         which = "the given plan" if isinstance(given, Plan) else given
