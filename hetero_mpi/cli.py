@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import logging
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi import __version__
 from hetero_mpi.errors import UserError
-from hetero_mpi.text import printable
+from hetero_mpi.shipped import absent_packages, pip_argument
+from hetero_mpi.text import fitted, folded, printable
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
@@ -36,14 +38,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser().parse_args(arguments))
     run = given.pop("run")
     try:
-        return int(run(**given))
+        with _packages_there():
+            return int(run(**given))
     except UserError as error:
-        print(printable(str(error)), file=sys.stderr)
+        print(fitted(printable(str(error)), sys.stderr), file=sys.stderr)
         return error.exit_code
+
+
+class _Help(argparse.HelpFormatter):
+    """Breaks lines between words only."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return folded(" ".join(text.split()), width, indent="")
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(folded(" ".join(text.split()), width, indent, indent))
 
 
 class _Parser(argparse.ArgumentParser):
     """Names the nearest word for a mistyped command or option. Its sub-commands' parsers are of this class too."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **{**named, "formatter_class": _Help})
 
     def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
         namespace, rest = super().parse_known_args(*arguments, **named)
@@ -64,10 +80,35 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def _show(*lines: str, end: str = "\n") -> int:
-    """Print what a command has found out. Who reads only the beginning (``| head``) has seen enough: that ends the program."""
+@contextlib.contextmanager
+def _packages_there(all_of_them: bool = False) -> Iterator[None]:
+    """A block that imports packages this project is installed with; ``all_of_them``: it needs every one.
+
+    :raises UserError: some are missing here: all of them by name, and how to install them.
+    """
     try:
-        print(printable("\n".join(lines)), end=end, flush=True)
+        if all_of_them and (missing := absent_packages()):
+            raise ModuleNotFoundError(name=missing[0])
+        yield
+    except ModuleNotFoundError as error:
+        missing = absent_packages()
+        if (error.name or "").partition(".")[0] not in missing:
+            raise
+        names = ", ".join(name.replace("_", "-") for name in missing)
+        raise UserError(
+            f"This Python ({sys.executable}) lacks {names}: run `{shlex.quote(sys.executable)} -m pip install {pip_argument()}`, "
+            "or the Python into which this project was installed, such as .venv/bin/python"
+        ) from None
+
+
+def _show(*lines: str, end: str = "\n", whole: bool = False) -> int:
+    """Print what a command has found out. Who reads only the beginning (``| head``) has seen enough: that ends the program.
+
+    ``whole``: no line is broken, since the text is of a format.
+    """
+    text = printable("\n".join(lines))
+    try:
+        print(text if whole else fitted(text), end=end, flush=True)
     except BrokenPipeError:
         # What is left in the buffer would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -80,7 +121,8 @@ def _show(*lines: str, end: str = "\n") -> int:
 
 def _on_all_ranks(command: Callable[[World], int]) -> int:
     """Join the other ranks and run ``command``, which imports its modules itself; any failure ends all ranks."""
-    from hetero_mpi.comm.ranks.mpi_start import run_guarded
+    with _packages_there(all_of_them=True):
+        from hetero_mpi.comm.ranks.mpi_start import run_guarded
 
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -159,7 +201,8 @@ def _mesh_verify(hosts: Path) -> int:
 
 
 def _launch(**options: Any) -> int:
-    from hetero_mpi.launch import command
+    with _packages_there(all_of_them=True):  # told here, once, instead of by every rank
+        from hetero_mpi.launch import command
 
     return command.main(argparse.Namespace(**options), lambda words: parser().parse_args(words))
 
@@ -178,7 +221,7 @@ def _mesh_init(hosts: Path, output: Path) -> int:
 
 
 def _export(source: Path, target: Path, merge: bool, best: bool, gguf: str | None, push: str | None) -> int:
-    with _eager_imports():
+    with _packages_there(all_of_them=True), _eager_imports():
         from hetero_mpi.commands import export
         from hetero_mpi.commands.gguf import write_gguf
 
@@ -196,10 +239,11 @@ def _with_schedule(overrides: Sequence[str], schedule: str | None) -> tuple[str,
     return (*overrides, *([] if schedule is None else [f"plan.schedule={schedule}"]))
 
 
-def _plan(job: Path | None, overrides: Sequence[str], schedule: str | None, **options: Any) -> int:
+def _plan(job: Path | None, overrides: Sequence[str], schedule: str | None, as_json: bool, **options: Any) -> int:
     from hetero_mpi.commands import plan as offline
 
-    return _show(offline.plan(job, _with_schedule(overrides, schedule), **options))
+    text = offline.plan(job, _with_schedule(overrides, schedule), as_json=as_json, **options)
+    return _show(text, whole=as_json)
 
 
 def _simulate(
@@ -246,7 +290,7 @@ def _reference(markdown: bool, commands: bool) -> int:
     from hetero_mpi.commands.reference import commands_page, job_page, reference_text
 
     text = commands_page(parser()) if commands else job_page() if markdown else reference_text()
-    return _show(text, end="")
+    return _show(text, end="", whole=True)
 
 
 # Their options.
@@ -309,7 +353,8 @@ def _add_set(add: Add) -> None:
 def _add_schedule(add: Add) -> None:
     from hetero_mpi.planning.orders import SCHEDULES
 
-    add("--schedule", choices=list(SCHEDULES), help="instead of [plan] schedule")
+    text = f"instead of [plan] schedule: {', '.join(SCHEDULES)}"
+    add("--schedule", choices=list(SCHEDULES), metavar="NAME", help=text)
 
 
 def _add_train(commands: Commands) -> None:

@@ -1,4 +1,4 @@
-"""What comes with the program beside its code: the jobs and profiles that every installation has, and what pip was given for it."""
+"""What comes with the program beside its code: the packages it needs, its jobs and profiles, and what pip was given for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -14,9 +15,26 @@ from hetero_mpi import __version__
 from hetero_mpi.errors import UserError
 
 DISTRIBUTION = "hetero_mpi"
+REQUIRED = (
+    "torch", "mpi4py", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes", "h5py",
+    "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2", "rich",
+)  # fmt: skip
+"""Modules that a run imports; a test compares them with pyproject.toml."""
 SHIPPED_FILES = "shipped_files"
 """The folder of the package that a wheel has and a clone has not."""
 _PACKAGE = Path(__file__).resolve().parent
+
+
+def absent_packages() -> tuple[str, ...]:
+    """Those modules of ``REQUIRED`` that are not installed. None of them is imported."""
+    return tuple(name for name in REQUIRED if not _is_there(name))
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def shipped_folder(name: str) -> Path:

@@ -1,8 +1,13 @@
-"""Text of anybody's on a person's terminal: the one place where it is made harmless."""
+"""Text of anybody's on a person's terminal: the one place where it is made harmless, and where it is fitted to the width."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import sys
+import textwrap
+from typing import TextIO
 
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What a terminal obeys instead of showing it, what turns the direction of text, and what no encoding can write."""
@@ -11,3 +16,81 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 def printable(text: str) -> str:
     """``text`` with such characters spelt out (``\\x1b``). Names in files may hold any; lines and tabs stay."""
     return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+_FALLBACK = os.terminal_size((100, 30))
+_LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_NARROWEST = 30
+
+
+def columns(stream: TextIO | None = None) -> int | None:
+    """Characters that a line may have: ``COLUMNS`` of the environment, else those of the terminal that is watched. None: as many as
+    it needs, since logs are searched by lines. ``stream``: stdout unless named; of a rank, stdout.
+    """
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given) > 0:
+        return max(int(given), _NARROWEST)
+    watched = sys.stdout if stream is None or _launched() else stream
+    return max(terminal_size(watched).columns, _NARROWEST) if is_terminal(watched) else None
+
+
+def fitted(text: str, stream: TextIO | None = None) -> str:
+    """``text`` with lines that are too long for ``columns`` broken between words; what follows stands a little to the right."""
+    width = columns(stream)
+    return text if width is None else "\n".join(line for whole in text.split("\n") for line in folded(whole, width))
+
+
+def folded(line: str, width: int, start: str = "", indent: str | None = None) -> list[str]:
+    """``start + line`` within ``width``, where words allow it. ``indent``: of the later lines."""
+    if len(start) + len(line) <= width:
+        return [start + line]
+    inner = start if start else line[: len(line) - len(line.lstrip(" "))]
+    behind = " " * (len(inner) + 2) if indent is None else indent
+    return textwrap.wrap(
+        line.lstrip(" "),
+        width,
+        initial_indent=inner,
+        subsequent_indent=behind,
+        break_on_hyphens=False,
+        break_long_words=False,
+    ) or [start]
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Does a person watch this stream?
+
+    Open MPI gives every rank a pseudo-terminal, even when its own output goes to a file. Then the stdout of the launcher, which is
+    this process's parent, decides. Where that cannot be seen the answer is no, since plain lines are right everywhere.
+    """
+    if not stream.isatty():
+        return False
+    if not _launched():
+        return True
+    try:
+        return os.readlink(_launchers_stdout()).startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
+
+
+def terminal_size(stream: TextIO) -> os.terminal_size:
+    """Columns and lines of the terminal that is watched; the launcher's, where there is a launcher."""
+    with contextlib.suppress(OSError, ValueError):
+        if _launched():
+            descriptor = os.open(_launchers_stdout(), os.O_RDONLY | os.O_NOCTTY)
+            try:
+                size = os.get_terminal_size(descriptor)
+            finally:
+                os.close(descriptor)
+        else:
+            size = os.get_terminal_size(stream.fileno())
+        if size.columns > 0 and size.lines > 0:
+            return size
+    return _FALLBACK
+
+
+def _launchers_stdout() -> str:
+    return f"/proc/{os.getppid()}/fd/1"
+
+
+def _launched() -> bool:
+    return any(name in os.environ for name in _LAUNCHED)

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from hetero_mpi.job.load import TABLES
 from hetero_mpi.job.rules import as_toml, rule_of
+from hetero_mpi.report.lines import line_width
 
 HEADER = """\
 # Every key of a job file, with its meaning, the values it accepts and its default. Nothing here needs to be copied:
@@ -132,7 +133,7 @@ def _key(table: str, key: str, field: FieldInfo) -> str:
 def _comment(text: str) -> str:
     return textwrap.fill(
         _plain(text),
-        width=118,
+        width=min(118, line_width()),
         initial_indent="# ",
         subsequent_indent="# ",
         break_long_words=False,

@@ -14,9 +14,9 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.past_run import predicted_step
-from hetero_mpi.report.run_files.logs import is_terminal
 from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.report.tables import layers_text, schedule_text
+from hetero_mpi.text import is_terminal
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -67,3 +67,22 @@ def test_ranks_too_tell_a_missing_job_file_before_torch_is_imported_np2(without_
     result = run_mpi(2, ["-m", "hetero_mpi", "train", "absent.toml"], env=without_torch)
     assert result.returncode == 2 and result.stderr.count("there is no such job file") == 1, result.stderr
     assert "too early" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "job.toml"], ["generate", "runs/x", "--prompt", "a"], ["launch", "-np", "2", "--", "train", "job.toml"],
+        ["plan", "--profile", "homelab-5090-strix-halo"], ["export", "runs/x", "out"],
+    ],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_a_python_without_our_packages_gets_one_line(words: list[str], tmp_path: Path) -> None:
+    """``-S`` leaves out what is installed. The packages are looked for before one of them is imported."""
+    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-S", "-m", "hetero_mpi", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()[-1:]
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert line.startswith(f"This Python ({sys.executable}) lacks torch, mpi4py, numpy, transformers, ")
+    assert "tomli-w" in line and f"`{sys.executable} -m pip install -e {ROOT}`" in line

@@ -21,9 +21,10 @@ import pytest
 from hetero_mpi.launch.doctor import examine as doctor
 from hetero_mpi.launch.doctor import probe
 from hetero_mpi.launch.doctor.links import listen, measure
-from hetero_mpi.launch.doctor.probe import MARK, REQUIRED
+from hetero_mpi.launch.doctor.probe import MARK
 from hetero_mpi.launch.doctor.probe_client import Probe, ProbeError, Target
 from hetero_mpi.launch.hosts.authenticated import NotAuthentic
+from hetero_mpi.shipped import REQUIRED
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
 from tests.support.rack import NETWORK, Rack
 

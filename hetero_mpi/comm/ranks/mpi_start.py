@@ -35,7 +35,7 @@ from hetero_mpi.comm.ranks.library import (
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, version_problem
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
-from hetero_mpi.text import printable
+from hetero_mpi.text import fitted, printable
 
 T = TypeVar("T")
 _RECORD_BYTES = 256
@@ -64,7 +64,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         launched = launched_as(os.environ, "")
         # Each host may lack its library for itself; what else is refused, is refused on all ranks alike.
         if launched is None or launched.rank == 0 or "mpi4py.MPI" not in sys.modules:
-            print(printable(str(error)), file=sys.stderr, flush=True)
+            print(fitted(printable(str(error)), sys.stderr), file=sys.stderr, flush=True)
         if "mpi4py.MPI" in sys.modules:
             _tell_joined()  # all are refused, and end together
         _finalize()
@@ -73,7 +73,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         code, problem = main(world), None
     except CollectiveUserError as error:
         if world.rank == 0:
-            print(printable(str(error)), file=sys.stderr, flush=True)
+            print(fitted(printable(str(error)), sys.stderr), file=sys.stderr, flush=True)
         return _leave(world, error.exit_code)
     except UserError as error:
         code, problem = error.exit_code, str(error)
@@ -83,7 +83,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         end_alone(world, error)
     text = end_together(world, problem, code)
     if text is not None and world.rank == 0:
-        print(printable(text), file=sys.stderr, flush=True)
+        print(fitted(printable(text), sys.stderr), file=sys.stderr, flush=True)
     return _leave(world, code)
 
 

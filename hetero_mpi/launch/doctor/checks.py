@@ -20,6 +20,7 @@ from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, as_json, line
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface
 from hetero_mpi.report import units
 from hetero_mpi.shipped import pip_argument
+from hetero_mpi.text import fitted
 
 FINE, NOTE, SLOW, FAILS = Severity.FINE, Severity.NOTE, Severity.SLOW, Severity.FAILS
 LEAST_RUN_BYTES = 500_000_000
@@ -56,7 +57,7 @@ def report(options: DoctorOptions, findings: Sequence[Finding], places: Sequence
         facts = {place.title: known.to_dict() for place, known in answered(places)}
         print(json.dumps({"would_fail": fails, "findings": as_json(findings), "facts": facts}, indent=1))
     else:
-        print("\n".join([*lines_of(findings), *self_test_lines(places)]))
+        print(fitted("\n".join([*lines_of(findings), *self_test_lines(places)])))
     return int(ExitCode.FAILED if fails else ExitCode.DONE)
 
 

@@ -31,6 +31,7 @@ from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, merged
 from hetero_mpi.launch.hosts.hostfile import read_hostfile, slots_by_host
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, network_of, resolve, source_address
 from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher
+from hetero_mpi.text import fitted
 
 _START_S, _FACTS_S, _ANSWER_S = 60.0, 300.0, 30.0
 """Time limits of a probe, seconds: to start, to examine its host (it imports torch), and to answer anything else."""
@@ -65,7 +66,8 @@ def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Examined]
     agent, _ = launch_agent(launcher.family if launcher else OPEN_MPI, options.mpirun_args, os.environ)
     if not options.json:
         names = ", ".join(target.title for target in targets)
-        print(f"doctor: asking {names} (importing torch there may take a minute)", file=sys.stderr, flush=True)
+        text = f"doctor: asking {names} (importing torch there may take a minute)"
+        print(fitted(text, sys.stderr), file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(Probe(target, agent)) for target in targets]
         with ThreadPoolExecutor(len(targets) or 1) as pool:

@@ -14,7 +14,6 @@ Every answer begins with ``MARK``, as a login shell may print things of its own 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -32,13 +31,9 @@ from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
 from hetero_mpi.device.self_test_process import self_test
 from hetero_mpi.launch.doctor.links import listen, measure
 from hetero_mpi.launch.hosts.authenticated import AuthenticatedServer, NotAuthentic
+from hetero_mpi.shipped import absent_packages
 
 MARK = "hetero_mpi probe: "
-REQUIRED = (
-    "torch", "mpi4py", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes", "h5py",
-    "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2", "rich",
-)  # fmt: skip
-"""Modules that a run imports; a test compares them with pyproject.toml."""
 TOOLS = ("prted", "orted", "hydra_pmi_proxy", "mpirun", "mpiexec", "python3", "ssh")
 """Programs that are looked for; the first three are those that launchers start on other hosts: Open MPI 5's, 4's, MPICH's."""
 VARIABLES = (
@@ -114,9 +109,10 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
         prefix: directory where MPI is expected; searched before this environment and ``PATH``. "": only these.
         work: directory in which ranks are to start; "": anywhere.
     """
+    missing = absent_packages()
     addresses: tuple[tuple[str, str, str], ...] = ()
     free_bytes = 0
-    if _is_there("psutil"):
+    if "psutil" not in missing:
         import psutil
 
         from hetero_mpi.launch.hosts.interface import local_addresses
@@ -135,7 +131,7 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
         memory_bytes=free_bytes,
         addresses=addresses,
         versions={**own_versions("absent"), PACKAGE: own_source()},
-        missing=tuple(name for name in REQUIRED if not _is_there(name)),
+        missing=missing,
         path=os.environ.get("PATH", ""),
         tools={name: found for name in TOOLS if (found := _tool(name, prefix))},
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -214,13 +210,6 @@ def _last_words(text: str) -> str:
         line for line in lines if line.split(":")[0].endswith(("Error", "Exception")) and " " not in line.split(":")[0]
     ]
     return ((named or lines or [""])[-1])[:400]
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _tool(name: str, prefix: str = "") -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from hetero_mpi.report import units
 from hetero_mpi.report.lines import wrapped
 
-WIDTH = 132
 _INDENT = 20
 
 
@@ -61,9 +60,9 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     for finding in findings:
         start = f"{finding.severity.value:<5} {finding.subject}"
         places = f"{', '.join(finding.where)}: " if finding.where else ""
-        lines += wrapped(f"{start:<{_INDENT}}", places + finding.text, WIDTH)
+        lines += wrapped(f"{start:<{_INDENT}}", places + finding.text)
         for remedy in finding.remedy.splitlines():
-            lines += wrapped(" " * (_INDENT - 3) + "-> ", remedy, WIDTH)
+            lines += wrapped(" " * (_INDENT - 3) + "-> ", remedy)
     counts = Counter(finding.severity for finding in findings)
     if counts[Severity.FAILS]:
         return [*lines, f"A run would fail: {units.plural(counts[Severity.FAILS], 'finding')} marked FAIL."]

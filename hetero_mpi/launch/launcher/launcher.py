@@ -28,6 +28,7 @@ from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_host
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, choose_interface, local_addresses, resolve
 from hetero_mpi.launch.launcher.error_stream import ErrorStream
 from hetero_mpi.launch.launcher.relay import write_cached
+from hetero_mpi.text import fitted
 
 _NAMES = {
     OPEN_MPI: ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"),
@@ -108,7 +109,7 @@ def announce(command: CommandLine, verbose: bool) -> None:
 
 def _tell(lines: Sequence[str]) -> None:
     for line in lines:
-        print(f"launch: {line}", file=sys.stderr, flush=True)
+        print(fitted(f"launch: {line}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def summary(launcher: Launcher, ranks: int, places: Sequence[tuple[str, int | None]]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from hetero_mpi.launch.hosts.processes import VARIABLE
 from hetero_mpi.report.run_files.line_files import LineFile
 from hetero_mpi.report.run_files.run_directory import opened_in
+from hetero_mpi.text import fitted
 
 EVENTS_NAME = "events.jsonl"
 
@@ -58,4 +59,4 @@ class EventLog:
 def _print(text: str) -> None:
     clock = datetime.datetime.now().strftime("%H:%M:%S")
     with contextlib.suppress(OSError):  # the terminal may have gone, and the job need not end for that
-        print(f"launch {clock}: {text}", file=sys.stderr, flush=True)
+        print(fitted(f"launch {clock}: {text}", sys.stderr), file=sys.stderr, flush=True)
