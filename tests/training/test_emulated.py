@@ -27,6 +27,8 @@ from hetero_mpi.planning.types.toml_files import load_profile, save_plan, save_p
 from hetero_mpi.report.run_files.metrics import StepMetrics, read_metrics
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
 from tests.support.message_cases import CASES
+from tests.support.mpi import ROOT, launcher_or_skip
+from tests.support.pages import follow, write_files
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
 from tests.support.small_jobs import SEQUENCE, Outcome, Workshop
 
@@ -338,3 +340,12 @@ def play_both(play: Callable[[int], None]) -> None:
 def test_a_metrics_line_of_an_emulated_step_says_so(np3: Runs) -> None:
     line = (np3.directory / "untied" / "metrics.jsonl").read_text().splitlines()[0]
     assert json.loads(line)["emulated"] is True
+
+
+def test_the_job_of_the_document_runs_in_an_empty_folder(tmp_path: Path) -> None:
+    launcher_or_skip()
+    page = ROOT / "docs" / "emulated.md"
+    assert write_files(page, tmp_path) == ["job.toml"]
+    printed = follow(page, tmp_path, 300)
+    assert "on emulated devices" in printed and "Step time, emulated: " in printed
+    assert [line.step for line in read_metrics(tmp_path / "runs" / "job" / "metrics.jsonl").steps] == [1, 2, 3]
