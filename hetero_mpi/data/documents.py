@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hetero_mpi.data.hub_records import PREFIX, hub_files
+from hetero_mpi.data.unpacked import kind_of
 from hetero_mpi.errors import UserError
 
 
@@ -125,7 +126,7 @@ def _read_text(path: Path, max_bytes: int | None, report: CorpusReport) -> str:
         report.skipped[path] = f"cannot be read: {error.strerror}"
         return ""
     except UnicodeDecodeError as error:
-        report.skipped[path] = f"is not UTF-8 (byte {error.start})"
+        report.skipped[path] = f"is {kind_of(content) or f'not UTF-8 (byte {error.start})'}"
         return ""
     text = text.removeprefix("\ufeff")
     if not text.strip():

@@ -15,12 +15,16 @@ from typing import IO, Any
 
 from hetero_mpi.errors import UserError
 
-_PACKED: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+_PACKED: dict[bytes, tuple[str, Any]] = {
+    b"\x1f\x8b": ("gzip", gzip.open),
+    b"BZh": ("bzip2", bz2.open),
+    b"\xfd7zXZ\0": ("xz", lzma.open),
+}
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _KINDS = {
     b"PK\3\4": "a zip archive, or a workbook",
     b"7z\xbc\xaf": "a 7z archive",
-    b"PAR1": "a parquet file in a compressed one",
+    b"PAR1": "a parquet file",
     b"ARROW1": "an Arrow file",
     b"Obj\1": "an Avro file",
     b"SQLite": "an SQLite database",
@@ -33,6 +37,15 @@ _LONGEST = max(map(len, (*_PACKED, *_KINDS)))
 
 class Damaged(Exception):
     """What is wrong with a compressed file, or one in UTF-16, behind what was read of it."""
+
+
+def kind_of(content: bytes) -> str | None:
+    """What a file is that is no text in UTF-8, by how it begins; None: that is not known."""
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "text in UTF-16, not UTF-8: convert it"
+    packed = {**{begin: name for begin, (name, _) in _PACKED.items()}, _ZSTD: "zstd"}
+    kinds = {**_KINDS, **{begin: f"compressed by {name}: unpack it" for begin, name in packed.items()}}
+    return next((kind for begin, kind in kinds.items() if content.startswith(begin)), None)
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -64,7 +77,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 def _opened(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
         head = file.read(_LONGEST)
-    opener = next((opener for begin, opener in _PACKED.items() if head.startswith(begin)), open)
+    opener = next((opener for begin, (_, opener) in _PACKED.items() if head.startswith(begin)), open)
     if head.startswith(_ZSTD):
         try:
             from compression import zstd  # type: ignore[import-not-found]
@@ -82,5 +95,8 @@ def _opened(path: Path) -> IO[bytes]:
     kind = next((kind for begin, kind in _KINDS.items() if head.startswith(begin)), None)
     if kind is not None:
         found.close()
-        raise UserError(f"{path}: records are read from JSON lines, JSON or parquet; this is {kind}. Convert it")
+        inside = "" if opener is open else " in a compressed one"
+        raise UserError(
+            f"{path}: records are read from JSON lines, JSON or parquet; this is {kind}{inside}. Convert it"
+        )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -373,3 +374,18 @@ def test_a_document_begins_as_the_tokenizer_begins_texts() -> None:
     for row, ids in zip(padded.tokens.tolist(), (grass, hello), strict=True):
         assert row[: len(ids)] == ids
     assert [int((row != IGNORED).sum()) for row in padded.targets] == [len(grass), len(hello)]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (gzip.compress(b"text"), "is compressed by gzip: unpack it"),
+        ("text".encode("utf-16"), "is text in UTF-16, not UTF-8: convert it"),
+        (b"%PDF-1.7\n\xff", "is a PDF"),
+        (b"a\xff", r"is not UTF-8 \(byte 1\)"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named_by_what_it_is(tmp_path: Path, content: bytes, expected: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match=f"a.txt: {expected}"):
+        list(read_documents([f"{tmp_path}/*"]))

@@ -268,7 +268,7 @@ def test_values_one_after_the_other_are_named_by_their_lines(tmp_path: Path) -> 
         (lzma.compress(LINES.encode())[:-9], "a.jsonl: the file breaks off, or is damaged"),
         (LINES.encode("utf-16")[:-1], "a.jsonl: the file breaks off, or is damaged"),
         (b"PK\3\4" + b"a" * 40, "this is a zip archive, or a workbook. Convert it"),
-        (gzip.compress(b"PAR1abcd"), "this is a parquet file in a compressed one"),
+        (gzip.compress(b"PAR1abcd"), "this is a parquet file in a compressed one. Convert it"),
         (gzip.compress(b""), "a.jsonl: the file of records is empty"),
     ],
 )
