@@ -179,7 +179,7 @@ def test_odd_types_in_pairs_are_named(tmp_path: Path, key: str, bad: Any) -> Non
     pair = {"prompt": "red ?", "chosen": "boat", "rejected": "crew"}
     for base in (pair, {**pair, "chosen": [answer("boat")], "rejected": [answer("crew")]}):
         path.write_text(json.dumps({**base, key: bad}))
-        with pytest.raises(UserError, match="a.jsonl, line 1: "):
+        with pytest.raises(UserError, match=r"a.jsonl, line 1: "):
             read_records([str(path)], preference=True)
 
 

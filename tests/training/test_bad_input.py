@@ -186,7 +186,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         lambda s, n: s.entry(n, data={"text": [str(s.directory / "absent-*.txt")]}),
         ("data.text must match at least one file", "absent-*.txt"),
     ),
-    "no-usable-text": (empty_text, ("useless-0.txt: is empty", "useless-1.txt: is not UTF-8", "other files")),
+    "no-usable-text": (empty_text, ("useless-0.txt: is empty", "useless-1.txt: is text in UTF-16, not UTF-8", "other files")),
     "little-text": (little_text, ("at least 2 sequence(s) of 24 tokens", "Add text", "sequence_length")),
     "truncated-weights": (truncated_weights, ("truncated-weights-model/model.safetensors", "Download it again")),
     "corrupt-header": (corrupt_header, ("corrupt-header-model/model.safetensors", "header", "Download it again")),
