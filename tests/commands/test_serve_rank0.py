@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import socket
@@ -277,10 +278,48 @@ def test_what_is_wrong_a_million_times_is_told_once() -> None:
         assert len(str(error.value)) < 1000
 
 
+def test_odd_values_are_answered_or_refused(model: ServedModel) -> None:
+    """Of every field, at the edge or of another kind: a task or an answer of status 400, and no other error."""
+    service = Service(model, context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
+    odd: list[Any] = [
+        None,
+        True,
+        0,
+        -1,
+        2**70,
+        1e308,
+        "",
+        "x",
+        "\0",
+        [],
+        [[]],
+        [1],
+        ["x"],
+        [None],
+        {},
+        {"a": 1},
+        [{}],
+        -0.0,
+    ]
+    odd += [[2**80], [{"role": "user"}], [{"role": "user", "content": [[]]}], [{"role": [], "content": {}}]]
+    odd += [[{"role": "user", "content": "x", "name": 5}], {"include_usage": []}, "9" * 5000, [True]]
+    taken = 0
+    for kind, own in (
+        (CompletionRequest, {"prompt": "abc"}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        for name, value in itertools.product([*kind.model_fields, *own, "unknown", "model"], odd):
+            try:
+                service.task(parse(kind, json.dumps({**own, name: value}).encode()))
+                taken += 1
+            except HttpError as error:
+                assert error.status == 400 and len(str(error)) < 1500, (name, value)
+    assert taken > 50
+
+
 def test_a_prompt_that_is_far_too_long_is_not_tokenised_to_its_end(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one whose characters are many and tokens few is taken."""
     service = Service(model, context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
     seen: list[int] = []
 
@@ -297,9 +336,6 @@ def test_a_prompt_that_is_far_too_long_is_not_tokenised_to_its_end(
         with pytest.raises(HttpError, match="the prompt has more than 64") as error:
             service.task(asked)
         assert error.value.code == "context_length_exceeded" and sum(seen) < 3000
-    longest = max(model.tokenizer.get_vocab(), key=len)
-    if len(longest) > 8:
-        assert service.task(CompletionRequest(prompt=longest * 20, max_tokens=1)).prompt
 
 
 def test_stop_texts_that_are_special_tokens_stop_at_the_token(model: ServedModel) -> None:
