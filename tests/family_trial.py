@@ -516,6 +516,18 @@ So its factor grows with `gradient_accumulation_steps`.
 * Families without a *yes* refuse `output_router_logits = true`.
   transformers has no such loss for them, or (doge) computes another one.
 
+## config.json and the files
+
+Of a model that is read from files the tensors count, and a line at the start says where `config.json` says otherwise:
+
+* An output projection beside the embedding, and another matrix than it, is not tied, whatever `tie_word_embeddings` says.
+  Both are read for this, up to the first number that differs.
+* `vocab_size` is the embedding's rows, `dtype` that of most of the weights; settings of biases follow the biases that are there.
+
+Other contradictions are refused: blocks more or fewer than `num_hidden_layers`, other sizes, tensors that lack.
+Tensors in a layer that the model does not read are refused, too: it would compute something else without them.
+Tensors of other parts (a value head, layers that predict further tokens) are named at the start, and not written to a result.
+
 ## Refused
 
 | model_type | class | it ... |

@@ -124,10 +124,22 @@ def test_missing_shard_tensor_and_index_entry(sharded: Path) -> None:
     (sharded / SECOND).unlink()
     with pytest.raises(UserError, match=rf"1 of the 2 files in .*index\.json are missing: {SECOND}"):
         ModelFiles(sharded).check()
-    content["weight_map"]["model.extra"] = "../elsewhere.safetensors"
-    index.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="not the name of a file here"):
-        ModelFiles(sharded).check()
+    for odd in (
+        "../elsewhere.safetensors",
+        "..",
+        "",
+        "a\0.safetensors",
+        "\ud800.safetensors",
+        "a" * 300,
+        5,
+        None,
+        ["a"],
+    ):
+        content["weight_map"]["model.extra"] = odd
+        index.write_text(json.dumps(content))
+        with pytest.raises(UserError, match="not the name of a safetensors file here") as refused:
+            ModelFiles(sharded).check()
+        str(refused.value).encode()  # it can be printed
     index.write_text("{")
     with pytest.raises(UserError, match=r"index\.json cannot be read as JSON"):
         ModelFiles(sharded).check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.generation import read_generation, with_end
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
@@ -150,6 +152,7 @@ def test_the_dtype_is_that_of_most_bytes(directory: Any) -> None:
     [
         ({"num_hidden_layers": 3}, r"the files hold 4 blocks .* by config.json the model has 3"),
         ({"num_hidden_layers": 6}, r"the files hold 4 blocks .* by config.json the model has 6"),
+        ({"num_hidden_layers": 10**6}, r"the model has 1000000 blocks .* the files hold \d+ tensors in all"),
         ({"intermediate_size": 48}, r"mlp\.down_proj\.weight has shape \(32, 64\) in the files but \(32, 48\)"),
         ({"hidden_size": 64}, r"has shape \(320, 32\) in the files but \(320, 64\)"),
         ({"num_key_value_heads": 4}, r"k_proj\.weight has shape \(16, 32\) in the files but \(32, 32\)"),
@@ -203,3 +206,35 @@ def test_tensors_of_other_parts_are_counted_and_computed_ones_are_not(directory:
         labels={"num_nextn_predict_layers": 1},
     )
     assert "model.layers.4.eh_proj.weight" in stored_model(ModelFiles(further)).notes[0]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"eos_token_id": "a"},
+        {"eos_token_id": [1, "b"]},
+        {"eos_token_id": True},
+        {"eos_token_id": 1.5},
+        {"temperature": "hot"},
+        {"top_k": 1.5},
+        {"do_sample": 3},
+        [1],
+    ],
+)
+def test_a_generation_config_of_other_types_is_refused(tmp_path: Path, values: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        read_generation(tmp_path)
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "generation_config.json")
+    with pytest.raises(UserError, match="is not a regular file"):
+        read_generation(tmp_path)
+    with pytest.raises(UserError, match="is not a regular file"):
+        read_config("/dev/zero")
+
+
+def test_ends_are_added_once() -> None:
+    assert (with_end([], 3), with_end([3], 3), with_end([5, 7], 3)) == (3, 3, [5, 7, 3])
+    assert with_end([], None) is None and read_generation(None) is None

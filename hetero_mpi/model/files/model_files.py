@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,7 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 AGAIN = "Download it again."
 
+_FILE_NAME = re.compile(r"[\w.+= -]{1,200}\.safetensors")
 _LONGEST_HEADER_BYTES = 100_000_000
 _SAMPLE_BYTES = 4096
 _SAYS_NOTHING = ("transformers_version", "_name_or_path")
@@ -179,9 +181,9 @@ class ModelFiles:
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{path}: the index has no weight_map (tensor name -> file name). {AGAIN}")
         for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
+            if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
                 raise UserError(
-                    f"{path}: {name} is said to be in {file!r}, which is not the name of a file here. {AGAIN}"
+                    f"{path}: {name!r} is said to be in {file!r}, which is not the name of a safetensors file here. {AGAIN}"
                 )
         absent = sorted({file for file in weight_map.values() if not (self.directory / file).is_file()})
         if absent:
@@ -264,6 +266,8 @@ def _sample(stored: StoredTensor) -> str:
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # a device may have no end, and a pipe no writer
+        raise UserError(f"{path} is not a regular file. {remedy or AGAIN}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

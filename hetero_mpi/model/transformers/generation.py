@@ -24,6 +24,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "min_new_tokens": _COUNT,
     "num_beams": _COUNT,
     "bos_token_id": _COUNT,
+    "pad_token_id": _COUNT,
     "do_sample": ((bool,), "true or false"),
 }
 

@@ -92,7 +92,13 @@ class _Fit:
 
     @classmethod
     def of(cls, files: ModelFiles, keys: dict[str, Any]) -> _Fit:
-        return cls(files, build_on_meta(read_config(keys)))
+        config = read_config(keys)
+        if config.num_hidden_layers > len(files.names):  # building so many would take long, too
+            raise UserError(
+                f"{files.directory}: by config.json the model has {config.num_hidden_layers} blocks (num_hidden_layers), and the "
+                f"files hold {len(files.names)} tensors in all: correct config.json, or get the files again"
+            )
+        return cls(files, build_on_meta(config))
 
     @property
     def faults(self) -> list[str]:
@@ -163,9 +169,8 @@ class _Fit:
         if any(re.search(pattern, one) for pattern in known for one in (key, name)):
             return True
         match = re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name)
-        further = getattr(self.model.config, "num_nextn_predict_layers", None) or 0
-        count = self.model.config.num_hidden_layers
-        return match is not None and count <= int(match[1]) < count + further
+        further, count = getattr(self.model.config, "num_nextn_predict_layers", 0), self.model.config.num_hidden_layers
+        return match is not None and isinstance(further, int) and count <= int(match[1]) < count + further
 
 
 def _settle_dtype(files: ModelFiles, keys: dict[str, Any]) -> list[str]:
