@@ -75,9 +75,10 @@ def _alpha_and_base(directory: Path) -> tuple[float, str]:
     """The ``lora_alpha`` with which alpha / rank, llama.cpp's factor, is the adapter's own in every layer; and the base model."""
     adapter, base = adapter_of(directory)
     reason = None
+    ranks = {name: of_pattern(adapter.rank_pattern or {}, name, adapter.rank) for name in adapter.targets}
     alphas = {
-        scale_of(adapter, name) * of_pattern(adapter.rank_pattern or {}, name, adapter.rank) for name in adapter.targets
-    }
+        float(f"{scale_of(adapter, name) * rank:.12g}") for name, rank in ranks.items()
+    }  # equal ones are so when rounded
     if adapter.dora:
         reason = "llama.cpp has no DoRA"
     elif adapter.parameters:

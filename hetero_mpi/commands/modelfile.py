@@ -145,16 +145,11 @@ def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
     user = next(head[first:] for first in range(len(head) + 1) if end.endswith(head[first:]))
     answer, last = _between(long, _USERS[0], _ANSWERS[0]), _between(plain, _USERS[0], None)
     system_head, system_end, folded = _system(tokenizer, user)
-    begin = tokenizer.bos_token if _adds_begin(tokenizer) else None  # which Ollama adds, too
-    heads = [
-        text.removeprefix(begin) if begin and text is not None else text
-        for text in (head.removesuffix(user), system_head)
-    ]
-    found = Layout(heads[0] or "", heads[1], system_end, folded, user, answer, last, end.removesuffix(user))
+    found = Layout(head.removesuffix(user), system_head, system_end, folded, user, answer, last, end.removesuffix(user))
     for turns in (1, 2, 3):
         for system in (False, True) if system_head is not None else (False,):
             talk = _talk(turns, system)
-            if found.render(talk) != _render(tokenizer, talk).removeprefix(begin or ""):
+            if found.render(talk) != _render(tokenizer, talk):
                 raise ValueError("what it puts around a text depends on more than whose it is")
     if '"""' in found.template:
         raise ValueError('it has """ in it')
@@ -184,8 +179,11 @@ def _talk(turns: int, system: bool = False) -> list[dict[str, str]]:
 
 
 def _render(tokenizer: PreTrainedTokenizerFast, talk: Sequence[Mapping[str, str]]) -> str:
+    """The chat template's text, without a beginning token that the tokenizer adds by itself, as Ollama does."""
+    begin = str(tokenizer.bos_token) if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else ""
     try:
-        return str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+        text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        return str(text).removeprefix(begin)
     except Exception as error:  # whatever a template raises, of jinja's or Python's kinds
         raise ValueError(
             f"it refuses a conversation ({str(error).splitlines()[0] if str(error) else error!r})"
@@ -198,10 +196,6 @@ def _between(text: str, first: str | None, second: str | None) -> str:
         raise ValueError("it leaves a message out")
     after = text.split(first)[1] if first is not None else text
     return after.split(second)[0] if second is not None else after
-
-
-def _adds_begin(tokenizer: PreTrainedTokenizerFast) -> bool:
-    return tokenizer.bos_token is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
 
 
 def _literal(text: str) -> str:

@@ -1,4 +1,4 @@
-"""``export --gguf`` and ``--push``: through a converter's command line, and a hub that is served here."""
+"""``export --push``: to a hub that is served here."""
 
 from __future__ import annotations
 
@@ -15,31 +15,7 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.commands.export import write_gguf
-from hetero_mpi.errors import UserError
 from tests.support.mpi import ROOT
-
-CONVERTER = """
-import argparse, json
-from pathlib import Path
-parser = argparse.ArgumentParser()
-parser.add_argument("directory")
-for name in ("--outfile", "--outtype", "--base", "--base-model-id"):
-    parser.add_argument(name)
-given = parser.parse_args()
-assert json.loads((Path(given.directory) / "config.json").read_text()), "not a model"
-Path(given.outfile).write_text(json.dumps(vars(given)))
-"""
-"""Takes the arguments that llama.cpp's converters take, and keeps them."""
-
-
-@pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No converter anywhere but in ``llama``, once it is there."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "llama"))
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    return tmp_path
 
 
 def directory(path: Path, files: dict[str, Any]) -> Path:
@@ -47,45 +23,6 @@ def directory(path: Path, files: dict[str, Any]) -> Path:
     for name, values in files.items():
         (path / name).write_text(json.dumps(values))
     return path
-
-
-def converters(places: Path) -> None:
-    (places / "llama").mkdir()
-    for name in ("hf", "lora"):
-        (places / "llama" / f"convert_{name}_to_gguf.py").write_text(CONVERTER)
-
-
-def test_without_llama_cpp_the_two_commands_are_told(places: Path) -> None:
-    model = directory(places / "my model", {"config.json": {"model_type": "llama"}})
-    with pytest.raises(UserError, match=r"is written, but no GGUF file") as caught:
-        write_gguf(model, "q8_0")
-    first, second = str(caught.value).splitlines()[1:]
-    assert first == "  git clone https://github.com/ggml-org/llama.cpp"
-    file = f"'{model}/my model.gguf'"
-    assert second == f"  python llama.cpp/convert_hf_to_gguf.py '{model}' --outfile {file} --outtype q8_0"
-
-
-def test_a_model_and_an_adapter(places: Path) -> None:
-    converters(places)
-    model = directory(places / "model", {"config.json": {"model_type": "llama"}})
-    assert "ollama create model -f" in write_gguf(model, "auto")
-    asked = json.loads((model / "model.gguf").read_text())
-    assert asked["outtype"] == "auto" and asked["base"] is None
-    assert (model / "Modelfile").read_text() == "FROM ./model.gguf\n"
-    for number, (base, key) in enumerate([(str(model), "base"), ("org/name", "base_model_id")]):
-        files = {"adapter_config.json": {"base_model_name_or_path": base}, "config.json": {"peft": True}}
-        adapter = directory(places / f"adapter{number}", files)
-        write_gguf(adapter, "f16")
-        assert json.loads((adapter / f"adapter{number}.gguf").read_text())[key] == base
-        assert (adapter / "Modelfile").read_text() == f"FROM {base}\nADAPTER ./adapter{number}.gguf\n"
-
-
-def test_a_converter_that_fails_is_quoted(places: Path) -> None:
-    converters(places)
-    model = directory(places / "model", {"config.json": {}})
-    with pytest.raises(UserError, match=r"ended with 1:\n(.*\n)*.*AssertionError: not a model\n.*run it again: "):
-        write_gguf(model, "auto")
-    assert not (model / "Modelfile").exists()
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):

@@ -1,0 +1,178 @@
+"""``export --gguf``: a stand-in with the command line of llama.cpp's converters keeps what those and llama.cpp would take."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from transformers import AutoModelForCausalLM
+
+from hetero_mpi.commands.gguf import write_gguf
+from hetero_mpi.errors import UserError
+from tests.support import training_cases
+from tests.support.training_cases import Case
+
+CONVERTER = """
+import argparse, json
+from pathlib import Path
+from safetensors.numpy import load_file
+parser = argparse.ArgumentParser()
+parser.add_argument("directory")
+for name in ("--outfile", "--outtype", "--base", "--base-model-id"):
+    parser.add_argument(name)
+given = parser.parse_args()
+found = vars(given) | {"name": Path(given.directory).name, "factors": {}}
+adapter = Path(given.directory) / "adapter_config.json"
+if adapter.exists():
+    alpha = json.loads(adapter.read_text())["lora_alpha"]
+    for name, tensor in load_file(adapter.with_name("adapter_model.safetensors")).items():
+        assert ".lora_A." in name or ".lora_B." in name, "Not a lora_A or lora_B tensor"
+        if ".lora_B." in name:
+            found["factors"][name.split(".")[-3]] = alpha / tensor.shape[1]
+else:
+    assert json.loads((Path(given.directory) / "config.json").read_text()), "not a model"
+Path(given.outfile).write_text(json.dumps(found))
+"""
+"""Of an adapter's configuration llama.cpp's script reads ``lora_alpha`` alone, and llama.cpp divides it by each B's columns."""
+AGAIN = "python -m hetero_mpi export run 'my model' --gguf"
+BASE = Case("base", "llama", False, 0.0, True, 2, "even")
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No converter anywhere but in ``llama``, once it is there."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "llama"))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    return tmp_path
+
+
+def converters(places: Path) -> None:
+    (places / "llama").mkdir()
+    for name in ("hf", "lora"):
+        (places / "llama" / f"convert_{name}_to_gguf.py").write_text(CONVERTER)
+
+
+def model(path: Path, keys: dict[str, Any]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(keys))
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("base")
+    found = training_cases.model_directory(root, BASE)
+    for path in training_cases.tokenizer_directory(root, training_cases.corpus(root)).iterdir():
+        shutil.copy(path, found)
+    (found / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    return found
+
+
+def adapter(base: Path, target: Path, **keys: Any) -> dict[str, float]:
+    """An adapter by peft in ``target``; returns the factor of each kind of layer."""
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    made = get_peft_model(
+        whole, LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], **keys})
+    )
+    made.save_pretrained(target)
+    config = json.loads((target / "adapter_config.json").read_text())
+    (target / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    return {n.rpartition(".")[2]: m.scaling["default"] for n, m in made.named_modules() if isinstance(m, LoraLayer)}
+
+
+def test_without_llama_cpp_there_is_a_modelfile_and_two_commands(base: Path, places: Path) -> None:
+    for name, first in (("my model", "FROM ."), ("my adapter", f"FROM {base}\nADAPTER ./my adapter.gguf")):
+        if name == "my model":
+            model(places / name, {"model_type": "llama"})
+        else:
+            adapter(base, places / name, use_rslora=True)
+        with pytest.raises(UserError, match=r"is written, with a Modelfile, but no GGUF file") as caught:
+            write_gguf(places / name, "q8_0", AGAIN)
+        commands = str(caught.value).splitlines()[1:]
+        assert commands == ["  git clone https://github.com/ggml-org/llama.cpp", f"  LLAMA_CPP=llama.cpp {AGAIN}"]
+        assert (places / name / "Modelfile").read_text().startswith(first + "\n")
+
+
+def test_a_model(places: Path) -> None:
+    converters(places)
+    whole = model(places / "model", {"model_type": "llama"})
+    assert "ollama create model -f" in write_gguf(whole, "auto", AGAIN)
+    asked = json.loads((whole / "model.gguf").read_text())
+    assert asked["outtype"] == "auto" and asked["base"] is None
+    assert (whole / "Modelfile").read_text() == "FROM ./model.gguf\n"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"use_rslora": True},
+        {"use_rslora": True, "r": 3, "lora_alpha": 5},
+        {"rank_pattern": {"up_proj": 2}},
+        {"lora_alpha": 5, "rank_pattern": {"up_proj": 13}},
+        {"alpha_pattern": {"up_proj": 3, "q_proj": 3}},
+        {"use_rslora": True, "rank_pattern": {"up_proj": 16}, "alpha_pattern": {"up_proj": 4}},
+    ],
+)
+def test_the_factors_of_an_adapter_are_peft_own(keys: dict[str, Any], base: Path, places: Path) -> None:
+    converters(places)
+    factors = adapter(base, places / "mine", **keys)
+    before = (places / "mine" / "adapter_config.json").read_bytes()
+    write_gguf(places / "mine", "f16", AGAIN)
+    asked = json.loads((places / "mine" / "mine.gguf").read_text())
+    assert asked["factors"].keys() == factors.keys() == {"q_proj", "up_proj"}
+    assert all(math.isclose(asked["factors"][name], factor, rel_tol=1e-11) for name, factor in factors.items())
+    assert (asked["base"], asked["outtype"], asked["name"]) == (str(base), "f16", "mine")
+    assert (places / "mine" / "adapter_config.json").read_bytes() == before
+    lines = (places / "mine" / "Modelfile").read_text().splitlines()
+    assert lines[:2] == [f"FROM {base}", "ADAPTER ./mine.gguf"]
+    assert {'PARAMETER stop "<|end|>"', "PARAMETER temperature 0.7"} <= set(lines)  # both are the base's
+
+
+@pytest.mark.parametrize(
+    "keys, reason",
+    [
+        ({"use_dora": True}, "llama.cpp has no DoRA"),
+        ({"alpha_pattern": {"up_proj": 3}}, "alpha_pattern or rank_pattern give this adapter several"),
+        (
+            {"use_rslora": True, "rank_pattern": {"up_proj": 2}},
+            "alpha_pattern or rank_pattern give this adapter several",
+        ),
+    ],
+)
+def test_what_llama_cpp_cannot_compute_is_refused(keys: dict[str, Any], reason: str, base: Path, places: Path) -> None:
+    converters(places)
+    adapter(base, places / "mine", **keys)
+    with pytest.raises(UserError, match=rf"{reason}; export with --merge --gguf"):
+        write_gguf(places / "mine", "auto", AGAIN)
+    assert not list((places / "mine").glob("*.gguf")) and not (places / "mine" / "Modelfile").exists()
+
+
+def test_a_base_of_the_hub_is_left_to_the_reader(base: Path, places: Path) -> None:
+    converters(places)
+    adapter(base, places / "mine")
+    config = json.loads((places / "mine" / "adapter_config.json").read_text())
+    (places / "mine" / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "org/name"}))
+    write_gguf(places / "mine", "auto", AGAIN)
+    assert json.loads((places / "mine" / "mine.gguf").read_text())["base_model_id"] == "org/name"
+    lines = (places / "mine" / "Modelfile").read_text().splitlines()
+    assert lines[0].startswith("# org/name is a name of the Hugging Face hub: write here")
+    assert lines[1:3] == ["FROM org/name", "ADAPTER ./mine.gguf"]
+
+
+def test_a_converter_that_fails_is_quoted(places: Path) -> None:
+    converters(places)
+    whole = model(places / "model", {})
+    (whole / "model.gguf").write_text("of an earlier export")
+    with pytest.raises(
+        UserError, match=r"ended with 1:\n(.*\n)*.*AssertionError: not a model\n.*run this again: "
+    ) as caught:
+        write_gguf(whole, "auto", AGAIN)
+    assert str(caught.value).endswith(AGAIN) and not (whole / "model.gguf").exists()
