@@ -15,10 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.commands.export import export
+from hetero_mpi.model.files import hub
 from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.runtime.generate.source import open_source
 from tests.support import case_plans, training_cases
 from tests.support.made_up_profile import write_profile
 from tests.support.mpi import run_mpi
@@ -59,6 +64,8 @@ class Scene:
         job = self.directory / f"{name}.toml"
         cache = more.pop("cache", "")
         text = training_cases.job_text(CASE, self.model, self.tokenizer, self.text, None)
+        plain = self.directory / "plain.toml"
+        plain.write_text(text)
         text = text.replace(f'path = "{self.model}"', f'path = "{model or self.model}"\nshard_cache = "{cache}"')
         if model is not None:  # it brings its tokenizer
             text = text.replace(f'path = "{self.tokenizer}"', "")
@@ -68,8 +75,8 @@ class Scene:
         path, case = self.directory / f"{pipelines}-{split}.plan.toml", replace(CASE, schedule="zbv")
         plan = case_plans.write_plan(path, case, RANKS, split, pipelines)
         changes = more.pop("set", ())
-        made_up = self.directory / ("nf4.profile.toml" if changes else "profile.toml")
-        profile = made_up if made_up.exists() else write_profile(made_up, job, RANKS, changes)
+        made_up = self.directory / f"{'-'.join(changes)}.profile.toml"
+        profile = made_up if made_up.exists() else write_profile(made_up, plain, RANKS, changes)
         common = {"job": job, "plan": plan, "profile": profile, "run_dir": self.directory / name}
         return {**common, "set": ["train.steps=2", *changes], **more}
 
@@ -148,6 +155,7 @@ def outcomes(scene: Scene) -> dict[str, Outcome]:
         "nf4-hidden": scene.entry("nf4-hidden", at=hidden, set=NF4),
         "pipelines": scene.entry("pipelines", at=hidden, pipelines="two"),
         "hub": scene.entry("hub", "tiny/qwen3", at=scene.hidden(2)),
+        "hub-lora": scene.entry("hub-lora", "tiny/qwen3", set=["adapter.method=lora", "adapter.targets=['q_proj']"]),
         "hub-half": scene.entry("hub-half", "tiny/half"),
         "hub-absent": scene.entry("hub-absent", "tiny/absent"),
     }
@@ -237,6 +245,29 @@ def test_rank_0_says_what_it_sends_and_why_np3(outcomes: dict[str, Outcome], sce
         and "3 of its 3 layers" in second
         and "sending" not in second
     )
+
+
+def test_an_adapter_names_its_base_as_the_job_does_np3(
+    outcomes: dict[str, Outcome], scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by where this machine keeps it; and it is found again by that name."""
+    assert outcomes["hub-lora"].raised == [""] * RANKS, outcomes["hub-lora"].texts
+    run, home = scene.directory / "hub-lora", scene.directory / "huggingface"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    export(run, scene.directory / "exported", merge=False)
+    for directory in (run / "adapter", scene.directory / "exported"):
+        config = directory / "adapter_config.json"
+        assert json.loads(config.read_text())["base_model_name_or_path"] == "tiny/qwen3"
+        assert open_source(directory).source.base == str(hub.cached("tiny/qwen3"))
+    assert open_source(run).source.base == str(hub.cached("tiny/qwen3"))
+    with CheckpointReader(checkpoint_path(run / "checkpoints", 2)) as reader:
+        assert reader.told("base_model") == "tiny/qwen3"
+    export(run, scene.directory / "merged", merge=True)
+    told = [path.read_text() for path in scene.directory.glob("exported/*.json")]
+    assert not any(str(home) in text for text in told)
+    snapshot = hub.cached("tiny/qwen3")
+    assert snapshot is not None and hub.name_of(snapshot) == "tiny/qwen3"
+    assert hub.name_of(scene.model) == str(scene.model)
 
 
 def test_a_spoilt_entry_is_named_and_replaced_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:
