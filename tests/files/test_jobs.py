@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hetero_mpi.job.load import load_job
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.support.mpi import ROOT, run_mpi
+from tests.support.mpi import ROOT, launcher_or_skip, run_mpi
+from tests.support.pages import follow, write_files
 
 JOBS = sorted(path for path in (ROOT / "jobs").glob("*.toml") if path.name != "reference.toml")
 QUICKSTART = ROOT / "jobs" / "quickstart.toml"
@@ -78,3 +81,30 @@ def test_quickstart_trains_a_model_that_loads_elsewhere_np3(careful: bool, tmp_p
         loss = model(input_ids=tokens, labels=tokens).loss
     assert tokenizer.decode(tokens[0]).startswith(text[:100])
     assert 0 < float(loss) < losses[0], "it has learnt something of Python"
+
+
+LETTERS = ROOT / "jobs" / "data" / "letters"
+
+
+def test_the_questions_about_letters_are_those_of_the_program_beside_them(tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (LETTERS / "README.md").read_text(), re.DOTALL)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    for name in ("learn.jsonl", "exam.jsonl"):
+        assert (tmp_path / name).read_bytes() == (LETTERS / name).read_bytes()
+    learnt, asked = (
+        set(re.findall(r"Spell (\w+)", (LETTERS / f"{name}.jsonl").read_text())) for name in ("learn", "exam")
+    )
+    assert len(learnt) == 1500 and len(asked) == 32 and not learnt & asked
+
+
+@pytest.mark.long
+def test_the_first_evening_ends_with_a_model_that_passes_its_exam(tmp_path: Path) -> None:
+    """The page's commands as they stand, in a folder with the jobs."""
+    launcher_or_skip()
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    page = ROOT / "jobs" / "first_evening.md"
+    assert write_files(page, tmp_path) == ["exam.py"]
+    printed = follow(page, tmp_path, 3600)
+    right = int(re.search(r"^(\d+) of 96 right$", printed, re.MULTILINE)[1])  # type: ignore[index]
+    assert right >= 85 and "tenalp" in printed and "agirtu" in printed
+    assert (tmp_path / "runs" / "merged" / "config.json").is_file()

@@ -89,7 +89,7 @@ def test_a_table_that_is_too_wide_is_wrapped_then_stacked(monkeypatch: pytest.Mo
         "     0  cuda A100  embedding,      27.7 GB",
         "                   blocks 0-31",
     ]
-    monkeypatch.setenv("COLUMNS", "38")
+    monkeypatch.setenv("COLUMNS", "36")
     assert table(headers, [row]) == [
         "  rank    0",
         "  device  cuda A100",
