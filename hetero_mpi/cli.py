@@ -363,7 +363,13 @@ def _add_train(commands: Commands) -> None:
     add("job", type=Path, metavar="JOB", help="job file (TOML); jobs/reference.toml documents every key")
     _add_set(add)
     add("--run-dir", metavar="DIR", help="run directory, instead of [output] run_dir")
-    add("--resume", nargs="?", const="latest", metavar="latest|PATH", help="continue from a checkpoint")
+    add(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="latest|any|PATH",
+        help="continue from a checkpoint; any: from the beginning where there is none",
+    )
     add("--plan", type=Path, metavar="FILE", help="use this plan (edited by hand, say) instead of planning")
     profile = "use this profile, or the shipped one so called; do not measure"
     add("--profile", type=Path, metavar="FILE|NAME", help=profile)

@@ -1,8 +1,9 @@
-"""Text of anybody's on a person's terminal: the one place where it is made harmless, and where it is fitted to the width."""
+"""Text on a person's terminal: anybody's is made harmless, it is fitted to the width, and the reader may go away."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -94,3 +95,18 @@ def _launchers_stdout() -> str:
 
 def _launched() -> bool:
     return any(name in os.environ for name in _LAUNCHED)
+
+
+def write_text(text: str, stream: TextIO) -> None:
+    """Write to stdout or stderr, ``fitted``. If nobody reads it any more (``| head``, a terminal that was closed), it leads nowhere
+    from then on: the work goes on.
+    """
+    try:
+        stream.write(fitted(text, stream))
+        stream.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):  # a full disk may have room again
+            return
+        with contextlib.suppress(OSError, ValueError):
+            # What is left in the buffer would fail again when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -47,6 +47,15 @@ def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     return None, skipped
 
 
+def newest_readable(directory: Path) -> Path | None:
+    """The newest checkpoint whose metadata can be read; whether it is whole is not looked at."""
+    for path in _newest_first(directory):
+        with contextlib.suppress(CheckpointError), CheckpointReader(path) as reader:
+            if reader.metadata:
+                return path
+    return None
+
+
 def prune(directory: Path, keep: int, keep_best: int = 0, just_written: Path | None = None) -> list[Path]:
     """Remove all checkpoints but the ones below; return what was removed.
 

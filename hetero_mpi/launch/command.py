@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
-from hetero_mpi.errors import UserError
+from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.launcher.launcher import (
     ASKED_TEXTS,
@@ -17,9 +17,13 @@ from hetero_mpi.launch.launcher.launcher import (
     find_launcher,
     outliving_ranks,
     start,
+    tell,
 )
-from hetero_mpi.launch.supervisor.elastic import Supervisor
+from hetero_mpi.launch.supervisor.elastic import Supervisor, without_option
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
+
+_SAID_WHAT_NEXT = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG, ExitCode.STOPPED)
+"""Exit codes of a job that has said itself what to do."""
 
 
 def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
@@ -79,7 +83,14 @@ def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequenc
     for option, file in (("--hostfile", namespace.hostfile), ("--hosts", namespace.hosts)):
         doctor += [option, file] if file is not None else []
     asked_text = ASKED_TEXTS.get(program[0])
-    return start(command, namespace.print_only, namespace.verbose, asked_text, shlex.join(doctor))
+    code = start(command, namespace.print_only, namespace.verbose, asked_text, shlex.join(doctor))
+    if program[0] == "train" and code not in _SAID_WHAT_NEXT:
+        go_on = [*without_option(program, "--resume", needs_value=False), "--resume", "any"]
+        given = sys.argv[1 : -len(program)] if sys.argv[-len(program) :] == program else ["launch", "...", "--"]
+        command_line = shlex.join(["python", "-m", "hetero_mpi", *given, *go_on])
+        text = f"the run has not come to its end (exit code {code}). From its newest state, or from the beginning without one"
+        tell([f"{text}:", command_line])
+    return code
 
 
 def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: list[str]) -> int:

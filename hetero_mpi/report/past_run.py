@@ -166,6 +166,18 @@ def note_end(directory: Path, step: int) -> None:
     _tell(path, {**_told(path), "last_step": step})
 
 
+def note_result(directory: Path, step: int) -> None:
+    """Note in ``run.json`` that the result of ``step`` steps is written whole."""
+    path = directory / RUN_NAME
+    _tell(path, {**_told(path), "result_step": step})
+
+
+def result_step(directory: Path) -> int | None:
+    """Number of steps after which the result in the run directory was written; None: none was."""
+    step = _told(directory / RUN_NAME).get("result_step")
+    return step if type(step) is int else None
+
+
 def _tell(path: Path, values: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(values, indent=1) + "\n")
 

@@ -16,7 +16,7 @@ from hetero_mpi.report import units
 from hetero_mpi.report.past_run import predicted_step
 from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.report.tables import layers_text, schedule_text
-from hetero_mpi.text import is_terminal
+from hetero_mpi.text import is_terminal, write_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -124,8 +124,7 @@ class ProgressDisplay:
         self._recent.append(line)
         if self._screen is None and self._is_due(line.step):
             self._shown_s, self._shown_step = self._now_s(), line.step
-            self._stream.write(self._line(line) + "\n")
-            self._stream.flush()
+            write_text(self._line(line) + "\n", self._stream)
 
     def __enter__(self) -> ProgressDisplay:
         if self._screen is not None:

@@ -38,6 +38,10 @@ class _Console(Console):
         """Always show the cursor: a process that is killed could not show it again."""
         return False
 
+    def on_broken_pipe(self) -> None:
+        """Draw no more: the run goes on without its reader."""
+        self.quiet = True
+
 
 class _Live(Live):
     def refresh(self) -> None:
@@ -64,7 +68,8 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print a line above the screen."""
-        self.console.print(Text(text), soft_wrap=True)
+        with contextlib.suppress(OSError, ValueError):
+            self.console.print(Text(text), soft_wrap=True)
 
     def __enter__(self) -> Screen:
         self._live.start(refresh=True)

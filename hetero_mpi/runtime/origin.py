@@ -19,6 +19,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.reconfigure import build_share, hand_over
 from hetero_mpi.runtime.recovery import RunHistory
-from hetero_mpi.runtime.resume import accept, newest_checkpoint
+from hetero_mpi.runtime.resume import accept, later_aside, newest_checkpoint
+from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.setup import RunContext, RunSetup, TrainOptions
 from hetero_mpi.state.checkpointing import ANY, KINDS, LATEST, check_settings, check_shapes, check_train
 from hetero_mpi.state.copies import Copies, newest_whole, supervised
@@ -57,7 +59,7 @@ class Origin:
     """The checkpoint; None: there are copies."""
 
 
-def origin(context: RunContext, history: RunHistory, options: TrainOptions) -> Origin | None:
+def origin(context: RunContext, history: RunHistory, options: TrainOptions, pending: Pending) -> Origin | None:
     """The newest state of the run; None: as the command line says, from a checkpoint or from the beginning. Collective over all
     ranks.
     """
@@ -72,7 +74,7 @@ def origin(context: RunContext, history: RunHistory, options: TrainOptions) -> O
         known = history.begun, begin.step if begin is not None else 0
     if not resumes and not (known is not None and supervised()):
         return begin
-    found, kept_version = find_local_version(context, known)
+    found, kept_version = find_local_version(context, known, pending)
     history.keeps_on_disk(kept_version)
     if found is None:
         return begin
@@ -97,7 +99,7 @@ def _left_by_survivors(context: RunContext, history: RunHistory) -> Origin | Non
 
 
 def bring_back(
-    context: RunContext, history: RunHistory, report: PlanReport, begin: Origin
+    context: RunContext, history: RunHistory, report: PlanReport, begin: Origin, pending: Pending
 ) -> tuple[Share, TrainingState]:
     """This rank's share of the new plan, with the state of ``begin``, from copies. Collective over all ranks. Raises
     CollectiveUserError: a rank cannot build its stage; or copies on disk were made with other data.
@@ -107,7 +109,7 @@ def bring_back(
     tuning = context.tuning
     with contextlib.ExitStack() as stack:
         if isinstance(held, LocalVersion):
-            stood = _state_on_disk(context, stack.enter_context(held))
+            stood = _state_on_disk(context, stack.enter_context(held), pending)
         else:
             first = min(rank for ranks in having.values() for rank in ranks)
             stood = world.broadcast_json(held.state(step) if world.rank == first else None, root=first)
@@ -121,7 +123,7 @@ def bring_back(
     return share, state
 
 
-def _state_on_disk(context: RunContext, held: LocalVersion) -> dict[str, Any]:
+def _state_on_disk(context: RunContext, held: LocalVersion, pending: Pending) -> dict[str, Any]:
     """The training state of a version on disk (``TrainingState.to_dict``), checked against the job's data and reported. Collective
     over all ranks.
     """
@@ -136,13 +138,14 @@ def _state_on_disk(context: RunContext, held: LocalVersion) -> dict[str, Any]:
     with world.led("comparing the copies on disk with the job"):
         if world.rank == 0:
             accept(context, context.run_dir / "copies", said, unpacked(said["training_state"].get("reference")))
+            pending.add(partial(later_aside, context.run_dir, held.step))
             good, _ = newest_good(context.run_dir / "checkpoints")
             newest = str(good) if good is not None else None
             hosts = list(dict.fromkeys(world.hosts[rank] for rank in held.givers))
             other = f"the newest checkpoint here is {good}" if good is not None else "there is no checkpoint here"
             text = f"Going on after step {held.step}, from copies on the disks of {', '.join(hosts)}; {other}"
             say(text)
-            append_event(context.run_dir, "copies", text, step=held.step, hosts=hosts)
+            pending.add(partial(append_event, context.run_dir, "copies", text, step=held.step, hosts=hosts))
     newest = world.broadcast_json(newest)
     return {**said["training_state"], "last_checkpoint": newest, "good_checkpoint": newest}
 
@@ -189,11 +192,14 @@ class LocalVersion:
         return self._open[shard.path]
 
 
-def find_local_version(setup: RunSetup, known: tuple[str, int] | None) -> tuple[LocalVersion | None, str | None]:
+def find_local_version(
+    setup: RunSetup, known: tuple[str, int] | None, pending: Pending
+) -> tuple[LocalVersion | None, str | None]:
     """(the newest complete version on the present hosts, if newer than the best other state; the id of the one that is kept on the
     disks). Collective over all ranks; nobody may be writing shards.
 
-    The id is that of the newest complete version, whether newer or not. If there is one, shards of all others are removed.
+    The id is that of the newest complete version, whether newer or not. If there is one, shards of all others are removed once the
+    start is accepted.
     ``known``: (id, step) of the run that goes on, and of its best other state. None: that is the newest checkpoint, and versions of
     a run that began later than the checkpoint's are newer.
     """
@@ -214,8 +220,8 @@ def find_local_version(setup: RunSetup, known: tuple[str, int] | None) -> tuple[
     found, kept = _choose(setup, sources, above, own)
     if world.local_rank == 0:
         # Nobody's work is removed where nothing fits: a mistake in the job may be the reason.
-        keep_versions(run_dir, [kept] if kept is not None else [shard.version_id for shard in shards], sweep=True)
-    world.agree(None)  # nobody writes before all have swept
+        versions = [kept] if kept is not None else [shard.version_id for shard in shards]
+        pending.add(partial(keep_versions, run_dir, versions, sweep=True))
     return found, kept
 
 

@@ -41,6 +41,7 @@ from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.tables import plan_lines
 from hetero_mpi.runtime.setup.material import prepare
+from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request
 from hetero_mpi.runtime.setup.setup import RunSetup
 from hetero_mpi.state.copies import SAID, Copies, LocalCheckpoint, supervised
@@ -242,13 +243,13 @@ def _aside(number: int, other: int, word: str) -> str:
     return f" ({word} {other})" if number != other else ""
 
 
-def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile) -> PlanReport:
+def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile, pending: Pending) -> PlanReport:
     """A plan for the ranks that are left, from the known profile. Collective. Raises CollectiveUserError: the model does not fit
     into their memory.
     """
     # Every rank waits for it.
     request = replace(planning_request(setup, profile, history.profiled_ranks), thorough=False)
-    report = obtain_plan(setup, profile, request)
+    report = obtain_plan(setup, profile, request, pending)
     say(*plan_lines(report, profile))
     return report
 

@@ -5,54 +5,159 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.checkpoint import CheckpointReader, newest_good, set_aside
-from hetero_mpi.checkpoint.directory import new_run_id
+from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good, set_aside
+from hetero_mpi.checkpoint.directory import new_run_id, newest_readable, shards_on_disk
 from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import TrainTable
+from hetero_mpi.job.load import LoadedJob, TrainTable
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.launch.supervisor.event_log import own_event
 from hetero_mpi.model.optimizer import learning_rate
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.runtime.finished import finished, shared
 from hetero_mpi.runtime.reference import check_reference
+from hetero_mpi.runtime.result import TrainResult
+from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.setup import RunSetup, TrainOptions
-from hetero_mpi.state.checkpointing import ANY, LATEST, check_data, check_fits, find_checkpoint
+from hetero_mpi.state.checkpointing import (
+    ANY,
+    LATEST,
+    check_data,
+    check_fits,
+    check_length,
+    check_train,
+    find_checkpoint,
+)
 from hetero_mpi.state.training_state import TrainingState, packed
 
 _RATE = ("steps", "learning_rate", "schedule", "warmup_steps")
 """Keys of ``[train]`` that determine the learning rate of a step."""
 
 
+@dataclass(frozen=True)
+class Accepted:
+    """A checkpoint that this run may go on from."""
+
+    path: Path
+    reference: NDArray[np.float32] | None
+    """Its margins of the reference model (``TrainingState``); None: it has none, or the data are other ones now."""
+
+
+def look_first(world: World, loaded: LoadedJob, run_dir: Path, resume: str | None) -> TrainResult | None:
+    """Look at the header of the checkpoint before anything is read or measured; the result of a run that is finished, and None
+    where there is something to do. Collective. Raises CollectiveUserError: what the header says does not fit the job, or there is
+    no checkpoint.
+    """
+    if resume is None:
+        return None
+    copies = _copies(world, run_dir)
+    past: TrainResult | None = None
+    with world.led("looking at the checkpoint"):
+        if world.rank == 0:
+            newest = resume in (LATEST, ANY)
+            path = newest_readable(run_dir / "checkpoints") if newest else Path(resume)
+            if (path is None and resume == LATEST and not copies) or (path is not None and not path.exists()):
+                find_checkpoint(run_dir, resume)  # says what is there instead
+            with contextlib.suppress(CheckpointError):  # a damaged one is told, or passed over, when all of it is read
+                if path is not None:
+                    with CheckpointReader(path) as reader:
+                        past = _look(reader, path, loaded, run_dir)
+    return shared(world, past)
+
+
+def _copies(world: World, run_dir: Path) -> bool:
+    """Are there copies of the trained state on the disk of any host? Collective."""
+    return any(world.all_gather_json(world.local_rank == 0 and bool(shards_on_disk(run_dir)[0])))
+
+
+def _look(reader: CheckpointReader, path: Path, loaded: LoadedJob, run_dir: Path) -> TrainResult | None:
+    train, step = loaded.job.train, reader.metadata["step"]
+    check_train(reader, path, train)
+    check_length(reader, path, loaded.job.data.sequence_length)
+    if train.epochs is not None:
+        return None  # how many steps they are is not known before the data are read
+    _check_steps(path, step, train)
+    return finished(reader.metadata, path, loaded.job, run_dir)
+
+
+def accept_checkpoint(setup: RunSetup, options: TrainOptions) -> tuple[Accepted | None, TrainResult | None]:
+    """(on rank 0 the whole checkpoint that this run goes on from, the result of a run that is finished), before anything is
+    measured. Collective. Raises CollectiveUserError: there is none, or this run would not continue it.
+
+    Without a whole checkpoint it is (None, None) where the run may begin anew, or have copies on disks.
+    """
+    resume, run_dir = options.resume, setup.run_dir
+    if resume is None:
+        return None, None
+    found: Accepted | None = None
+    past: TrainResult | None = None
+    otherwise = resume == ANY or (resume == LATEST and _copies(setup.world, run_dir))
+    with setup.world.led("opening the checkpoint"):
+        if setup.world.rank == 0 and (there := _found(run_dir, resume, otherwise)) is not None:
+            found = _accepted(setup, *there)
+            with CheckpointReader(found.path) as reader:
+                past = finished(reader.metadata, found.path, setup.job, run_dir)
+    return found, shared(setup.world, past)
+
+
+def _found(run_dir: Path, resume: str, otherwise: bool) -> tuple[Path, list[str]] | None:
+    """As ``find_checkpoint``; without a whole checkpoint None, if there is something else to begin with."""
+    try:
+        return find_checkpoint(run_dir, resume)
+    except UserError:
+        if otherwise:
+            return None
+        raise
+
+
+def _accepted(setup: RunSetup, path: Path, remarks: Sequence[str]) -> Accepted:
+    say(*remarks)
+    with CheckpointReader(path) as reader:
+        job, said = setup.job, reader.metadata
+        check_fits(reader, path, setup.chain, setup.tuning, job.train, job.data.sequence_length)
+        return Accepted(path, accept(setup, path, said, said.get("reference")))
+
+
 def open_checkpoint(
-    setup: RunSetup, world: World, options: TrainOptions, stack: contextlib.ExitStack
+    setup: RunSetup,
+    world: World,
+    options: TrainOptions,
+    accepted: Accepted | None,
+    stack: contextlib.ExitStack,
+    pending: Pending,
 ) -> tuple[CheckpointReader | None, TrainingState]:
-    """(open file on rank 0, training state) of the checkpoint to resume from; without one (None, the initial state). Collective."""
+    """(open file on rank 0, training state) of the checkpoint to resume from; without one (None, the initial state). Collective.
+
+    ``accepted``: what ``accept_checkpoint`` has found, on rank 0; None: it is looked for now.
+    """
     reader, shared = None, None
     with world.led("opening the checkpoint"):
-        if world.rank == 0 and options.resume is not None:
-            if options.resume == ANY and newest_checkpoint(setup.run_dir) is None:
+        if world.rank == 0 and (resume := options.resume) is not None:
+            there = None if accepted is not None else _found(setup.run_dir, resume, resume == ANY)
+            if accepted is None and there is None:
                 say("There is no checkpoint, and no whole copy of the trained state: beginning anew")
-                _set_aside(setup, EarlierRun.found(setup.run_dir, _read(setup, options)))
+                make_room(setup, EarlierRun.found(setup.run_dir, _read(setup, options)), pending)
             else:
-                path, remarks = find_checkpoint(setup.run_dir, options.resume)
-                say(*remarks)
-                reader = stack.enter_context(CheckpointReader(path))
-                job, said = setup.job, reader.metadata
-                check_fits(reader, path, setup.chain, setup.tuning, job.train, job.data.sequence_length)
-                reference = accept(setup, path, said, said.get("reference"))
-                say(f"Resuming from {path}, after step {said['step']}")
+                accepted = _accepted(setup, *there) if there is not None else accepted
+                assert accepted is not None
+                reader = stack.enter_context(CheckpointReader(accepted.path))
+                said = reader.metadata
+                pending.add(partial(later_aside, setup.run_dir, said["step"]))
+                say(f"Resuming from {accepted.path}, after step {said['step']}")
                 keys = "step", "updates", "loss_scale", "lowest_loss", "higher_in_a_row"
-                shared = {key: said.get(key) for key in keys} | {"last_checkpoint": str(path)}
-                shared |= {"reference": packed(reference), "losses": [float(loss) for loss in said["losses"]]}
+                shared = {key: said.get(key) for key in keys} | {"last_checkpoint": str(accepted.path)}
+                shared |= {"reference": packed(accepted.reference), "losses": [float(loss) for loss in said["losses"]]}
     shared = world.broadcast_json(shared)
     if shared is None:
         return None, TrainingState.initial(setup.job.train.dtype)
@@ -73,12 +178,15 @@ def earlier_run(setup: RunSetup, options: TrainOptions) -> EarlierRun | None:
     return found
 
 
-def make_room(setup: RunSetup, members: World, earlier: EarlierRun | None) -> None:
-    """Move the earlier run aside, which is known on rank 0. Collective over ``members``. Raises CollectiveUserError: it cannot be
-    moved.
-    """
-    with members.led("moving the earlier run aside"):
-        _set_aside(setup, earlier)
+def make_room(setup: RunSetup, earlier: EarlierRun | None, pending: Pending) -> None:
+    """Move the earlier run aside, which is known on rank 0, once this start is accepted."""
+
+    def move() -> None:
+        assert earlier is not None
+        say(f"The earlier run in {setup.run_dir} is in {earlier.set_aside(own_event)} now, whole")
+
+    if earlier is not None:
+        pending.add_first(move)
 
 
 def _read(setup: RunSetup, options: TrainOptions) -> list[Path]:
@@ -89,11 +197,6 @@ def _read(setup: RunSetup, options: TrainOptions) -> list[Path]:
         if text is not None
     ]
     return named + [path for path in (options.plan, options.profile) if isinstance(path, Path)]
-
-
-def _set_aside(setup: RunSetup, earlier: EarlierRun | None) -> None:
-    if earlier is not None:
-        say(f"The earlier run in {setup.run_dir} is in {earlier.set_aside(own_event)} now, whole")
 
 
 def run_id_of(reader: CheckpointReader | None, options: TrainOptions) -> str:
@@ -131,8 +234,7 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
 def accept(
     setup: RunSetup, path: Path, said: Mapping[str, Any], reference: NDArray[np.float32] | None
 ) -> NDArray[np.float32] | None:
-    """Refuse a state that this run would not continue; else report what is other than then, and move checkpoints of later steps
-    aside, with the metrics of those steps. On rank 0.
+    """Refuse a state that this run would not continue; else report what is other than then. On rank 0.
 
     Args:
         path: where the state is.
@@ -142,27 +244,35 @@ def accept(
     Returns:
         ``reference``; None where the data are other ones now.
     """
-    train, step, checkpoints = setup.job.train, said["step"], setup.run_dir / "checkpoints"
+    train, step = setup.job.train, said["step"]
     assert setup.dataset is not None
     then, now = said.get("data_fingerprint"), setup.dataset.fingerprint()
     say(*filter(None, [check_data(then, path, now, setup.job.checkpoint.allow_other_data)]))
     reference = reference if then == now else None
     check_reference(train, setup.dataset, reference)
+    _check_steps(path, step, train)
+    with damage_named(path, "metadata/job"):
+        warning = rate_change(said["job"]["train"], train, step)
+    say(*filter(None, [warning]))
+    return reference
+
+
+def _check_steps(path: Path, step: int, train: TrainTable) -> None:
     if step > train.steps:
         raise UserError(
             f"{path} was written after step {step}, and the job ends at [train] steps = {train.steps}: raise it, or resume from an "
             f"earlier checkpoint by its name"
         )
-    with damage_named(path, "metadata/job"):
-        warning = rate_change(said["job"]["train"], train, step)
-    say(*filter(None, [warning]))
-    aside = set_aside(checkpoints, step)
+
+
+def later_aside(run_dir: Path, step: int) -> None:
+    """Move checkpoints of steps after ``step`` aside, with a copy of the metrics of those steps. On rank 0."""
+    aside = set_aside(run_dir / "checkpoints", step)
     if aside is not None:
         for name in ("metrics.jsonl", "steps.jsonl"):
             with contextlib.suppress(OSError):  # not there, or no room for a copy
-                shutil.copy2(setup.run_dir / name, aside / name)
+                shutil.copy2(run_dir / name, aside / name)
         say(f"Checkpoints of an earlier run from after step {step} are in {aside} now")
-    return reference
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[Path, dict[str, Any]] | None:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hetero_mpi.checkpoint.directory import remove_shards
@@ -19,7 +20,7 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.engine.placement import active_ranks
-from hetero_mpi.errors import ExitCode
+from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job.load import job_to_dict
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_to_dict, report_from_dict, save_plan
@@ -27,7 +28,8 @@ from hetero_mpi.report import units
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.report.run_files.run_directory import is_used
+from hetero_mpi.report.run_files.set_aside import holds_run
 from hetero_mpi.runtime.build import Share, build, start_adapter, start_layers
 from hetero_mpi.runtime.emulation_check import check_emulated_times
 from hetero_mpi.runtime.loop import Loop, Shown
@@ -37,7 +39,15 @@ from hetero_mpi.runtime.reconfigure import change, join
 from hetero_mpi.runtime.recovery import RunHistory, beside_steps, outlive, plan_again
 from hetero_mpi.runtime.reference import find_reference
 from hetero_mpi.runtime.result import TrainResult
-from hetero_mpi.runtime.resume import earlier_run, make_room, open_checkpoint, run_id_of
+from hetero_mpi.runtime.resume import (
+    Accepted,
+    accept_checkpoint,
+    earlier_run,
+    look_first,
+    make_room,
+    open_checkpoint,
+    run_id_of,
+)
 from hetero_mpi.runtime.run_report import (
     draw_plan,
     keep_profile,
@@ -48,6 +58,7 @@ from hetero_mpi.runtime.run_report import (
     show_plan,
 )
 from hetero_mpi.runtime.setup.material import base_name
+from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import plan_run
 from hetero_mpi.runtime.setup.setup import RunContext, RunSetup, TrainOptions, claimed, look_around, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest
@@ -76,9 +87,13 @@ def _attempt(world: World, options: TrainOptions, stop: StopRequest, history: Ru
     """One attempt at the whole run, with what earlier attempts have left in ``history``."""
     loaded, run_dir = history.job_of(world, lambda: read_job(world, options))
     with claimed(world, run_dir):
-        look_around(world, run_dir)
+        goes_on = history.shared(world, history.state)
+        look_around(world, run_dir, waits=world.broadcast_json(world.rank == 0 and is_used(run_dir)) and not goes_on)
         _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
         history.tell_loss(world, run_dir)
+        past = look_first(world, loaded, run_dir, options.resume) if not history.losses else None
+        if past is not None:
+            return past
         threaded = loaded.job.cluster.communication_thread
         with MpiTransport(world.comm, threaded=threaded, hosts=world.hosts) as transport:
             setup = history.setup_of(world, transport, lambda: set_up(world, transport, loaded, run_dir))
@@ -86,35 +101,46 @@ def _attempt(world: World, options: TrainOptions, stop: StopRequest, history: Ru
 
 
 def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: RunHistory) -> TrainResult | None:
-    world = setup.world
-    anew = not options.dry_run and not history.shared(world, history.state)
-    earlier = earlier_run(setup, options) if anew else None
+    world, pending, accepted = setup.world, Pending(), None
+    if not options.dry_run and not history.shared(world, history.state):
+        accepted, past = accept_checkpoint(setup, options)
+        if past is not None:
+            return past
+        make_room(setup, earlier_run(setup, options), pending)
     profile = history.known_profile(world)
     if profile is not None:
-        report = plan_again(setup, history, profile)
+        report = plan_again(setup, history, profile, pending)
     else:
-        profile, report = plan_run(setup, options if not history.losses else replace(options, profile=None, plan=None))
+        given = options if not history.losses else replace(options, profile=None, plan=None)
+        profile, report = plan_run(setup, given, pending)
         history.measured(profile, world.size)
-        draw_plan(RunContext.of(setup, profile), report)
+        pending.add(partial(draw_plan, RunContext.of(setup, profile), report))
     if options.dry_run:
-        say("Dry run: stopping before any weight is read")
+        _end_dry_run(setup, pending)
         return None
     context = RunContext.of(setup, profile)
-    begin = origin(context, history, options)
+    begin = origin(context, history, options, pending)
     if begin is not None and begin.held is not None:
-        share, state = bring_back(context, history, report, begin)
+        share, state = bring_back(context, history, report, begin, pending)
         if not history.losses:
             _check_emulated_times(share)
     else:
         share, state = join(context, report), TrainingState.initial(context.job.train.dtype)
         if share.members is not None:
             with _passed_on(world, share):
-                resume = str(begin.checkpoint) if begin is not None else options.resume
-                share, state = _start(context, history, share, replace(options, resume=resume), earlier)
+                if begin is not None:
+                    options, accepted = replace(options, resume=str(begin.checkpoint)), None
+                share, state = _start(context, history, share, options, accepted, pending)
     if share.members is not None:
         with _passed_on(world, share):
             assert share.trainer is not None
             find_reference(context, share.members, share.trainer, state)
+        world.release(_idle_ranks(world, share), None)
+    else:
+        world.doing = "idle, by the plan"
+        world.sleep_until_released()
+    with world.together("beginning in the run directory"):
+        pending.carry_out()
     history.stands_at(state)
     metadata = {**_metadata(context), "run": history.token, "begun": history.begun} if world.rank == 0 else {}
     keep_profile(context)
@@ -128,27 +154,48 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
         share, state = steps.take(share, state)
     if share.members is not None:
         with _passed_on(world, share):
-            leave_result(context, share, state)
+            _leave_result(context, share, state)
         world.release(_idle_ranks(world, share), None)
     remove_shards(context.run_dir)  # the last checkpoint holds everything
     return outcome(context, share.report, state)
 
 
-def _start(
-    context: RunContext, history: RunHistory, share: Share, options: TrainOptions, earlier: EarlierRun | None
-) -> tuple[Share, TrainingState]:
-    """The active ranks' shares with their trainers: from initial weights, an adapter or a checkpoint. Collective over them.
+def _leave_result(context: RunContext, share: Share, state: TrainingState) -> None:
+    """As ``leave_result``. Raises UserError: rank 0 cannot write it; with the newest checkpoint."""
+    try:
+        leave_result(context, share, state)
+    except OSError as error:
+        newest = state.newest_checkpoint
+        left = f"{newest} is whole: make room, and `--resume` goes on from it" if newest else "there is no checkpoint"
+        raise UserError(f"the result cannot be written ({error.strerror or error}); {left}") from error
 
-    ``earlier``: the earlier run in the directory. It is moved aside once this run has been accepted.
-    """
+
+def _end_dry_run(setup: RunSetup, pending: Pending) -> None:
+    """Keep profile, plan and picture for a look, in a directory that holds no run. Collective."""
+    say("Dry run: stopping before any weight is read")
+    if setup.world.broadcast_json(setup.world.rank == 0 and holds_run(setup.run_dir)):
+        say(f"{setup.run_dir} holds a run and stays as it is: --run-dir DIR keeps profile and plan of a dry run")
+    else:
+        pending.carry_out()
+
+
+def _start(
+    context: RunContext,
+    history: RunHistory,
+    share: Share,
+    options: TrainOptions,
+    accepted: Accepted | None,
+    pending: Pending,
+) -> tuple[Share, TrainingState]:
+    """The active ranks' shares with their trainers: from initial weights, an adapter or a checkpoint. Collective over them."""
     assert share.members is not None
     members = share.members
     with contextlib.ExitStack() as stack:
-        reader, state = open_checkpoint(context, members, options, stack)
-        make_room(context, members, earlier)
+        reader, state = open_checkpoint(context, members, options, accepted, stack, pending)
         history.belongs_to(history.begun or (run_id_of(reader, options) if members.rank == 0 else None))
         if not history.losses and options.resume not in (LATEST, ANY):
-            remove_shards(context.run_dir)  # copies there are of a run that this one, accepted now, does not continue
+            # Copies there are of a run that this one does not continue.
+            pending.add(partial(remove_shards, context.run_dir))
         begin = time.perf_counter()
         resumed = state.newest_checkpoint is not None
         brought = resumed or context.chain.start_is_sent

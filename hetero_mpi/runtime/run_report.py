@@ -23,7 +23,14 @@ from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.profiling.time_cache import device_key, forget_times
 from hetero_mpi.report import units
-from hetero_mpi.report.past_run import REPORT_NAME, USED_PROFILE, describe_run, predicted_step, read_run
+from hetero_mpi.report.past_run import (
+    REPORT_NAME,
+    USED_PROFILE,
+    describe_run,
+    note_result,
+    predicted_step,
+    read_run,
+)
 from hetero_mpi.report.progress import Now, ProgressDisplay, overview
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
@@ -139,6 +146,8 @@ def leave_result(context: RunContext, share: Share, state: TrainingState) -> Non
     share.members.doing = "writing the result"
     result_directory = _write_result(context, share.trainer)
     if context.world.rank == 0:
+        with unharmed("run.json"):
+            note_result(context.run_dir, state.step)
         _say_end(context, share.report, state, result_directory)
 
 

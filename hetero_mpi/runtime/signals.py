@@ -3,6 +3,7 @@
 * While steps are taken, the first signal is only noted. The decision of the next step carries it to all ranks, which write a
   checkpoint and end with ``ExitCode.STOPPED``.
 * Before the first step there is nothing to save, and the job ends at once.
+* While a run recovers from a death after steps, the signal is noted too: the recovered state is saved after its first step.
 * A second SIGINT or SIGTERM ends the process at once by the signal's default action.
 * A further SIGUSR1 has no effect: SLURM sends it before the time limit, whatever a user has sent before.
 """
@@ -60,12 +61,12 @@ class StopRequest:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """A block in which the first signal is noted instead of ending the process."""
+        """A block in which the first signal is noted instead of ending the process. If an error ends it, signals are noted after it
+        too: the run recovers from a death, or ends.
+        """
         self._noting = True
-        try:
-            yield
-        finally:
-            self._noting, self._saved = False, _AFTER
+        yield
+        self._noting, self._saved = False, _AFTER
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

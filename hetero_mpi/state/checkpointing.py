@@ -121,6 +121,8 @@ def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None
     then = reader.metadata["job"]
     now = {key: getattr(train, key) for key in ("seed", "global_batch", "dtype", "optimizer")}
     for key, value in now.items():
+        if value == "auto":  # the dtype, before it is settled
+            continue
         if then["train"].get(key, TrainTable.model_fields[key].default) != value:
             raise UserError(
                 f"{path} was written with [train] {key} = {then['train'].get(key)!r}, this job says {value!r}: the run would not "
@@ -130,12 +132,7 @@ def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None
 
 def check_settings(reader: CheckpointReader, path: Path, chain: LayerChain, sequence_length: int) -> None:
     """Refuse a checkpoint or local shard of other sequences, or of a model with other values. Raises UserError."""
-    length = reader.metadata["job"]["data"].get("sequence_length")
-    if length != sequence_length:
-        raise UserError(
-            f"{path} was written with [data] sequence_length = {length}, this job says "
-            f"{sequence_length}: the order of samples would differ; set it back, or start without --resume"
-        )
+    check_length(reader, path, sequence_length)
     described = reader.told("model_config")
     with damage_named(path, "metadata/model_config"):
         changed = chain.changed_since(described)
@@ -143,6 +140,16 @@ def check_settings(reader: CheckpointReader, path: Path, chain: LayerChain, sequ
         raise UserError(
             f"{path} was written when {changed} had other values, which are in no checkpoint: the run would not continue where it "
             f"stopped; give it the same values as then, or start without --resume"
+        )
+
+
+def check_length(reader: CheckpointReader, path: Path, sequence_length: int) -> None:
+    """Refuse a checkpoint or local shard of sequences of another length. Raises UserError."""
+    length = reader.metadata["job"]["data"].get("sequence_length")
+    if length != sequence_length:
+        raise UserError(
+            f"{path} was written with [data] sequence_length = {length}, this job says "
+            f"{sequence_length}: the order of samples would differ; set it back, or start without --resume"
         )
 
 

@@ -217,7 +217,9 @@ def test_positions_tell_texts_from_padding(tokenizer: PreTrainedTokenizerFast) -
         length = int(np.flatnonzero(targets != IGNORED)[-1]) + 1
         assert row.tolist() == [*range(length), *range(len(row) - length)]
     packed = build_sequences(["one two three"] * 20, tokenizer, 12, True, 0.0, 1)
-    assert packed.placed() is packed and placed.placed() is placed, "without padding, or with positions, nothing is to be told"
+    assert packed.placed() is packed and placed.placed() is placed, (
+        "without padding, or with positions, nothing is to be told"
+    )
 
 
 def test_a_tokenizer_that_cuts_and_pads_by_itself_is_not_obeyed(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -38,8 +38,8 @@ def test_a_run_is_set_aside_whole_but_for_what_the_new_one_needs(tmp_path: Path)
 
     earlier = EarlierRun.found(run, [tmp_path / "model"])
     assert earlier is not None and files_under(run).keys() == before.keys()
-    (run / "plan.toml").write_text("the new run's")
     aside = earlier.set_aside(lambda values: values.get("supervisor") == "new")
+    (run / "plan.toml").write_text("the new run's")
     assert aside == run / "set-aside-1"
     kept = read_run(aside)
     assert (kept.metrics, kept.plan, kept.rank_steps) == (told.metrics, told.plan, told.rank_steps)

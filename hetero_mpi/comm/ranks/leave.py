@@ -22,7 +22,9 @@ from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.ranks.ulfm import RankLost, losses
 from hetero_mpi.comm.ranks.world import World, describe_problems
 from hetero_mpi.errors import ExitCode
+from hetero_mpi.text import write_text
 
+_LOG = logging.getLogger(__name__)
 SETTLE_S = 1.0
 """Seconds that a failing rank waits for the others to end too, before it counts as failing alone."""
 TURN_S = 0.3
@@ -69,8 +71,8 @@ def _all_have_come(guard: Any, code: int) -> bool:
 
 def leave_now(code: int) -> NoReturn:
     """End this process without ``MPI_Finalize``, which would wait for dead ranks for ever."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    write_text("", sys.stdout)
+    write_text("", sys.stderr)
     logging.shutdown()
     os._exit(code)
 
@@ -88,7 +90,12 @@ def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAI
     heading = f"rank {world.rank}/{world.size} on {world.host} {'was interrupted' if interrupted else 'failed'}"
     if interrupted:
         code = 128 + (cause.number if isinstance(cause, Interrupted) else signal.SIGINT)
-    _abort(f"\n{heading} while {world.doing}:\n{_cause_text(cause)}\n", code)
+    text = f"{heading} while {world.doing}:\n{_cause_text(cause)}"
+    if (
+        isinstance(cause, Exception) and logging.getLogger().handlers
+    ):  # without one logging would print it on stderr, too
+        _LOG.error(text)
+    _abort(f"\n{text}\n", code)
 
 
 def end_all(world: World, text: str, code: int) -> NoReturn:
@@ -105,9 +112,8 @@ def _abort(text: str, code: int) -> NoReturn:
     from mpi4py import MPI
 
     # One write, so that the launcher does not mix other ranks' output into it.
-    sys.stderr.write(text)
-    sys.stderr.flush()
-    sys.stdout.flush()
+    write_text(text, sys.stderr)
+    write_text("", sys.stdout)
     _set_alarm()
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)

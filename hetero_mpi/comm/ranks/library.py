@@ -20,6 +20,10 @@ OPEN_MPI = "Open MPI"
 MPICH = "MPICH"
 JOINED_VARIABLE = "HETERO_MPI_JOINED"
 """Environment variable: to this file a rank writes a line when it has joined the others (``launch.launcher.launcher``)."""
+ENDED_LINE = "\x1ehetero_mpi: the job has come to its end"
+"""The last line on stderr of rank 0, where ``JOINED_VARIABLE`` was set. A launcher that lets ranks die tells by nothing else
+whether somebody was left.
+"""
 
 _INCLUDE, _EXCLUDE = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"
 _DEVICES = Path("/sys/class/net")

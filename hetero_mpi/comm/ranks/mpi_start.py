@@ -24,6 +24,7 @@ from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.collectives import Collectives
 from hetero_mpi.comm.ranks.leave import end_alone, end_together, leave_now
 from hetero_mpi.comm.ranks.library import (
+    ENDED_LINE,
     JOINED_VARIABLE,
     MpiLibrary,
     foreign_launcher_problem,
@@ -35,9 +36,11 @@ from hetero_mpi.comm.ranks.library import (
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, version_problem
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
-from hetero_mpi.text import fitted, printable
+from hetero_mpi.text import printable, write_text
 
 T = TypeVar("T")
+_LAUNCHED_BY_US: list[str] = []
+"""Not empty: a launcher of ours waits for ``ENDED_LINE``."""
 _RECORD_BYTES = 256
 HOST_MEMORY_ONLY = {
     "OMPI_MCA_opal_cuda_support": "0",
@@ -64,7 +67,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         launched = launched_as(os.environ, "")
         # Each host may lack its library for itself; what else is refused, is refused on all ranks alike.
         if launched is None or launched.rank == 0 or "mpi4py.MPI" not in sys.modules:
-            print(fitted(printable(str(error)), sys.stderr), file=sys.stderr, flush=True)
+            write_text(printable(f"{error}\n"), sys.stderr)
         if "mpi4py.MPI" in sys.modules:
             _tell_joined()  # all are refused, and end together
         _finalize()
@@ -73,7 +76,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         code, problem = main(world), None
     except CollectiveUserError as error:
         if world.rank == 0:
-            print(fitted(printable(str(error)), sys.stderr), file=sys.stderr, flush=True)
+            write_text(printable(f"{error}\n"), sys.stderr)
         return _leave(world, error.exit_code)
     except UserError as error:
         code, problem = error.exit_code, str(error)
@@ -83,7 +86,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         end_alone(world, error)
     text = end_together(world, problem, code)
     if text is not None and world.rank == 0:
-        print(fitted(printable(text), sys.stderr), file=sys.stderr, flush=True)
+        write_text(printable(text + "\n"), sys.stderr)
     return _leave(world, code)
 
 
@@ -140,6 +143,8 @@ def _world_of_program() -> World:
 
 def _leave(world: World, code: int) -> int:
     """End this process's part in MPI; returns ``code``, or does not return where ranks have died."""
+    if world.rank == 0 and _LAUNCHED_BY_US:
+        write_text(f"{ENDED_LINE}\n", sys.stderr)
     if world.bereaved:
         leave_now(code)
     _finalize()
@@ -180,6 +185,7 @@ def _tell_joined() -> None:
     """
     file = os.environ.pop(JOINED_VARIABLE, None)
     if file is not None:
+        _LAUNCHED_BY_US.append(file)
         with os.fdopen(int(file), "w") as pipe:
             pipe.write("joined\n")
 

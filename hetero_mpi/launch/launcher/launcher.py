@@ -7,6 +7,7 @@ can be changed and run by hand.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shlex
@@ -28,7 +29,7 @@ from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_host
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, choose_interface, local_addresses, resolve
 from hetero_mpi.launch.launcher.error_stream import ErrorStream
 from hetero_mpi.launch.launcher.relay import write_cached
-from hetero_mpi.text import fitted
+from hetero_mpi.text import write_text
 
 _NAMES = {
     OPEN_MPI: ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"),
@@ -91,25 +92,26 @@ def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str
     ``doctor``: the command that examines the same hosts, for those that do not answer.
     """
     if print_only:
-        _tell(command.reasons if verbose else [])
+        tell(command.reasons if verbose else [])
         print(command)
         return 0
     announce(command, verbose)
     kills = memory_kills()
     code = run_command(command, asked_text, doctor)
     if text := memory_kills_text({socket.gethostname(): memory_kills() - kills}) if code != 0 else "":
-        _tell([text])
+        tell([text])
     return code
 
 
 def announce(command: CommandLine, verbose: bool) -> None:
     """Say on stderr what is being started; ``verbose``: by which command, and why it is so."""
-    _tell([command.summary, *command.reasons, str(command)] if verbose else [command.summary, _MORE])
+    tell([command.summary, *command.reasons, str(command)] if verbose else [command.summary, _MORE])
 
 
-def _tell(lines: Sequence[str]) -> None:
+def tell(lines: Sequence[str]) -> None:
+    """Say lines on stderr."""
     for line in lines:
-        print(fitted(f"launch: {line}", sys.stderr), file=sys.stderr, flush=True)
+        write_text(f"launch: {line}\n", sys.stderr)
 
 
 def summary(launcher: Launcher, ranks: int, places: Sequence[tuple[str, int | None]]) -> str:
@@ -329,6 +331,7 @@ def usable_cores() -> int:
     return int(min(physical, allowed))
 
 
+_PR_SET_PDEATHSIG = 1
 AT_ONCE = (signal.SIGINT, signal.SIGTERM)
 """Signals that end a job at once if it has been asked to end before. Others have no further effect: SLURM, or a terminal that
 closes, may send them after a user's own.
@@ -362,8 +365,7 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
             return
         if asked_text is not None:
             text = AT_ONCE_TEXT if asked else asked_text
-            with contextlib.suppress(OSError):  # the terminal may have gone: that is what SIGHUP says
-                print(f"launch: {signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
+            tell([f"{signal.Signals(number).name}: {text}"])
         ask_to_end(process, again=asked)
         asked = True
 
@@ -372,19 +374,35 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
     # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
     code = errors.finish(code if code >= 0 else 128 - code)
     if code > _MOST_OF_RANKS:
-        _tell([_NOT_STARTED, f"which of these, and where: {doctor}"])
+        tell([_NOT_STARTED, f"which of these, and where: {doctor}"])
     return code
 
 
 def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
     """Start a command whose stderr is passed on through an ``ErrorStream``. ``stdin``: as ``subprocess.Popen`` takes it."""
     environment = {**os.environ, **command.environment}
-    # In a session of its own: Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
+    # The launcher ends the job when it can write no more, so this process reads for it; but a terminal is the ranks' to draw on.
+    output = None if sys.stdout.isatty() else subprocess.PIPE
     process = subprocess.Popen(
-        command.arguments, env=environment, start_new_session=True, stdin=stdin, stderr=subprocess.PIPE
+        command.arguments,
+        env=environment,
+        # Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
+        start_new_session=True,
+        preexec_fn=_asked_to_end_with_this_process(),
+        stdin=stdin,
+        stdout=output,
+        stderr=subprocess.PIPE,
     )
     assert process.stderr is not None
-    return process, ErrorStream(process.stderr)
+    return process, ErrorStream(process.stderr, process.stdout, outlives="--with-ft" in command.arguments)
+
+
+def _asked_to_end_with_this_process() -> Callable[[], object] | None:
+    """What a new process calls so that the kernel asks it to end (SIGUSR1) when this one is killed; None where there is no way."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
 
 
 @contextlib.contextmanager

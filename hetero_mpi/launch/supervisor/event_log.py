@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -15,7 +14,7 @@ from typing import Any
 from hetero_mpi.launch.hosts.processes import VARIABLE
 from hetero_mpi.report.run_files.line_files import LineFile
 from hetero_mpi.report.run_files.run_directory import opened_in
-from hetero_mpi.text import fitted
+from hetero_mpi.text import write_text
 
 EVENTS_NAME = "events.jsonl"
 
@@ -58,5 +57,4 @@ class EventLog:
 
 def _print(text: str) -> None:
     clock = datetime.datetime.now().strftime("%H:%M:%S")
-    with contextlib.suppress(OSError):  # the terminal may have gone, and the job need not end for that
-        print(fitted(f"launch {clock}: {text}", sys.stderr), file=sys.stderr, flush=True)
+    write_text(f"launch {clock}: {text}\n", sys.stderr)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import logging.handlers
 import sys
 import threading
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from hetero_mpi.text import fitted, printable
+from hetero_mpi.text import fitted, printable, write_text
 
 LOGGER = "hetero_mpi"
 SPEECH = "hetero_mpi.say"
 
 
-def setup_logging(run_dir: str | Path | None, rank: int, size: int) -> Path | None:
+def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool = False) -> Path | None:
     """Log this process to ``run_dir/logs/rank-0003.log`` (appended to), each line with time and rank/size. Returns that path.
 
     The file holds INFO and above of this package, and warnings of all others, Python's ``warnings`` included. Without a ``run_dir``
     there is no file. Calling it again replaces the earlier settings.
+
+    ``waits``: lines wait in memory until ``write_waiting_logs``, or until an error is logged; other settings drop them.
     """
     root = logging.getLogger()
     for logger in (root, logging.getLogger(SPEECH)):
@@ -33,11 +36,19 @@ def setup_logging(run_dir: str | Path | None, rank: int, size: int) -> Path | No
     path = None
     if run_dir is not None:
         path = Path(run_dir) / "logs" / f"rank-{rank:04}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
         width = len(str(size))
         prefix = f"%(asctime)s {rank:>{width}}/{size} %(levelname)s %(name)s: %(message)s"
-        _add(root, _LogFile(path, encoding="utf-8"), prefix)
+        file = _LogFile(path, encoding="utf-8", delay=True)
+        file.setFormatter(logging.Formatter(prefix))
+        _add(root, _Waiting(file) if waits else file, prefix)
     return path
+
+
+def write_waiting_logs() -> None:
+    """Write the lines that wait (``setup_logging``); later ones are written at once."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Waiting):
+            handler.let_through()
 
 
 def say(*lines: str) -> None:
@@ -49,12 +60,37 @@ def say(*lines: str) -> None:
 class _LogFile(logging.FileHandler):
     """A log file on a disk that may be full: lines stay in its buffer until there is room."""
 
+    def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore the error, as a traceback for every line would help nobody. Other files on a full disk report it."""
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             super().close()
+
+
+class _Waiting(logging.handlers.MemoryHandler):
+    """Lines that wait in memory for their log file until they are released, at the latest by the first error."""
+
+    def __init__(self, file: _LogFile) -> None:
+        super().__init__(sys.maxsize, logging.ERROR, file, flushOnClose=False)
+        self._file = file
+
+    def shouldFlush(self, record: logging.LogRecord) -> bool:
+        if super().shouldFlush(record):
+            self.capacity = 0
+        return self.capacity == 0
+
+    def let_through(self) -> None:
+        self.capacity = 0
+        self.flush()
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
 
 
 class _Speech(logging.Handler):
@@ -88,5 +124,4 @@ def write_line(text: str) -> None:
         if SHOWN:
             SHOWN[-1].say(fitted(text))
         else:
-            sys.stdout.write(fitted(text) + "\n")
-            sys.stdout.flush()
+            write_text(text + "\n", sys.stdout)

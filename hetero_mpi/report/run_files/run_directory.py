@@ -24,6 +24,7 @@ def claim(run_dir: str | Path) -> Iterator[Path]:
     """Create the run directory and hold its lock while the context lasts. Rank 0 only.
 
     The operating system releases the lock when the process ends, however it ends. The lock file stays, and says who holds the lock.
+    Its time is put back: a start that is refused leaves no trace.
 
     :raises UserError: another run holds it (names host, process and start), or the directory cannot be created or written.
     """
@@ -36,6 +37,7 @@ def claim(run_dir: str | Path) -> Iterator[Path]:
                 f"a run directory serves one run at a time; {directory} is in use by {_holder(file)}. "
                 "Wait for that run, end it, or choose another directory with --run-dir."
             ) from None
+        before = os.stat(file.fileno())
         file.truncate(0)
         started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started}) + "\n"
@@ -45,6 +47,12 @@ def claim(run_dir: str | Path) -> Iterator[Path]:
             yield directory
         finally:
             file.truncate(0)
+            os.utime(file.fileno(), ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def is_used(run_dir: Path) -> bool:
+    """Does the directory hold anything but its lock?"""
+    return run_dir.is_dir() and any(path.name != LOCK_NAME for path in run_dir.iterdir())
 
 
 def opened_in(run_dir: Path, name: str) -> TextIO:

@@ -26,16 +26,18 @@ _MOVED = (
 )  # fmt: skip
 
 
+def holds_run(run_dir: Path) -> bool:
+    """Is there a run that has taken a step?"""
+    metrics = run_dir / "metrics.jsonl"
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    return has_metrics or any((run_dir / "checkpoints").glob("step-*.h5"))
+
+
 @dataclass(frozen=True)
 class EarlierRun:
-    """A run in a directory in which another run is to begin.
-
-    ``planned``: its profile, plan and picture, by file name. Planning the new run overwrites these before it is known that the new
-    run can begin.
-    """
+    """A run in a directory in which another run is to begin."""
 
     run_dir: Path
-    planned: Mapping[str, bytes]
 
     @classmethod
     def found(cls, run_dir: Path, read: Iterable[Path]) -> EarlierRun | None:
@@ -43,10 +45,8 @@ class EarlierRun:
 
         ``read``: the paths that the new run reads. Raises UserError: the new run reads files of the earlier one.
         """
-        metrics = run_dir / "metrics.jsonl"
-        has_metrics = metrics.exists() and metrics.stat().st_size > 0
-        if not has_metrics and not any((run_dir / "checkpoints").glob("step-*.h5")):
-            return None  # no run that has taken a step
+        if not holds_run(run_dir):
+            return None
         used = next(
             (path for path in read for name in _MOVED if path.resolve().is_relative_to((run_dir / name).resolve())),
             None,
@@ -56,7 +56,7 @@ class EarlierRun:
                 f"a run that begins anew sets aside the run in its directory, {run_dir}, but this one reads {used} there: "
                 "choose another directory with --run-dir, or go on with --resume."
             )
-        return cls(run_dir, {name: (run_dir / name).read_bytes() for name in _PLANNED if (run_dir / name).exists()})
+        return cls(run_dir)
 
     def set_aside(self, own: Callable[[Mapping[str, Any]], bool]) -> Path:
         """Move the earlier run's files; returns where they are now.
@@ -70,8 +70,9 @@ class EarlierRun:
         target = run_dir / f"set-aside-{number}"
         try:
             target.mkdir(exist_ok=True)
-            for name, content in self.planned.items():
-                (target / name).write_bytes(content)
+            for name in _PLANNED:  # the new run may have been planned by them
+                if (run_dir / name).exists():
+                    shutil.copy2(run_dir / name, target / name)
             if (run_dir / _LOGS).is_dir():  # open, and the new run's too
                 shutil.copytree(run_dir / _LOGS, target / _LOGS, dirs_exist_ok=True)
             for name in moved:

@@ -130,7 +130,9 @@ class Service:
             if self.model.form is None:
                 raise HttpError(400, f"{self.model.name} has no chat template: it continues texts, by /v1/completions")
             messages = [message.plain() for message in asked.messages]
-            return self._tokens(messages_text(self.model.tokenizer, self.model.form, messages, "messages"), begins=False)
+            return self._tokens(
+                messages_text(self.model.tokenizer, self.model.form, messages, "messages"), begins=False
+            )
         if isinstance(asked.prompt, str):
             return self._tokens(asked.prompt, begins=True)
         if len(asked.prompt) > self.context.tokens:
@@ -138,7 +140,9 @@ class Service:
         return asked.prompt
 
     def _tokens(self, text: str, begins: bool) -> list[int]:
-        """A text's tokens, behind the beginning token where it ``begins``. One that is too long costs hardly more than one that fits: its beginnings are looked at first.
+        """A text's tokens, behind the beginning token where it ``begins``.
+
+        One that is too long costs hardly more than one that fits: its beginnings are looked at first.
 
         :raises HttpError: it has more tokens than a request may have.
         """

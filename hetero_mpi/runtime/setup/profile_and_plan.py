@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
@@ -35,6 +36,7 @@ from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.tables import plan_lines, profile_lines
+from hetero_mpi.runtime.setup.pending import Pending, Write
 from hetero_mpi.runtime.setup.setup import RunSetup, TrainOptions
 from hetero_mpi.state.copies import versions_in_memory
 
@@ -75,26 +77,35 @@ def _can_sum_in_groups(setup: RunSetup) -> bool:
     return not setup.job.cluster.communication_thread or setup.world.thread_level == "multiple"
 
 
-def plan_run(setup: RunSetup, options: TrainOptions) -> tuple[ClusterProfile, PlanReport]:
+def plan_run(setup: RunSetup, options: TrainOptions, pending: Pending) -> tuple[ClusterProfile, PlanReport]:
     """Profile and plan, and print both. The plan's schedule has passed a dry run. Collective."""
     world = setup.world
     subject, reason = subject_of(setup)
     if setup.job.cluster.emulate is not None:
         other = Path("--profile") if options.profile is not None else None
         profile = emulated_profile(world, setup.loaded, language(setup.chain), setup.tuning, other)
-        if world.rank == 0:
-            with unharmed("profile.toml"):
-                save_profile(profile, setup.run_dir / "profile.toml")
+        _keep(setup, pending, "profile.toml", partial(save_profile, profile, setup.run_dir / "profile.toml"))
     else:
-        profile = _obtain_profile(setup, subject, options)
+        profile = _obtain_profile(setup, subject, options, pending)
     profile = with_wire(profile, setup.job.train.wire)
     say(*profile_lines(profile))
-    report = obtain_plan(setup, profile, planning_request(setup, profile), options.plan)
+    report = obtain_plan(setup, profile, planning_request(setup, profile), pending, options.plan)
     say(*plan_lines(report, profile), reason)
     return profile, report
 
 
-def _obtain_profile(setup: RunSetup, subject: Subject, options: TrainOptions) -> ClusterProfile:
+def _keep(setup: RunSetup, pending: Pending, what: str, save: Write) -> None:
+    """Save ``what`` on rank 0, once the start is accepted."""
+
+    def write() -> None:
+        with unharmed(what):
+            save()
+
+    if setup.world.rank == 0:
+        pending.add(write)
+
+
+def _obtain_profile(setup: RunSetup, subject: Subject, options: TrainOptions, pending: Pending) -> ClusterProfile:
     """The profile: the one named by the user, else the run directory's if its key matches, else a measurement. Collective.
 
     A measurement reuses the cached times of devices that were measured before. Raises UserError: the named profile is damaged or is
@@ -118,14 +129,12 @@ def _obtain_profile(setup: RunSetup, subject: Subject, options: TrainOptions) ->
     if known is not None:
         return profile_from_dict(known)
     profile = profile_cluster(world, setup.transport, setup.backend, subject, settings, say, options.reprofile)
-    if world.rank == 0:
-        with unharmed(cached.name):
-            save_profile(profile, cached)
+    _keep(setup, pending, cached.name, partial(save_profile, profile, cached))
     return profile
 
 
 def obtain_plan(
-    setup: RunSetup, profile: ClusterProfile, request: PlanRequest, given: Path | Plan | None = None
+    setup: RunSetup, profile: ClusterProfile, request: PlanRequest, pending: Pending, given: Path | Plan | None = None
 ) -> PlanReport:
     """The user's plan ``given`` (rank 0's view), completed; or the planner's. Its schedule has passed a dry run. Collective. Raises
     UserError: no plan fits the memory, or the given plan does not.
@@ -141,8 +150,7 @@ def obtain_plan(
             else:
                 report = make_plan(profile, request)
             validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
-            with unharmed("plan.toml"):
-                save_plan(report, setup.run_dir / "plan.toml")
+            _keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
     return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))
 
 
@@ -170,11 +178,12 @@ def _fitting(
     if profile.key == key and not named and profile_doubts(profile):
         say(f"Profile: {path} has implausible times: measured again", *profile_doubts(profile))
         return None
-    if profile.key == key:
-        say(f"Profile: {path} (measured {profile.date}, same devices, model and versions)")
-        return profile
+    same = f"Profile: {path} (measured {profile.date}, same devices, model and versions)"
     if not named:
-        return None
+        if profile.key == key:
+            say(same)
+        return profile if profile.key == key else None
+    # The key of one that was edited says nothing of what it holds now.
     if len(profile.devices) != ranks:
         raise UserError(
             f"{path} describes {len(profile.devices)} ranks, this job has {ranks}: start {len(profile.devices)} ranks, or "
@@ -199,5 +208,8 @@ def _fitting(
             f"{path} was made for [train] optimizer = {then!r}, this job has {subject.train.optimizer!r}: leave the profile out to "
             f"measure"
         )
+    if profile.key == key:
+        say(same)
+        return profile
     say(f"Profile: {path} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
     return with_memory(profile, subject.memory_bytes)

@@ -93,9 +93,11 @@ class RunContext(RunSetup):
         return cls(**vars(setup), profile=profile)
 
 
-def look_around(world: World, run_dir: Path | None = None) -> None:
-    """What every command does first. Collective. ``run_dir``: where logs are written; None: nowhere."""
-    setup_logging(run_dir, world.rank, world.size)
+def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:
+    """What every command does first. Collective. ``run_dir``: where logs are written; None: nowhere. ``waits``: as for
+    ``setup_logging``.
+    """
+    setup_logging(run_dir, world.rank, world.size, waits)
     transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
     world.check_versions(own_versions(world.library))
 

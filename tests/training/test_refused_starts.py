@@ -1,0 +1,172 @@
+"""A start into the directory of a run that is refused, or has nothing to do, leaves every byte and every time there as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_mpi.checkpoint import checkpoint_path
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
+from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+
+RANKS = 3
+
+
+def fingerprint(directory: Path) -> dict[str, tuple[str, int]]:
+    """Every file and directory -> its content's hash and the time of its last change."""
+    found = {}
+    for path in (directory, *sorted(directory.rglob("*"))):
+        content = path.read_bytes() if path.is_file() else b""
+        found[str(path.relative_to(directory))] = hashlib.sha256(content).hexdigest(), path.stat().st_mtime_ns
+    return found
+
+
+class Scene(Workshop):
+    """A run of four steps that has come to its end, and its copy whose checkpoints are damaged."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.run, self.broken = directory / "run", directory / "broken"
+        self.good = self.job("good", self.values(self.model()))
+        self.outcome = self.run_entries(RANKS, {"good": {"job": self.good, "run_dir": self.run}})["good"]
+        shutil.copytree(self.run, self.broken)
+        for path in (self.broken / "checkpoints").iterdir():
+            path.write_bytes(path.read_bytes()[:-100])
+        narrow = load_profile(self.run / "profile.toml")
+        self.narrow = directory / "narrow.toml"
+        save_profile(replace(narrow, model=replace(narrow.model, sequence_length=8)), self.narrow)
+        plan = load_plan(self.run / "plan.toml")
+        self.wrong_plan = directory / "wrong.plan.toml"
+        save_plan(replace(plan, global_batch=2 * GLOBAL_BATCH), self.wrong_plan)
+
+    def changed(
+        self, name: str, run: Path | None = None, more: dict[str, Any] | None = None, **tables: Any
+    ) -> dict[str, Any]:
+        """An entry: the good job with changes, into the run's directory. ``more``: further options."""
+        return {"job": self.job(name, self.values(self.model()), **tables), "run_dir": run or self.run, **(more or {})}
+
+
+RESUMED = {"resume": "latest"}
+REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
+    "fewer-steps": (lambda s, n: s.changed(n, more=RESUMED, train={"steps": 3}), "written after step 4"),
+    "other-seed": (lambda s, n: s.changed(n, more=RESUMED, train={"seed": 8}), "[train] seed = 7"),
+    "other-length": (lambda s, n: s.changed(n, more=RESUMED, data={"sequence_length": 16}), "sequence_length = 24"),
+    "other-data": (
+        lambda s, n: s.changed(n, more=RESUMED, train={"steps": 6}, data={"held_out": 0.2}),
+        "was written with other data",
+    ),
+    "other-model": (
+        lambda s, n: s.changed(n, more=RESUMED, model={"path": str(s.model("deeper", blocks=3))}, train={"steps": 6}),
+        "checkpoint of another model",
+    ),
+    "damaged": (lambda s, n: s.changed(n, run=s.broken, more=RESUMED), "no whole checkpoint to resume from"),
+    "no-such-checkpoint": (
+        lambda s, n: s.changed(n, more={"resume": str(s.directory / "no.h5")}),
+        "no such checkpoint",
+    ),
+    "no-model": (lambda s, n: s.changed(n, model={"path": str(s.directory / "absent")}), "absent"),
+    "no-data": (lambda s, n: s.changed(n, data={"text": [str(s.directory / "absent.txt")]}), "absent.txt"),
+    "no-adapter": (
+        lambda s, n: s.changed(n, adapter={"method": "lora", "path": str(s.directory / "absent")}),
+        "absent",
+    ),
+    "no-memory": (lambda s, n: s.changed(n, cluster={"memory_bytes": 100_000}), "memory"),
+    "wrong-plan": (lambda s, n: s.changed(n, more={"plan": s.wrong_plan}), "does not fit this job"),
+    "no-plan": (lambda s, n: s.changed(n, more={"plan": s.directory / "absent.toml"}), "absent.toml"),
+    "wrong-profile": (lambda s, n: s.changed(n, more={"profile": s.narrow}), "8 tokens per sequence"),
+    "its-own-files": (lambda s, n: s.changed(n, model={"path": str(s.run / "model")}), "this one reads"),
+    "cannot-load": (lambda s, n: s.changed(n, more={"breaks": "loading_fails", "rank": 1}), "the shelf is full"),
+    "cannot-load-to-resume": (
+        lambda s, n: s.changed(n, more={**RESUMED, "breaks": "loading_fails", "rank": 0}, train={"steps": 6}),
+        "the shelf is full",
+    ),
+    "cannot-load-an-earlier-one": (
+        lambda s, n: s.changed(
+            n, more={"resume": checkpoint_path(s.run / "checkpoints", 2), "breaks": "loading_fails", "rank": 0}
+        ),
+        "the shelf is full",
+    ),
+}
+UNCHANGED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
+    "finished": (lambda s, n: s.changed(n, more=RESUMED), "finished already: nothing to do. All 4 steps"),
+    "finished-by-name": (
+        lambda s, n: s.changed(n, more={"resume": checkpoint_path(s.run / "checkpoints", 4)}),
+        "finished already: nothing to do",
+    ),
+    "finished-or-anew": (lambda s, n: s.changed(n, more={"resume": "any"}), "finished already: nothing to do"),
+    "dry": (lambda s, n: s.changed(n, more={"dry_run": True}), "holds a run and stays as it is"),
+}
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return Scene(tmp_path_factory.mktemp("refused"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(scene: Scene) -> tuple[dict[str, Outcome], list[dict[str, tuple[str, int]]]]:
+    """How all starts ended; the two directories before and after them."""
+    entries = {name: make(scene, name) for name, (make, _) in {**REFUSED, **UNCHANGED}.items()}
+    before = [fingerprint(scene.run), fingerprint(scene.broken)]
+    found = scene.run_entries(RANKS, entries, 400)
+    return found, [*before, fingerprint(scene.run), fingerprint(scene.broken)]
+
+
+def test_nothing_is_written(outcomes: tuple[dict[str, Outcome], list[dict[str, tuple[str, int]]]]) -> None:
+    _, (run, broken, run_after, broken_after) = outcomes
+    changed = {name for name in {*run, *run_after} if run.get(name) != run_after.get(name)}
+    assert not changed and broken == broken_after
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_reason_is_said(name: str, outcomes: tuple[dict[str, Outcome], Any]) -> None:
+    outcome = outcomes[0][name]
+    assert set(outcome.codes) == {2} and REFUSED[name][1] in outcome.texts[0], outcome
+
+
+@pytest.mark.parametrize("name", ["fewer-steps", "other-seed", "other-length", "finished", "no-such-checkpoint"])
+def test_what_the_header_of_the_checkpoint_says_is_told_first(
+    name: str, outcomes: tuple[dict[str, Outcome], Any]
+) -> None:
+    printed = outcomes[0][name].printed
+    assert "hetero_mpi" not in printed and "Profile" not in printed, "before devices, data and measurements"
+
+
+@pytest.mark.parametrize("name", ["other-data", "other-model", "damaged"])
+def test_checkpoints_are_looked_at_before_anything_is_measured(
+    name: str, outcomes: tuple[dict[str, Outcome], Any]
+) -> None:
+    assert "Profil" not in outcomes[0][name].printed
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_nothing_to_do_is_no_error(name: str, outcomes: tuple[dict[str, Outcome], Any]) -> None:
+    outcome = outcomes[0][name]
+    assert set(outcome.codes) == {0} and UNCHANGED[name][1] in outcome.printed, outcome
+
+
+def test_a_result_that_is_missing_is_written_all_the_same(scene: Scene, outcomes: Any) -> None:
+    copy = scene.directory / "without-result"
+    shutil.copytree(scene.run, copy)
+    shutil.rmtree(copy / "model")
+    outcome = scene.run_entries(RANKS, {"again": {"job": scene.good, "run_dir": copy, "resume": "latest"}})["again"]
+    assert set(outcome.codes) == {0} and "finished already" not in outcome.printed
+    assert (copy / "model" / "config.json").exists()
+
+
+def test_more_steps_go_on(scene: Scene, outcomes: Any) -> None:
+    copy = scene.directory / "further"
+    shutil.copytree(scene.run, copy)
+    entry = {"job": scene.good, "run_dir": copy, "resume": "latest", "set": ["train.steps=5"]}
+    outcome = scene.run_entries(RANKS, {"further": entry})["further"]
+    assert set(outcome.codes) == {0} and "step 5/5" in outcome.printed
+    log = (copy / "logs" / "rank-0000.log").read_text()
+    assert log.startswith((scene.run / "logs" / "rank-0000.log").read_text())
+    assert log.count("Resuming from") == 1, "lines that waited are written once the start is accepted"
+    assert SEQUENCE == 24
