@@ -12,6 +12,7 @@ from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.launcher.launcher import (
     ASKED_TEXTS,
+    MOST_OF_RANKS,
     CommandLine,
     build_command,
     find_launcher,
@@ -84,7 +85,7 @@ def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequenc
         doctor += [option, file] if file is not None else []
     asked_text = ASKED_TEXTS.get(program[0])
     code = start(command, namespace.print_only, namespace.verbose, asked_text, shlex.join(doctor))
-    if program[0] == "train" and code not in _SAID_WHAT_NEXT:
+    if program[0] == "train" and code not in _SAID_WHAT_NEXT and code <= MOST_OF_RANKS:
         go_on = [*without_option(program, "--resume", needs_value=False), "--resume", "any"]
         given = sys.argv[1 : -len(program)] if sys.argv[-len(program) :] == program else ["launch", "...", "--"]
         command_line = shlex.join(["python", "-m", "hetero_mpi", *given, *go_on])

@@ -342,7 +342,7 @@ ASKED_TEXTS = {"train": ASKED_TEXT, "serve": "asking the service to end (SIGINT 
 AT_ONCE_TEXT = "ending the job at once, without a checkpoint"
 
 
-_MOST_OF_RANKS = 128 + 64
+MOST_OF_RANKS = 128 + 64
 """No rank ends with a higher exit code: signals have the highest. Launchers do, where they could not start the job."""
 _NOT_STARTED = (
     "no rank was started: the login to a host failed, MPI is not there, or a firewall keeps it from connecting back to "
@@ -373,7 +373,7 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
         code = process.wait()
     # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
     code = errors.finish(code if code >= 0 else 128 - code)
-    if code > _MOST_OF_RANKS:
+    if code > MOST_OF_RANKS:
         tell([_NOT_STARTED, f"which of these, and where: {doctor}"])
     return code
 

@@ -60,6 +60,16 @@ def end_tokens(keys: Mapping[str, Any], path: Path | str) -> list[int]:
     return list(tokens)
 
 
+def model_stops(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> list[int]:
+    """The tokens at which a model stops: those of ``generation_config.json``, else of ``config.json``, given as keys.
+
+    :raises UserError: they are no tokens.
+    """
+    if generation is not None and "eos_token_id" in generation:
+        return end_tokens(generation, GENERATION)
+    return end_tokens(config, "config.json")
+
+
 def with_end(ends: Sequence[int], end: int | None) -> int | list[int] | None:
     """``eos_token_id`` with one more token."""
     both = list(dict.fromkeys([*ends, *([] if end is None else [end])]))

@@ -24,7 +24,7 @@ from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.transformers.generation import end_tokens, read_generation
+from hetero_mpi.model.transformers.generation import model_stops, read_generation
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.tuning import adapter_tuning
 from hetero_mpi.report.run_files.logs import say
@@ -104,8 +104,7 @@ def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTr
 
     :raises UserError: a file holds no such ids.
     """
-    generation = read_generation(directory) or {}
-    stops = end_tokens(generation if "eos_token_id" in generation else config, directory or "config.json")
+    stops = model_stops(config, read_generation(directory))
     return sorted({*stops, *(own for own in [tokenizer.eos_token_id] if own is not None)})
 
 

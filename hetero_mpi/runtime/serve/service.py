@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import sys
 import time
@@ -18,7 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.data.template import choose_form, messages_text
 from hetero_mpi.data.tokenizer import begun, encoded, own_tokens_only
 from hetero_mpi.errors import UserError
+from hetero_mpi.model.files.model_files import GENERATION
 from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.generation import read_generation
 from hetero_mpi.report import units
 from hetero_mpi.runtime.generate.source import Opened, stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Task
@@ -80,20 +81,17 @@ class ServedModel:
 
 
 def sampling_defaults(directory: Path | None) -> SamplingDefaults:
-    """Those of the model's ``generation_config.json``. Raises UserError: it cannot be read, or a value is none."""
-    path = directory / "generation_config.json" if directory is not None else None
-    if path is None or not path.is_file():
-        return SamplingDefaults.model_validate({})
+    """Those of the model's ``generation_config.json``. Raises UserError: it cannot be read, or a value is out of its range."""
+    values = read_generation(directory) or {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
         return SamplingDefaults.model_validate(
             {name: values[name] for name in SamplingDefaults.model_fields if values.get(name) is not None}
         )
     except ValidationError as error:
         (wrong, *_) = error.errors(include_url=False)
-        raise UserError(f"{path}: {wrong['loc'][0]}: {wrong['msg']}; correct it, or remove the file") from None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); remove it or save it again") from None
+        raise UserError(
+            f"{directory}/{GENERATION}: {wrong['loc'][0]}: {wrong['msg']}; correct it, or remove the file"
+        ) from None
 
 
 class Service:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,9 @@ from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, train_bp
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, LoadedJob
 from hetero_mpi.model.files import hub
-from hetero_mpi.model.files.model_files import GENERATION, ModelFiles
+from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.transformers.generation import end_tokens, read_generation, with_end
+from hetero_mpi.model.transformers.generation import end_tokens, model_stops, read_generation, with_end
 from hetero_mpi.model.transformers.record_rotary import depends_on_length
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES, PADDING_FAMILIES
@@ -121,7 +120,7 @@ def _from_records(loaded: LoadedJob) -> Material:
         bad,
         preference,
         data.weights,
-        _end_tokens(config, model_directory(loaded)),
+        model_stops(config, generation),
     )
     notes.extend(bad.lines())
     if form.kind == "plain":
@@ -212,11 +211,10 @@ def _with_end(
     config: dict[str, Any], generation: dict[str, Any] | None, tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, Any] | None:
     """The keys of ``generation_config.json`` with the end token that is taught, which the model's configuration gets, too."""
-    own = end_tokens(config, "config.json")
     if generation is not None:
-        ends = end_tokens(generation, GENERATION) if "eos_token_id" in generation else own
-        generation = {**generation, "eos_token_id": with_end(ends, tokenizer.eos_token_id)}
-    config["eos_token_id"] = with_end(own, tokenizer.eos_token_id)
+        ends = with_end(model_stops(config, generation), tokenizer.eos_token_id)
+        generation = {**generation, "eos_token_id": ends}
+    config["eos_token_id"] = with_end(end_tokens(config, "config.json"), tokenizer.eos_token_id)
     return generation
 
 
@@ -246,17 +244,6 @@ def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
             f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
             f"(max_position_embeddings); shorten the sequences"
         )
-
-
-def _end_tokens(config: dict[str, Any], directory: Path | None) -> list[int]:
-    """The tokens at which the model stops: those of ``generation_config.json``, else of ``config.json``."""
-    path = directory / "generation_config.json" if directory is not None else None
-    try:
-        keys = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); remove it or save it again") from None
-    found = keys.get("eos_token_id", config.get("eos_token_id")) if isinstance(keys, dict) else None
-    return [token for token in (found if isinstance(found, list) else [found]) if type(token) is int]
 
 
 def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
