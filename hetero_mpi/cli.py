@@ -326,7 +326,7 @@ def parser() -> argparse.ArgumentParser:
     add("--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss, not the newest")
     types, gguf = (
         ("auto", "f32", "f16", "bf16", "q8_0"),
-        "write a GGUF file and a Modelfile, too, by llama.cpp's converter",
+        "write a Modelfile for Ollama, too, and by llama.cpp's converter a GGUF file",
     )
     add("--gguf", nargs="?", const="auto", choices=types, help=gguf)
     add("--push", metavar="ORG/NAME", help="upload OUT to the Hugging Face hub, too, as a private model")

@@ -184,7 +184,8 @@ def errors(place: Path, llama: Path) -> dict[str, tuple[dict[str, Any], tuple[st
         )
     (gpt2 / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     (gpt2 / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "/no/such/model"}
+    adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ".*_proj"}
+    adapter["base_model_name_or_path"] = "/no/such/model"
     (orphan / "adapter_config.json").write_text(json.dumps(adapter))
     weights = adapter_directory(place, LORA) / "adapter_model.safetensors"
     (orphan / "adapter_model.safetensors").write_bytes(weights.read_bytes())
