@@ -262,10 +262,10 @@ def _inspect(file: Path, output: Path | None, every: bool) -> int:
     return _show(*offline.inspect(file, output, every))
 
 
-def _report(run_dir: Path, output: Path | None) -> int:
+def _report(run_dir: Path, output: Path | None, share: bool) -> int:
     from hetero_mpi.commands import runs
 
-    return _show(*runs.report(run_dir, output))
+    return _show(*runs.report(run_dir, output, share))
 
 
 def _compare(runs: list[Path]) -> int:
@@ -370,9 +370,10 @@ def _add_train(commands: Commands) -> None:
         metavar="latest|any|PATH",
         help="continue from a checkpoint; any: from the beginning where there is none",
     )
-    add("--plan", type=Path, metavar="FILE", help="use this plan (edited by hand, say) instead of planning")
-    profile = "use this profile, or the shipped one so called; do not measure"
-    add("--profile", type=Path, metavar="FILE|NAME", help=profile)
+    plan = "use this plan (edited by hand, say), or that of a run, instead of planning"
+    add("--plan", type=Path, metavar="FILE|RUN", help=plan)
+    profile = "use this profile, that of a run, or the shipped one so called; do not measure"
+    add("--profile", type=Path, metavar="FILE|NAME|RUN", help=profile)
     add("--reprofile", action="store_true", help="measure anew, whatever was measured before")
     add("--dry-run", action="store_true", help="validate, profile, plan and predict, then stop")
     _add_schedule(add)
@@ -489,8 +490,8 @@ def _add_offline_commands(commands: Commands) -> None:
     _add_set(add)
 
     add = _command(commands, "inspect", _inspect, "show a profile, a plan or a checkpoint").add_argument
-    file = "what it is, is seen by its content; or a shipped profile's name"
-    add("file", type=Path, metavar="FILE", help=file)
+    file = "what it is, is seen by its content; a shipped profile's name; or a run: all three"
+    add("file", type=Path, metavar="FILE|NAME|RUN", help=file)
     add("-o", "--output", type=Path, metavar="PNG", help="a profile's picture (default: beside it)")
     add("--all", dest="every", action="store_true", help="a row for each of many ranks, hosts and links")
 
@@ -512,9 +513,10 @@ def _add_offline_commands(commands: Commands) -> None:
 def _add_question(add: Add) -> None:
     """Of ``plan`` and ``simulate``: the job, the cluster, and how it is to be planned."""
     add("job", type=Path, nargs="?", metavar="JOB", help="job file (TOML); left out: the profile's own model")
-    profile = "of the cluster, and the model: a file, or the name of a shipped one"
-    add("--profile", type=Path, required=True, metavar="FILE|NAME", help=profile)
-    add("--plan", dest="given", type=Path, metavar="FILE", help="this plan, instead of the planner's")
+    profile = "of the cluster, and the model: a file, a run, or the name of a shipped one"
+    add("--profile", type=Path, required=True, metavar="FILE|NAME|RUN", help=profile)
+    plan = "this plan, or that of a run, instead of the planner's"
+    add("--plan", dest="given", type=Path, metavar="FILE|RUN", help=plan)
     _add_schedule(add)
     _add_set(add)
 
@@ -525,6 +527,8 @@ def _add_looking_back(commands: Commands) -> None:
     add = _command(commands, "report", _report, text).add_argument
     add("run_dir", type=Path, metavar="RUN", help="run directory")
     add("-o", "--output", type=Path, metavar="FILE", help="(default: RUN/report.html)")
+    share = "for others: without names of hosts and users, without absolute paths (RUN/report-shared.html)"
+    add("--share", action="store_true", help=share)
 
     text = "runs side by side: jobs, plans, speed, loss after equally many tokens"
     add = _command(commands, "compare", _compare, text).add_argument

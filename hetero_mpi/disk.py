@@ -1,10 +1,11 @@
-"""Files that appear whole or not at all, and the room that is left for them."""
+"""Files that appear whole or not at all, the room that is left for them, and files of others that reading would wait for."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,3 +65,22 @@ def free_bytes(path: Path) -> int:
     """What is free on the disk on which ``path`` is, or would be made. Raises OSError."""
     path = path.absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+
+
+def require_regular(path: Path) -> None:
+    """Refuse what is there under a name that a user gives, and is no regular file: reading a device may never end, and a pipe would
+    be waited for. Nothing is opened. What is not there is left to whoever opens it.
+
+    Raises UserError: it is a directory, a device, a pipe or a socket.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if stat.S_ISREG(mode):
+        return
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    kind, hint = kinds.get(stat.S_IFMT(mode), "a device"), ""
+    if stat.S_ISFIFO(mode):  # as the shell's <(...) and /dev/stdin are
+        hint = "; it is read more than once, so write what comes out of it to a file first"
+    raise UserError(f"{path}: must be a regular file, and is {kind}{hint}")

@@ -20,6 +20,8 @@ REQUIRED = (
     "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2", "rich",
 )  # fmt: skip
 """Modules that a run imports; a test compares them with pyproject.toml."""
+USED_PROFILE = "used-profile.toml"
+"""File in a run directory: the profile that the run's plans are made for, where it is not the one in ``profile.toml``."""
 SHIPPED_FILES = "shipped_files"
 """The folder of the package that a wheel has and a clone has not."""
 _PACKAGE = Path(__file__).resolve().parent
@@ -49,9 +51,23 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def profile_file(name: str | os.PathLike[str], place: Path | None = None) -> Path:
-    """The file of a profile: ``place`` (by default ``name`` as a path) where it exists or no profile called ``name`` is shipped."""
+    """The file of a profile: ``place`` (by default ``name`` as a path) where it exists or no profile called ``name`` is shipped.
+    Of a run directory, the profile that its plans were made for.
+    """
     place = place or Path(name)
+    if place.is_dir():
+        return file_of_run(place, USED_PROFILE, "profile.toml")
     return place if place.exists() else shipped_profiles().get(os.fspath(name).removesuffix(".toml"), place)
+
+
+def file_of_run(directory: Path, *names: str) -> Path:
+    """The first of these files that is in a run directory. Raises UserError: there is none."""
+    found = next((directory / name for name in names if (directory / name).exists()), None)
+    if found is None:
+        raise UserError(
+            f"{directory}: no {' and no '.join(names)} is in this directory; name a file, or the directory of a run"
+        )
+    return found
 
 
 def no_such_profile(path: Path) -> UserError:

@@ -6,13 +6,12 @@ Costs of the model come from the profile, so a laptop answers for any cluster wh
 from __future__ import annotations
 
 import json
-import stat
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hetero_mpi import toml
-from hetero_mpi.disk import writing
+from hetero_mpi.disk import require_regular, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_directory
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, with_memory
@@ -59,12 +58,15 @@ def inspect(path: Path, picture: Path | None, every: bool = False) -> list[str]:
     """Show a profile (also a shipped one, by its name), a plan or a checkpoint, told apart by content; of a profile also draws a
     picture.
 
+    Of a run directory: its profile, without a picture, its plan, and its newest checkpoint.
+
     ``every``: of a cluster of many ranks, a row for each of them. Raises UserError: it is none of them, or damaged.
     """
+    if path.is_dir():
+        return _inspect_run(path, picture, every)
     place = profile_file(path)
     try:
-        if not stat.S_ISREG(place.stat().st_mode):  # a pipe would be waited for
-            raise UserError(f"{path}: not a regular file; give a profile, a plan or a checkpoint")
+        require_regular(place)
         with place.open("rb") as file:
             is_hdf5 = file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
         if is_hdf5:
@@ -90,6 +92,17 @@ def inspect(path: Path, picture: Path | None, every: bool = False) -> list[str]:
 
     drawn = save(profile_picture(profile), picture or path.with_suffix(".png"), f"profile {path.stem}")
     return [*inspection_lines(profile, every), "", f"Picture: {drawn}"]
+
+
+def _inspect_run(directory: Path, picture: Path | None, every: bool) -> list[str]:
+    if picture is not None:
+        raise UserError(f"-o draws a profile: name the file, such as {profile_file(directory)}")
+    lines = [str(file := profile_file(directory)), *inspection_lines(load_profile(file), every)]
+    newest = max((directory / "checkpoints").glob("step-*.h5"), default=None)
+    for file in filter(None, (directory / "plan.toml", newest)):
+        if file.exists():
+            lines += ["", str(file), *inspect(file, None, every)]
+    return lines
 
 
 def plan(
@@ -287,6 +300,7 @@ def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
     path = (
         loaded.resolve(model.config) if model.config is not None else loaded.resolve(model.path or "") / "config.json"
     )
+    require_regular(path)
     try:
         keys = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

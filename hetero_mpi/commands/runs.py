@@ -17,15 +17,22 @@ from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile
+from hetero_mpi.report.anonymous import anonymous
 from hetero_mpi.report.comparison import baseline_lines, comparison_lines
 from hetero_mpi.report.past_run import REPORT_NAME, PastRun, read_run
 
+SHARED_NAME = "report-shared.html"
 
-def report(run: Path, output: Path | None) -> list[str]:
-    """Write a run's report, by default into its directory. Returns the lines to print."""
+
+def report(directory: Path, output: Path | None, share: bool = False) -> list[str]:
+    """Write a run's report, by default into its directory. Returns the lines to print. ``share``: without names of hosts and users,
+    and without absolute paths.
+    """
     from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
-    written = write_report(read_run(run), output if output is not None else run / REPORT_NAME)
+    run = read_run(directory)
+    usual = directory / (SHARED_NAME if share else REPORT_NAME)
+    written = write_report(anonymous(run) if share else run, output if output is not None else usual)
     return [f"Report: {written}"]
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from hetero_mpi.data.hub_records import PREFIX, hub_files
 from hetero_mpi.data.unpacked import kind_of
+from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 
 
@@ -105,6 +106,8 @@ def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None
             elif os.path.isfile(text):
                 paths.setdefault(os.path.realpath(text), Path(text))
             else:
+                if not os.path.isdir(text):
+                    require_regular(Path(text))
                 directories.append(text)
     if not paths and not from_hub:
         what = (
@@ -116,6 +119,7 @@ def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None
 
 def _read_text(path: Path, max_bytes: int | None, report: CorpusReport) -> str:
     """A file's text, at most ``max_bytes`` of it; "" and a line in the report when there is none."""
+    require_regular(path)
     try:
         with path.open("rb") as file:
             content = file.read(-1 if max_bytes is None else max_bytes)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hetero_mpi.data.unpacked import Damaged, lines_of
+from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 
 Shape = Literal["chat", "alpaca", "prompt/completion"]
@@ -70,6 +71,7 @@ def values_of(path: Path) -> Iterator[tuple[str, Any]]:
     read, is empty or holds no records.
     """
     empty = True
+    require_regular(path)
     try:
         with path.open("rb") as file:
             head = file.read(4)

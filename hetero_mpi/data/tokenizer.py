@@ -10,6 +10,7 @@ from typing import TypeVar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 
 T = TypeVar("T")
@@ -89,6 +90,9 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
             f"{directory} holds no tokenizer (no tokenizer.json): set tokenizer.path to a directory with one, or "
             "tokenizer.train_vocab_size to train one on the corpus"
         )
+    for path in directory.iterdir():
+        if not path.is_dir():
+            require_regular(path)
     with faults_named(f"the tokenizer in {directory} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):

@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from hetero_mpi import toml
+from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.contradictions import Known, contradictions
 from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, unknown_table
@@ -231,6 +232,7 @@ class _Draft:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    require_regular(path)
     try:
         # utf-8-sig: some editors put a byte order mark at the start, which TOML does not allow.
         return toml.loads(path.read_text(encoding="utf-8-sig"))

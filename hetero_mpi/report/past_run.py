@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.disk import write_whole
+from hetero_mpi.disk import require_regular, write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
@@ -29,13 +29,12 @@ from hetero_mpi.report.run_files.line_files import objects
 from hetero_mpi.report.run_files.measured import STEPS_NAME, RankStep, read_rank_steps
 from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, read_metrics
 from hetero_mpi.report.summary import measured_step_s, warm_steps
+from hetero_mpi.shipped import USED_PROFILE
 
 RUN_NAME = "run.json"
 REPORT_NAME = "report.html"
 SAMPLE_NAME = "sample.txt"
 """File of the text that the trained model wrote at the end, where the job asks for it."""
-USED_PROFILE = "used-profile.toml"
-"""File of the profile that the run's plans are made for, where it is not the one in ``profile.toml``."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 
 
@@ -124,6 +123,7 @@ def read_run(directory: Path) -> PastRun:
         )
     told = _told(directory / RUN_NAME)
     metrics, sample = directory / "metrics.jsonl", directory / SAMPLE_NAME
+    require_regular(sample)
     report, profile = _report_and_profile(directory)
     return PastRun(
         directory=directory,
@@ -202,6 +202,7 @@ def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProf
 
 
 def _told(path: Path) -> dict[str, Any]:
+    require_regular(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

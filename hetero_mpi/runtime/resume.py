@@ -19,7 +19,7 @@ from hetero_mpi.checkpoint.directory import new_run_id, newest_readable, shards_
 from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import LoadedJob, TrainTable
+from hetero_mpi.job.load import LoadedJob, TrainTable, job_to_dict
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.launch.supervisor.event_log import own_event
 from hetero_mpi.model.optimizer import learning_rate
@@ -88,7 +88,15 @@ def _look(reader: CheckpointReader, path: Path, loaded: LoadedJob, run_dir: Path
     if train.epochs is not None:
         return None  # how many steps they are is not known before the data are read
     _check_steps(path, step, train)
+    if _described(reader.metadata["job"]) != _described(job_to_dict(loaded.job)):
+        return None  # whether it is the same run shows when model and data are there
     return finished(reader.metadata, path, loaded.job, run_dir)
+
+
+def _described(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What a job says of what is trained, on what and how; but for the dtype, which may have to be settled yet."""
+    told = {table: job.get(table) for table in ("model", "adapter", "tokenizer", "data", "train")}
+    return {**told, "train": {**(told["train"] or {}), "dtype": None}}
 
 
 def accept_checkpoint(setup: RunSetup, options: TrainOptions) -> tuple[Accepted | None, TrainResult | None]:

@@ -25,7 +25,6 @@ from hetero_mpi.profiling.time_cache import device_key, forget_times
 from hetero_mpi.report import units
 from hetero_mpi.report.past_run import (
     REPORT_NAME,
-    USED_PROFILE,
     describe_run,
     note_result,
     predicted_step,
@@ -45,6 +44,7 @@ from hetero_mpi.runtime.setup.material import base_name
 from hetero_mpi.runtime.setup.profile_and_plan import subject_of
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.runtime.watchdog import Standing, Watchdog
+from hetero_mpi.shipped import USED_PROFILE
 from hetero_mpi.state.checkpointing import save_adapter, save_model
 from hetero_mpi.state.training_state import TrainingState
 

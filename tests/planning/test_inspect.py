@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hetero_mpi.cli import main
 from hetero_mpi.commands import plan
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.profile import LinkProfile
-from hetero_mpi.planning.types.toml_files import load_profile, plan_from_dict, save_plan
+from hetero_mpi.planning.types.toml_files import load_profile, plan_from_dict, save_plan, save_profile
 from hetero_mpi.report.inspection import residuals
+from tests.support import past_runs
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.mpi import run_mpi
 from tests.support.planning_folder import JOB, REQUEST, cluster, fill, run
@@ -103,6 +106,31 @@ def test_inspect_shows_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[
     assert "step 3 of 20" in text and "3.2500 at the last step" in text and "2.5000 at best" in text
     assert "qwen3, 28 blocks; trained: a lora adapter" in text and "computed in bf16" in text
     assert "2 trained tensors, 16 numbers" in text and "torch 2.13.0" in text
+
+
+def test_a_run_stands_for_its_profile_and_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = past_runs.cluster(2)
+    made = past_runs.make_run(Path("run"), past_runs.planned(profile), profile)
+    (made / "checkpoints" / "step-00000060.h5").unlink()
+    write_checkpoint(
+        made / "checkpoints" / "step-00000003.h5", told(3, losses=np.array([4.0, 2.5, 3.25])), {"a.weight": (3,)}
+    )
+    text = run(capsys, "inspect", "run")
+    assert "run/profile.toml" in text and "run/plan.toml" in text and "because: " in text and "after step 3" in text
+    assert not (made / "profile.png").exists() and not Path("run.png").exists(), "nothing is written beside a run"
+    own, job = str(made / "profile.toml"), ("--set", "train.global_batch=8", "--json")
+    by_file = run(capsys, "plan", "--profile", own, "--plan", str(made / "plan.toml"), *job)
+    assert (
+        json.loads(run(capsys, "plan", "--profile", "run", "--plan", "run", *job))["plan"]
+        == json.loads(by_file)["plan"]
+    )
+    used = replace(profile, date="yesterday")
+    save_profile(used, made / "used-profile.toml")
+    assert load_profile("run") == used, "the one that its plans were made for"
+    Path("empty").mkdir()
+    for words in (("inspect", "empty"), ("plan", "--profile", "empty")):
+        assert main(list(words)) == 2
+        assert "empty: no used-profile.toml and no profile.toml is in this directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def outcomes(scene: Scene) -> dict[str, Outcome]:
         "breaks": "loss_is_no_number_in_step_2",
     }
     entries["damaged-newest"] = {
-        **scene.resumed("damaged-newest"),
+        **scene.resumed("damaged-newest", train={"steps": 5}),
         "damage": checkpoint_path(scene.good_run / "checkpoints", 4),
     }
     entries["damaged-named"] = {

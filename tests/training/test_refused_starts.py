@@ -65,6 +65,10 @@ REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
         lambda s, n: s.changed(n, more=RESUMED, model={"path": str(s.model("deeper", blocks=3))}, train={"steps": 6}),
         "checkpoint of another model",
     ),
+    "other-model-of-a-finished-run": (
+        lambda s, n: s.changed(n, more=RESUMED, model={"path": str(s.model("wider", hidden_size=64))}),
+        "checkpoint of another model",
+    ),
     "damaged": (lambda s, n: s.changed(n, run=s.broken, more=RESUMED), "no whole checkpoint to resume from"),
     "no-such-checkpoint": (
         lambda s, n: s.changed(n, more={"resume": str(s.directory / "no.h5")}),

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_mpi import toml
 from hetero_mpi.device.choice import DEVICE, DEVICE_RULE, DEVICE_VARIABLE
+from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots
@@ -111,6 +112,7 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
 
 def tables_of(path: Path) -> dict[str, Any]:
     """The contents of a hosts file, unchecked. Raises UserError: no such file, or no TOML."""
+    require_regular(path)
     try:
         return toml.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:

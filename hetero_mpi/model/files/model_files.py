@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 
 if TYPE_CHECKING:
@@ -266,8 +267,7 @@ def _sample(stored: StoredTensor) -> str:
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # a device may have no end, and a pipe no writer
-        raise UserError(f"{path} is not a regular file. {remedy or AGAIN}")
+    require_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -299,6 +299,7 @@ def _or_near(near: list[str]) -> str:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Parse a safetensors header and hold the file's length against it."""
+    require_regular(path)
     actual = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")

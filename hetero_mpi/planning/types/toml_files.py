@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi import toml
-from hetero_mpi.disk import write_whole
+from hetero_mpi.disk import require_regular, write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types import plan as plan_types
 from hetero_mpi.planning.types import profile as profile_types
@@ -26,7 +26,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.profile_rules import number_problems, profile_problems
-from hetero_mpi.shipped import no_such_profile, profile_file
+from hetero_mpi.shipped import file_of_run, no_such_profile, profile_file
 
 PROFILE_HEADING = """\
 # Profile of a cluster: what every rank and every directed link was measured to do, and the model it was measured with.
@@ -192,8 +192,11 @@ def save_plan(plan: Plan | PlanReport, path: str | os.PathLike[str]) -> None:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Raises ``UserError`` when the file is not a plan; whether it fits a model is for ``planner.complete_plan``."""
-    return plan_from_dict(_read(Path(path)), str(path))
+    """The plan at a path, or of a run directory. Raises ``UserError`` when the file is not a plan; whether it fits a model is for
+    ``planner.complete_plan``.
+    """
+    file = file_of_run(Path(path), "plan.toml") if Path(path).is_dir() else Path(path)
+    return plan_from_dict(_read(file), str(file))
 
 
 def load_plan_file(path: str | os.PathLike[str]) -> tuple[Plan, PlanReport | None]:
@@ -263,6 +266,7 @@ def _value(value: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    require_regular(path)
     try:
         return toml.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

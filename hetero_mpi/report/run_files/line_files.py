@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.disk import write_whole
+from hetero_mpi.disk import require_regular, write_whole
 from hetero_mpi.report.run_files.logs import say
 
 _LOG = logging.getLogger(__name__)
@@ -79,9 +79,13 @@ def rewrite(path: Path, lines: Iterable[str]) -> None:
 
 
 def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line with its end, values) of every line that is a JSON object. Torn lines are left out; without a file there are none."""
+    """(line with its end, values) of every line that is a JSON object. Torn lines are left out; without a file there are none.
+
+    Raises UserError: it is no regular file.
+    """
     if not path.exists():
         return
+    require_regular(path)
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 
 LOCK_NAME = ".lock"
@@ -72,9 +73,10 @@ def opened_in(run_dir: Path, name: str) -> TextIO:
 
 
 def refuse_links(run_dir: str | Path) -> None:
-    """Refuse a run directory with a link through which a run would write elsewhere. Local: each host has its own directory.
+    """Refuse a run directory with a link through which a run would write elsewhere, or with a pipe or a device in a file's place.
+    Local: each host has its own directory.
 
-    Raises UserError: with the first such link.
+    Raises UserError: with the first of them.
     """
     home = Path(run_dir).resolve()
     for name in _WRITTEN:
@@ -85,6 +87,8 @@ def refuse_links(run_dir: str | Path) -> None:
                     f"a run writes into its own directory only; {path} is a link that leads out of it, to {path.resolve()}. "
                     "Remove the link, or have the whole run directory there with --run-dir."
                 )
+            if not path.is_dir():
+                require_regular(path)
 
 
 def _holder(file: TextIO) -> str:

@@ -1,0 +1,138 @@
+"""Devices, pipes, sockets and directories in the place of files that a user names: refused in words before they are opened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hetero_mpi.cli import main
+from hetero_mpi.data.documents import read_documents
+from hetero_mpi.data.record_files import values_of
+from hetero_mpi.data.tokenizer import load_tokenizer
+from hetero_mpi.disk import require_regular
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.adapter_files import adapter_of
+from hetero_mpi.model.files.model_files import ModelFiles, read_header, read_json
+from hetero_mpi.report.run_files.run_directory import claim
+from tests.support.mpi import ROOT
+from tests.support.past_runs import cluster, make_run, planned
+
+
+def device(place: Path) -> str:
+    place.symlink_to("/dev/zero")
+    return "a device"
+
+
+def pipe(place: Path) -> str:
+    os.mkfifo(place)
+    return "a pipe; it is read more than once, so write what comes out of it to a file first"
+
+
+def bound_socket(place: Path) -> str:
+    with socket.socket(socket.AF_UNIX) as one:
+        here = Path.cwd()
+        os.chdir(place.parent)  # a socket's name may have 107 bytes
+        one.bind(place.name)
+        os.chdir(here)
+    return "a socket"
+
+
+def directory(place: Path) -> str:
+    place.mkdir()
+    return "a directory"
+
+
+ODD = (device, pipe, bound_socket, directory)
+Odd = Callable[[Path], str]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_no_regular_file(odd: Odd, tmp_path: Path) -> None:
+    said = odd(tmp_path / "odd")
+    with pytest.raises(UserError) as caught:
+        require_regular(tmp_path / "odd")
+    assert str(caught.value) == f"{tmp_path / 'odd'}: must be a regular file, and is {said}"
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name in ("file", "link", "absent"):
+        require_regular(tmp_path / name)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "json": lambda path: read_json(path, ""),
+    "weights": read_header,
+    "records": lambda path: list(values_of(path)),
+    "text": lambda path: list(read_documents([str(path)])),
+    "adapter": lambda path: adapter_of(path.parent),
+    "model": lambda path: ModelFiles(path.parent).check(),
+    "tokenizer": lambda path: load_tokenizer(path.parent),
+}
+NAMES = {"adapter": "adapter_config.json", "model": "config.json", "tokenizer": "added_tokens.json"}
+
+
+@pytest.mark.parametrize("odd", [device, pipe, bound_socket])
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_of_models_and_data(reader: str, odd: Odd, tmp_path: Path) -> None:
+    place = tmp_path / NAMES.get(reader, "odd")
+    said = odd(place)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=said.partition(";")[0]):
+        READERS[reader](place)
+
+
+@pytest.mark.parametrize("odd", [device, pipe])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "run.json", "plan.toml", "profile.toml", "events.jsonl", "sample.txt"]
+)
+def test_files_of_a_run(name: str, odd: Odd, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = cluster(2)
+    run = make_run(tmp_path / "run", planned(profile), profile)
+    (run / name).unlink(missing_ok=True)
+    said = odd(run / name)
+    assert main(["report", str(run)]) == 2
+    assert capsys.readouterr().err.startswith(f"{run / name}: must be a regular file, and is {said}")
+    with pytest.raises(UserError, match="regular file" if odd is pipe else "leads out of it"), claim(run):
+        pass
+
+
+def ended(*words: str) -> tuple[int, str]:
+    """Exit code and the last line of a command that reads an odd file. It would wait or read for ever if it opened it."""
+    command = [sys.executable, "-m", "hetero_mpi", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, input="")
+    return result.returncode, result.stderr.strip().splitlines()[-1]
+
+
+def test_commands(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    shutil.copy(ROOT / "jobs" / "quickstart.toml", tmp_path / "job.toml")
+    job = str(tmp_path / "job.toml")
+    for words in (
+        ("train", str(tmp_path / "pipe.toml")),
+        ("train", "/dev/zero"),
+        ("train", "/dev/stdin"),
+        ("inspect", str(tmp_path / "pipe.toml")),
+        ("plan", "/dev/zero", "--profile", "a100-8"),
+        ("plan", job, "--profile", "/dev/zero"),
+        ("simulate", job, "--profile", str(tmp_path / "pipe.toml")),
+        ("baseline", job, "--profile", "/dev/zero"),
+    ):
+        code, said = ended(*words)
+        assert code == 2 and "must be a regular file, and is a" in said, (words, said)
+
+
+def test_a_model_s_configuration(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two three\n" * 200)
+    (tmp_path / "job.toml").write_text(
+        '[model]\nconfig = "/dev/zero"\n[tokenizer]\ntrain_vocab_size = 300\n[data]\ntext = ["text.txt"]\nsequence_length = 32\n'
+        "[train]\nsteps = 2\nglobal_batch = 4\n"
+    )
+    code, said = ended("train", str(tmp_path / "job.toml"), "--run-dir", str(tmp_path / "run"))
+    assert (code, said) == (2, "/dev/zero: must be a regular file, and is a device")
