@@ -229,9 +229,9 @@ def test_a_generation_config_of_other_types_is_refused(tmp_path: Path, values: A
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "generation_config.json")
-    with pytest.raises(UserError, match="is not a regular file"):
+    with pytest.raises(UserError, match="must be a regular file"):
         read_generation(tmp_path)
-    with pytest.raises(UserError, match="is not a regular file"):
+    with pytest.raises(UserError, match="must be a regular file"):
         read_config("/dev/zero")
 
 
