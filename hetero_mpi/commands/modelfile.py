@@ -15,10 +15,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.answers import Printer
+from hetero_mpi.data.record_files import BadRecord
+from hetero_mpi.data.rendering import rendered_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import hub
-from hetero_mpi.model.files.model_files import read_json
+from hetero_mpi.model.files.model_files import GENERATION
+from hetero_mpi.model.transformers.generation import end_tokens, read_generation
 
 _SYSTEM, _USERS, _ANSWERS = "Qsysq", ("Quaq", "Qubq", "Qucq"), ("Qaaq", "Qabq")
 _LAST = "eq (len (slice $.Messages $i)) 1"
@@ -39,9 +43,7 @@ def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
     places = [directory, *([hub.directory_of(base)] if base is not None else [])]
     home = next((place for place in places if (place / "tokenizer.json").is_file()), None)
     tokenizer = load_tokenizer(home) if home is not None else None
-    settings = next(
-        (read_json(p / "generation_config.json", "") for p in places if (p / "generation_config.json").is_file()), {}
-    )
+    settings = next((found for place in places if (found := read_generation(place)) is not None), {})
     layout = None
     if tokenizer is not None:
         try:
@@ -49,7 +51,9 @@ def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
             lines += [f'TEMPLATE """{layout.template}"""'] if layout is not None else []
         except ValueError as error:
             notes.append(f"no TEMPLATE in the Modelfile, so Ollama takes its own guess of the chat template: {error}")
-        lines += [f"PARAMETER stop {_quoted(text)}" for text in _stops(tokenizer, layout, settings.get("eos_token_id"))]
+        lines += [
+            f"PARAMETER stop {_quoted(text)}" for text in _stops(tokenizer, layout, end_tokens(settings, GENERATION))
+        ]
     lines += [f"PARAMETER {name} {value}" for name, value in _sampling(settings)]
     (directory / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return notes
@@ -181,13 +185,11 @@ def _talk(turns: int, system: bool = False) -> list[dict[str, str]]:
 def _render(tokenizer: PreTrainedTokenizerFast, talk: Sequence[Mapping[str, str]]) -> str:
     """The chat template's text, without a beginning token that the tokenizer adds by itself, as Ollama does."""
     begin = str(tokenizer.bos_token) if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else ""
+    printer = Printer(str(tokenizer.chat_template), None, tokenizer.special_tokens_map)
     try:
-        text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-        return str(text).removeprefix(begin)
-    except Exception as error:  # whatever a template raises, of jinja's or Python's kinds
-        raise ValueError(
-            f"it refuses a conversation ({str(error).splitlines()[0] if str(error) else error!r})"
-        ) from None
+        return rendered_prompt(printer, False, talk).removeprefix(begin)
+    except BadRecord as error:
+        raise ValueError(f"it refuses a conversation ({str(error).splitlines()[0]})") from None
 
 
 def _between(text: str, first: str | None, second: str | None) -> str:
@@ -206,11 +208,9 @@ def _quoted(text: str) -> str:
     return f'"""{text}"""' if '"' in text or "\n" in text else f'"{text}"'
 
 
-def _stops(tokenizer: PreTrainedTokenizerFast, layout: Layout | None, ends: Any) -> list[str]:
+def _stops(tokenizer: PreTrainedTokenizerFast, layout: Layout | None, ends: Sequence[int]) -> list[str]:
     """The texts of the end tokens, and of the token with which the chat template ends an answer."""
-    ids = {
-        end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int and 0 <= end < len(tokenizer)
-    }
+    ids = {end for end in ends if 0 <= end < len(tokenizer)}
     texts = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(ids | ({tokenizer.eos_token_id} - {None})))]
     behind = (layout.end + layout.user).lstrip() if layout is not None else ""
     texts += [token.content for token in tokenizer.added_tokens_decoder.values() if behind.startswith(token.content)]
@@ -226,7 +226,7 @@ def _sampling(settings: Mapping[str, Any]) -> list[tuple[str, float]]:
         value = settings.get(key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"generation_config.json: {key} = {value!r} is no number; correct it, or remove it")
+        if not math.isfinite(value):
+            raise UserError(f"{GENERATION}: {key} = {value!r} is no number; correct it, or remove it")
         found.append((name, value))
     return found

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
+from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 
 _USER = r"(?:[A-Za-z0-9_][A-Za-z0-9_.\-]*@)?"
@@ -63,6 +64,7 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
 
 def _text(path: str | Path) -> str:
     """What the file holds; it may begin with a mark of its encoding, as editors of Windows write it."""
+    require_regular(Path(path))
     try:
         content = Path(path).read_bytes()
         wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
