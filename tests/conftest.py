@@ -29,7 +29,7 @@ LONGEST = [
 def pytest_configure(config: pytest.Config) -> None:
     # Where the environment says otherwise, each of the hundreds of processes that tests start would compile all modules anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["COLUMNS"] = "120"  # as wide as what documents show
+    os.environ.pop("COLUMNS", None)  # lines that are looked for stay whole
     sys.dont_write_bytecode = False
     gc.disable()  # until all tests are collected: thousands of modules are no garbage
     config.option.loadscopereorder = False  # else files with the most tests begin first: mostly the quickest ones
