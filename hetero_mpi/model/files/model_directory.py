@@ -163,6 +163,7 @@ class ModelDirectoryWriter(WholeDirectory):
         unwritten = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
         self._awaited = set(model.state_dict()) - unwritten
         self._buffer: dict[str, torch.Tensor] = {}
+        self._buffer_bytes = 0
         self._shards: list[list[str]] = []
         self._total_bytes = 0
         self._bytes_of: Counter[torch.dtype] = Counter()
@@ -181,8 +182,9 @@ class ModelDirectoryWriter(WholeDirectory):
         for name, tensor in revert_weight_conversion(self._model, state).items():
             if tensor.is_floating_point():
                 self._bytes_of[tensor.dtype] += tensor.nbytes
-            if self._buffer and _bytes(self._buffer) + tensor.nbytes > self._shard_bytes:
+            if self._buffer and self._buffer_bytes + tensor.nbytes > self._shard_bytes:
                 self._write_shard()
+            self._buffer_bytes += tensor.nbytes
             # A copy of its own: the caller may change its tensor, and a view would keep a whole storage alive.
             self._buffer[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
@@ -194,11 +196,11 @@ class ModelDirectoryWriter(WholeDirectory):
 
     def _write_shard(self) -> None:
         self._shards.append(list(self._buffer))
-        self._total_bytes += _bytes(self._buffer)
+        self._total_bytes += self._buffer_bytes
         path = self.path / _part(len(self._shards))
         write_tensors(path, self._buffer)
         sync(path)
-        self._buffer = {}
+        self._buffer, self._buffer_bytes = {}, 0
 
     def _name_shards(self) -> None:
         """Give the shards their final names, their number being known now; write the index where there are several."""
@@ -231,10 +233,6 @@ class ModelDirectoryWriter(WholeDirectory):
     def _write_keys(self, name: str, keys: Mapping[str, Any]) -> None:
         kept = {key: value for key, value in keys.items() if key != "use_cache"}
         (self.path / name).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _bytes(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _part(number: int) -> str:

@@ -139,9 +139,12 @@ def read_rank_steps(path: Path) -> tuple[RankStep, ...]:
 def steps_under(records: Sequence[RankStep], plan: Plan) -> list[tuple[RankStep, ...]]:
     """The steps that were run under ``plan`` and recorded by all its ranks, in order."""
     held = {(number, rank) for number, _, stage in plan.numbered for rank in stage.ranks}
+    by_step: dict[int, dict[int, RankStep]] = {}
+    for record in records:
+        if record.events:
+            by_step.setdefault(record.step, {})[record.rank] = record
     found = []
-    for step in sorted({record.step for record in records}):
-        own = {record.rank: record for record in records if record.step == step and record.events}
+    for _, own in sorted(by_step.items()):
         told = {(event.action.stage, rank) for rank, record in own.items() for event in record.events}
         if told == held:
             found.append(tuple(own[rank] for rank in sorted(own)))
