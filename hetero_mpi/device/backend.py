@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import gc
 import math
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ import numpy as np
 import psutil
 import torch
 
+from hetero_mpi import host_limits
 from hetero_mpi.comm import huge_pages
 from hetero_mpi.device.copying import Copying
-from hetero_mpi.device.memory import cgroup_free_bytes
 from hetero_mpi.device.products import has_products
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -204,13 +203,6 @@ def host_bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-def own_cores() -> list[int]:
-    """Numbers of the cores this process may run on (a launcher may have bound it to a few)."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
 def return_freed_memory() -> None:
     """Give memory freed inside the process back to the system, where the C library keeps it (glibc).
 
@@ -224,7 +216,7 @@ def return_freed_memory() -> None:
 def host_memory() -> Memory:
     """The host's memory that is free now, for all its ranks together."""
     memory = psutil.virtual_memory()
-    limit = cgroup_free_bytes()
+    limit = host_limits.free_bytes()
     if limit is not None and limit < memory.available:
         return Memory(limit, f"{gigabytes(limit)} left under the control group's limit")
     return Memory(

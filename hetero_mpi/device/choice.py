@@ -72,20 +72,24 @@ class Cores:
     host: str
     numbers: tuple[int, ...]
     """Of the cores that it may run on (a launcher may have bound it to a few)."""
+    quota: float | None
+    """Cores' worth of time that its host's ranks may use together; None: no limit."""
     computes: bool
     """Its processor is its device; else it only feeds a GPU."""
 
 
 def cores_of(rank: int, ranks: Sequence[Cores]) -> float:
-    """The cores that ``rank`` can count on: every core counts 1 / the ranks of its host that may run on it.
+    """The cores that ``rank`` can count on: every core counts 1 / the ranks of its host that may run on it, and less where a quota
+    allows their cores not all of the time.
 
     A rank that feeds a GPU leaves what it has beyond ``CORES_PER_GPU`` to those ranks that compute on the same cores.
     """
     own = ranks[rank]
     users = Counter(core for one in ranks if one.host == own.host for core in one.numbers)
+    allowed = 1.0 if own.quota is None else min(1.0, own.quota / len(users))
     alike = [one for one in ranks if (one.host, one.numbers) == (own.host, own.numbers)]
     computing = sum(one.computes for one in alike)
-    equal = sum(1 / users[core] for core in own.numbers)
+    equal = allowed * sum(1 / users[core] for core in own.numbers)
     if computing == 0:
         return equal
     spared = max(0.0, equal - CORES_PER_GPU)

@@ -1,74 +1,16 @@
-"""Memory as the system sees it: what control groups leave, processes killed for lack of it, and errors that mean it was short.
-
-No torch is imported for the first two.
-"""
+"""Shortage of memory: processes that the kernel killed for it, and errors that mean it. No torch is imported for the first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-_ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_UNLIMITED = 1 << 60
-"""Version 1 says so by a number near 2**63."""
-
-
-def cgroup_free_bytes(root: Path = _ROOT, own: Path = _OWN) -> int | None:
-    """Bytes left under the memory limits of this process's control group and of those above it, as SLURM jobs, containers and
-    systemd services have them; None without a limit. What the page cache has not touched for long counts as free.
-
-    ``own``: the groups of this process, a line ``NUMBER:CONTROLLERS:PATH`` for each hierarchy.
-    """
-    left = [free for group in _groups(root, own) if (free := _free_bytes(group)) is not None]
-    return min(left, default=None)
-
-
-def _groups(root: Path, own: Path) -> Iterator[Path]:
-    """Directories of the process's groups with a memory controller and of all above them; in a container, the mounted one."""
-    yield root  # a container may see its own group there, whatever its path says
-    yield root / "memory"
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        top = root / controllers
-        place = PurePosixPath(path.lstrip("/"))
-        for inner in (place, *place.parents):
-            if ".." not in inner.parts:
-                yield top / inner
-
-
-def _free_bytes(group: Path) -> int | None:
-    for limit_file, usage_file, cached in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            limit, usage = (group / limit_file).read_text().strip(), (group / usage_file).read_text().strip()
-        except OSError:
-            continue
-        if limit != "max" and int(limit) < _UNLIMITED:
-            return max(0, int(limit) - int(usage) + min(_count(group / "memory.stat", cached), int(usage)))
-    return None
-
-
-def _count(counters: Path, name: str) -> int:
-    """The number behind a name in a file of the kernel; 0 where it is not there."""
-    try:
-        rows = dict(line.split(" ", 1) for line in counters.read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(rows.get(name, 0))
+from hetero_mpi.host_limits import counter
 
 
 def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
     """Processes that this machine's kernel has killed for lack of memory since it started, by the limit of a control group or for
     the whole machine; 0 where it does not count them (before Linux 4.13, other systems)."""
-    return _count(counters, "oom_kill")
+    return counter(counters, "oom_kill")
 
 
 def memory_kills_text(kills: dict[str, int]) -> str:

@@ -230,14 +230,23 @@ def test_ranks_that_see_the_same_cards_take_different_ones() -> None:
 
 def test_cores_of_ranks_that_feed_gpus_go_to_those_that_compute() -> None:
     whole, first, second = tuple(range(16)), (0, 1), (2, 3)
-    box = [Cores("box", whole, gpu) for gpu in (False, False, False, True)]
+    box = [Cores("box", whole, None, gpu) for gpu in (False, False, False, True)]
     assert [cores_of(rank, box) for rank in range(4)] == [2, 2, 2, 10]
-    gpus = [Cores("box", whole, False)] * 2
+    gpus = [Cores("box", whole, None, False)] * 2
     assert [cores_of(rank, gpus) for rank in range(2)] == [8, 8], "nobody else wants them"
-    small = [Cores("box", first, False), Cores("box", first, True), Cores("other", first, True)]
+    small = [Cores("box", first, None, False), Cores("box", first, None, True), Cores("other", first, None, True)]
     assert [cores_of(rank, small) for rank in range(3)] == [1, 1, 2]
-    bound = [Cores("box", first, False), Cores("box", second, True)]
+    bound = [Cores("box", first, None, False), Cores("box", second, None, True)]
     assert [cores_of(rank, bound) for rank in range(2)] == [2, 2]
+
+
+def test_a_quota_is_shared_among_the_ranks_of_its_host() -> None:
+    container = [Cores("box", tuple(range(64)), 2.0, True)] * 2
+    assert [cores_of(rank, container) for rank in range(2)] == [1, 1]
+    wide = [Cores("box", (0, 1), 8.0, True)]
+    assert cores_of(0, wide) == 2, "no more than there are"
+    bound = [Cores("box", (0, 1), 1.5, True), Cores("box", (2,), 1.5, True)]
+    assert [cores_of(rank, bound) for rank in range(2)] == [1, 0.5]
 
 
 def test_a_hosts_device_goes_before_the_jobs() -> None:

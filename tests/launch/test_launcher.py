@@ -51,7 +51,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "local_addresses", lambda: LOCAL)
     monkeypatch.setattr(launching, "resolve", NAMES.__getitem__)
-    monkeypatch.setattr(launching, "usable_cores", lambda: 2)
+    monkeypatch.setattr(launching, "physical_cores", lambda: 2)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.device.memory import cgroup_free_bytes
+from hetero_mpi import host_limits
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.slurm import Component, components, entries, step_command, tasks_per_node
@@ -133,7 +133,32 @@ def groups(root: Path, files: dict[str, str]) -> Path:
     ids=["version 2", "version 1", "container", "no limit"],
 )
 def test_memory_limits_of_control_groups(tmp_path: Path, own: str, files: dict[str, str], free: int | None) -> None:
-    assert cgroup_free_bytes(tmp_path, groups(tmp_path, {**files, "self": own})) == free
+    assert host_limits.free_bytes(tmp_path, groups(tmp_path, {**files, "self": own})) == free
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/a/b\n", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, 2.0),
+        (
+            "1:cpu,cpuacct:/job\n",
+            {
+                "cpu,cpuacct/job/cpu.cfs_quota_us": "50000\n",
+                "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+                "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            0.5,
+        ),
+        ("0::/\n", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/a\n", {"a/cpu.max": "max 100000"}, None),
+    ],
+    ids=["version 2", "version 1", "container", "no quota"],
+)
+def test_processor_quotas_of_control_groups(
+    tmp_path: Path, own: str, files: dict[str, str], cores: float | None
+) -> None:
+    assert host_limits.core_quota(tmp_path, groups(tmp_path, {**files, "self": own})) == cores
 
 
 @pytest.fixture(scope="module")

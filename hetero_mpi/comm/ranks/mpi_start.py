@@ -36,6 +36,7 @@ from hetero_mpi.comm.ranks.library import (
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, version_problem
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.host_limits import usable_cores
 from hetero_mpi.text import printable, write_text
 
 T = TypeVar("T")
@@ -245,7 +246,7 @@ def _be_polite(environment: dict[str, str] | os._Environ[str]) -> None:
     starts.
     """
     ranks_here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
-    if ranks_here.isdigit() and int(ranks_here) > (os.cpu_count() or 1):
+    if ranks_here.isdigit() and int(ranks_here) > usable_cores():
         environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
 from hetero_mpi.device.self_test_process import self_test
+from hetero_mpi.host_limits import usable_cores
 from hetero_mpi.launch.doctor.links import listen, measure
 from hetero_mpi.launch.hosts.authenticated import AuthenticatedServer, NotAuthentic
 from hetero_mpi.shipped import absent_packages
@@ -127,7 +128,7 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
         python=sys.executable,
         prefix=sys.prefix,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         memory_bytes=free_bytes,
         addresses=addresses,
         versions={**own_versions("absent"), PACKAGE: own_source()},

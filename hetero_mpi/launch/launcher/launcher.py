@@ -25,6 +25,7 @@ from types import FrameType
 from hetero_mpi.comm.ranks.library import JOINED_VARIABLE, MPICH, OPEN_MPI, MpiLibrary, parse_library_version
 from hetero_mpi.device.memory import memory_kills, memory_kills_text
 from hetero_mpi.errors import UserError
+from hetero_mpi.host_limits import usable_cores
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, read_by_launcher, read_hostfile
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, choose_interface, local_addresses, resolve
 from hetero_mpi.launch.launcher.error_stream import ErrorStream
@@ -264,7 +265,7 @@ def add_open_mpi(
     """Add Open MPI's options that do not depend on the program. ``given``: the user's own options, which are not changed."""
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.add("this is root, and Open MPI asks to be told so", **_AS_ROOT)
-    cores = usable_cores()
+    cores = physical_cores()
     if single_machine and np > cores and "SLURM_JOB_ID" not in os.environ:
         command.add(f"{np} ranks share {cores} cores", "--oversubscribe", OMPI_MCA_mpi_yield_when_idle="1")
     if not any("bind-to" in argument for argument in given):
@@ -322,13 +323,11 @@ def add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
         command.add("UCX must not choose among all interfaces either", UCX_NET_DEVICES=interface)
 
 
-def usable_cores() -> int:
-    """Physical cores that this process may use: Open MPI's number of slots of a single machine."""
+def physical_cores() -> int:
+    """Physical cores that this process may keep busy: Open MPI's number of slots of a single machine, or fewer under a quota."""
     import psutil
 
-    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return int(min(physical, allowed))
+    return int(min(psutil.cpu_count(logical=False) or usable_cores(), usable_cores()))
 
 
 _PR_SET_PDEATHSIG = 1

@@ -19,10 +19,11 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.samples import DataSource, Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
-from hetero_mpi.device.backend import Backend, best_dtype, own_cores
+from hetero_mpi.device.backend import Backend, best_dtype
 from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish
 from hetero_mpi.device.products import widen_products
 from hetero_mpi.errors import UserError
+from hetero_mpi.host_limits import core_quota, own_cores
 from hetero_mpi.job.load import AdapterTable, JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.model.adamw import check_eight_bit
@@ -263,13 +264,13 @@ def open_device(world: World, job_device: str, needs: Needs) -> Backend:
 
 def share_of_cores(world: World, backend: Backend) -> float:
     """CPU cores this rank can count on, of those it may run on. Collective."""
-    everyone = world.all_gather_json([world.host, own_cores(), backend.name == "cpu"])
-    return cores_of(world.rank, [Cores(host, tuple(cores), computes) for host, cores, computes in everyone])
+    everyone = world.all_gather_json([world.host, own_cores(), core_quota(), backend.name == "cpu"])
+    return cores_of(world.rank, [Cores(host, tuple(cores), *more) for host, cores, *more in everyone])
 
 
 def default_threads(cores: float) -> int:
-    """Threads under "auto": ``OMP_NUM_THREADS`` if set, else one per whole core."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    """Threads under "auto": ``OMP_NUM_THREADS`` if set (of a list, one for each level, the first), else one per whole core."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, int(cores))
 
 

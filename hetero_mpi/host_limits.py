@@ -1,0 +1,94 @@
+"""What a process may use of its host: memory and cores, under the limits of its control groups. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_UNLIMITED = 1 << 60
+"""Version 1 says so by a number near 2**63."""
+
+
+def free_bytes(root: Path = _ROOT, own: Path = _OWN) -> int | None:
+    """Bytes left under the memory limits of this process's control group and of those above it, as SLURM jobs, containers and
+    systemd services have them; None without a limit. What the page cache has not touched for long counts as free.
+
+    ``own``: the groups of this process, a line ``NUMBER:CONTROLLERS:PATH`` for each hierarchy.
+    """
+    left = [free for group in _groups("memory", root, own) if (free := _free_bytes(group)) is not None]
+    return min(left, default=None)
+
+
+def core_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
+    """Cores' worth of processor time that the control groups allow all their processes together, as ``docker run --cpus`` sets
+    it; None without a limit."""
+    return min((cores for group in _groups("cpu", root, own) if (cores := _quota(group)) is not None), default=None)
+
+
+def own_cores() -> list[int]:
+    """Numbers of the cores this process may run on (a launcher may have bound it to a few)."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """Whole cores that this process may keep busy: those it may run on, or fewer under a quota; at least one."""
+    quota = core_quota()
+    return max(1, min(len(own_cores()), int(quota))) if quota is not None else len(own_cores())
+
+
+def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
+    """Directories of the process's groups with a controller and of all above them; in a container, the mounted one."""
+    yield root  # a container may see its own group there, whatever its path says
+    yield root / controller
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / controllers
+        place = PurePosixPath(path.lstrip("/"))
+        for inner in (place, *place.parents):
+            if ".." not in inner.parts:
+                yield top / inner
+
+
+def _free_bytes(group: Path) -> int | None:
+    for limit_file, usage_file, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, usage = (group / limit_file).read_text().strip(), (group / usage_file).read_text().strip()
+        except OSError:
+            continue
+        if limit != "max" and int(limit) < _UNLIMITED:
+            return max(0, int(limit) - int(usage) + min(counter(group / "memory.stat", cached), int(usage)))
+    return None
+
+
+def _quota(group: Path) -> float | None:
+    """Of version 2 one file says ``QUOTA PERIOD`` or ``max PERIOD``; of version 1 two files, -1 for none. In microseconds."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((group / name).read_text() for name in names).split()
+        except (OSError, ValueError):
+            continue
+        if quota not in ("max", "-1"):
+            return int(quota) / int(period)
+    return None
+
+
+def counter(counters: Path, name: str) -> int:
+    """The number behind a name in a file of the kernel; 0 where it is not there."""
+    try:
+        rows = dict(line.split(" ", 1) for line in counters.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(rows.get(name, 0))
