@@ -1,13 +1,17 @@
-"""Files that appear whole or not at all, the room that is left for them, and files of others that reading would wait for."""
+"""Files that appear whole or not at all, locks, the room that is left, on file systems, too, that lack what most can do; and files of
+others that reading would wait for."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from hetero_mpi.errors import UserError
 
@@ -15,6 +19,8 @@ PROCESS_MARK = os.urandom(4).hex()
 """In the names of this process's temporary files: those with another mark may be left of a process that died."""
 SPARE_BYTES = 100_000_000
 """What is kept for later, or beside what memory holds, leaves so much of a disk free."""
+_UNABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EEXIST}
+"""What a file system answers that cannot do a thing: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
 
 
 @contextlib.contextmanager
@@ -28,7 +34,7 @@ def atomic_write(path: Path, durable: bool = False) -> Iterator[Path]:
         yield temporary
         if durable:
             sync(temporary)
-        os.replace(temporary, path)
+        _replace(temporary, path)
         if durable:
             sync(path.parent)
     finally:
@@ -53,12 +59,43 @@ def writing(place: Path, remedy: str = "name another place with -o") -> Iterator
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or a directory, which makes a rename in it durable."""
+    """fsync a file, or a directory, which makes a rename in it durable where the file system can do that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _UNABLE):
+            raise
     finally:
         os.close(descriptor)
+
+
+def _replace(new: Path, path: Path) -> None:
+    """Rename ``new`` over ``path``; in two renames where the file system refuses to rename over a file."""
+    try:
+        os.replace(new, path)
+    except OSError as error:
+        if error.errno not in _UNABLE or not path.is_file():
+            raise
+        former = path.with_name(f"{new.name}-former")
+        os.rename(path, former)
+        try:
+            os.rename(new, path)
+        except OSError:
+            os.rename(former, path)
+            raise
+        former.unlink()
+
+
+def lock(file: IO[str]) -> bool:
+    """Take an exclusive lock, which ends with the process; False: this file system has none. BlockingIOError: it is taken."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise
+        return False
+    return True
 
 
 def free_bytes(path: Path) -> int:

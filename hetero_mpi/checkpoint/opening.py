@@ -74,7 +74,7 @@ def open_file(path: Path) -> Any:
         raise CheckpointError(f"{path}: may not be read by this user. Change its permissions.")
     if not h5py.is_hdf5(path):
         raise CheckpointError(f"{path}: this is not an HDF5 file. Resume from another checkpoint.")
-    return h5py.File(path, "r", locking="best-effort")
+    return h5py.File(path, "r", locking=False)  # whole files are never written again
 
 
 def open_group(parent: Any, name: str) -> Any:

@@ -24,7 +24,6 @@ Run as ``python -m hetero_mpi.launch.supervisor.host_agent``; its orders come as
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -37,6 +36,7 @@ from typing import Any
 
 from hetero_mpi.comm.ranks.versions import own_source
 from hetero_mpi.device.memory import memory_kills
+from hetero_mpi.disk import lock
 from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines
 from hetero_mpi.launch.hosts.processes import end_starts
 from hetero_mpi.report.run_files.run_directory import LOCK_NAME
@@ -146,9 +146,11 @@ class RunDirectory:
             return False
         try:
             with path.open("a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+                lock(file)
+        except BlockingIOError:
             return True
+        except OSError:
+            return False  # the run itself will say what it cannot open
         return False
 
     def _last_step(self) -> int:

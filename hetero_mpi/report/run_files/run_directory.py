@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from hetero_mpi.disk import require_regular
+from hetero_mpi.disk import lock, require_regular
 from hetero_mpi.errors import UserError
+from hetero_mpi.report.run_files.logs import write_line
 
 LOCK_NAME = ".lock"
 _WRITTEN = ("", "adapter", "checkpoints", "copies", "logs", "model", "tensorboard", "wandb")
@@ -21,18 +21,22 @@ _WRITTEN = ("", "adapter", "checkpoints", "copies", "logs", "model", "tensorboar
 
 
 @contextlib.contextmanager
-def claim(run_dir: str | Path) -> Iterator[Path]:
+def claim(run_dir: str | Path, tell: Callable[[str], None] = write_line) -> Iterator[Path]:
     """Create the run directory and hold its lock while the context lasts. Rank 0 only.
 
     The operating system releases the lock when the process ends, however it ends. The lock file stays, and says who holds the lock.
-    Its time is put back: a start that is refused leaves no trace.
+    Its time is put back: a start that is refused leaves no trace. ``tell``: is told where the file system has no locks, so that
+    nothing keeps a second run out.
 
     :raises UserError: another run holds it (names host, process and start), or the directory cannot be created or written.
     """
     directory = Path(run_dir)
     with opened_in(directory, LOCK_NAME) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock(file):
+                tell(
+                    f"{directory}: its file system has no locks, so nothing keeps a second run out of it: start only one there"
+                )
         except BlockingIOError:
             raise UserError(
                 f"a run directory serves one run at a time; {directory} is in use by {_holder(file)}. "
