@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import signal
 import sys
 import textwrap
 from typing import TextIO
@@ -20,6 +21,8 @@ def printable(text: str) -> str:
 
 
 _FALLBACK = os.terminal_size((100, 30))
+UNWATCHED_VARIABLE = "HETERO_MPI_UNWATCHED"
+"""Environment variable: the launcher is to outlive its terminal, so that nobody watches it."""
 _LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _NARROWEST = 30
 
@@ -61,9 +64,10 @@ def is_terminal(stream: TextIO) -> bool:
     """Does a person watch this stream?
 
     Open MPI gives every rank a pseudo-terminal, even when its own output goes to a file. Then the stdout of the launcher, which is
-    this process's parent, decides. Where that cannot be seen the answer is no, since plain lines are right everywhere.
+    this process's parent, decides. Where that cannot be seen the answer is no, since plain lines are right everywhere. Nobody
+    watches a process that is to outlive its terminal (SIGHUP is ignored).
     """
-    if not stream.isatty():
+    if not stream.isatty() or UNWATCHED_VARIABLE in os.environ or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return False
     if not _launched():
         return True

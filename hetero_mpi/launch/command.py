@@ -20,6 +20,7 @@ from hetero_mpi.launch.launcher.launcher import (
     start,
     tell,
 )
+from hetero_mpi.launch.launcher.surroundings import check_slurm_job, check_slurm_tasks
 from hetero_mpi.launch.supervisor.elastic import Supervisor, without_option
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 
@@ -41,6 +42,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         raise UserError("launch needs a command to run: `python -m hetero_mpi launch -np 3 -- train job.toml`.")
     if not program[0].startswith("-"):
         parse(program)  # what is mistyped is told here, once, instead of by every rank
+    check_slurm_job(os.environ)
     given = shlex.split(namespace.mpirun_args)
     if namespace.recover:
         outliving = outliving_ranks(find_launcher())
@@ -74,6 +76,9 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
             verbose=namespace.verbose,
         )
         return _supervise(options, program, parse)
+    if namespace.hostfile is None:
+        tasks = sum(sum(component.tasks) for component in slurm.components(os.environ))
+        check_slurm_tasks(namespace.ranks, tasks, given)
     words = [sys.executable, "-m", "hetero_mpi", *program]
     command = build_command(find_launcher(), namespace.ranks, namespace.hostfile, words, given)
     return _start(namespace, command, program)

@@ -30,7 +30,8 @@ from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_host
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, choose_interface, local_addresses, resolve
 from hetero_mpi.launch.launcher.error_stream import ErrorStream
 from hetero_mpi.launch.launcher.relay import write_cached
-from hetero_mpi.text import write_text
+from hetero_mpi.launch.launcher.surroundings import check_temporary_folder, with_home
+from hetero_mpi.text import UNWATCHED_VARIABLE, write_text
 
 _NAMES = {
     OPEN_MPI: ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"),
@@ -141,12 +142,14 @@ def find_launcher() -> Launcher:
     library = loaded_library()
     seen = []
     for found in _candidates(library):
-        version = launcher_version(_output([found, "--version"]))
+        answer = _output([found, "--version"])
+        version = launcher_version(answer)
         if version is not None and (version.family, version.major) == (library.family, library.major):
             return Launcher(Path(found), library.family, library)
-        seen.append(f"{found} ({version or 'unknown'})")
+        said = answer.strip().splitlines()
+        seen.append(f"{found} ({version or (said[0] if said else 'which says nothing')})")
     package = {OPEN_MPI: "openmpi", MPICH: "mpich"}.get(library.family, "openmpi")
-    others = f" Seen, but of another MPI: {', '.join(seen)}." if seen else ""
+    others = f" What `--version` says: {', '.join(seen)}." if seen else ""
     raise UserError(
         f"mpi4py loads {library}, but no launcher of that MPI was found beside {sys.executable} or on PATH.{others} "
         f"Run `pip install {package}`, which brings library and launcher, or load your site's MPI module."
@@ -193,7 +196,9 @@ def launcher_version(text: str) -> MpiLibrary | None:
 
 def _output(command: list[str]) -> str:
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, env={**os.environ, **_AS_ROOT})
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, env={**with_home(os.environ), **_AS_ROOT}
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout + answer.stderr
@@ -378,8 +383,14 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
 
 
 def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
-    """Start a command whose stderr is passed on through an ``ErrorStream``. ``stdin``: as ``subprocess.Popen`` takes it."""
-    environment = {**os.environ, **command.environment}
+    """Start a command whose stderr is passed on through an ``ErrorStream``. ``stdin``: as ``subprocess.Popen`` takes it.
+
+    Raises UserError: the launcher's folder for temporary files is full.
+    """
+    check_temporary_folder()
+    environment = {**with_home(os.environ), **command.environment}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        environment[UNWATCHED_VARIABLE] = "1"
     # The launcher ends the job when it can write no more, so this process reads for it; but a terminal is the ranks' to draw on.
     output = None if sys.stdout.isatty() else subprocess.PIPE
     process = subprocess.Popen(
@@ -406,9 +417,14 @@ def _asked_to_end_with_this_process() -> Callable[[], object] | None:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """A block in which signals that ask for an end go to ``handler``."""
-    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-    before = {n: signal.signal(n, handler) for name in names if (n := getattr(signal, name, None)) is not None}
+    """A block in which signals that ask for an end go to ``handler``.
+
+    What this process was told to ignore stays ignored, as ``nohup`` asks for it; but for SIGINT, which shells ignore in every
+    command that a script puts into the background: whoever sends it then means it.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    heard = [n for n in numbers if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:

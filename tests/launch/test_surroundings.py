@@ -1,0 +1,86 @@
+"""Shells and machines that lack what a launcher takes for granted, each with the real thing: no HOME, a full folder for temporary
+files, variables of a SLURM job that has ended, a terminal that closes under ``nohup``."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.long_run import LongRun
+from tests.support.mpi import ROOT, launcher_or_skip
+from tests.support.slurm_lab import SlurmLab
+
+LAUNCH = [sys.executable, "-m", "hetero_mpi", "launch"]
+INSPECT = ["--", "inspect", "homelab-m4max-2titanx"]
+
+
+def launched(*words: str, before: tuple[str, ...] = (), **changed: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in changed}
+    environment |= {name: value for name, value in changed.items() if value} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*before, *LAUNCH, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_service_without_a_home_starts(tmp_path: Path) -> None:
+    launcher_or_skip()
+    answer = launched("-np", "1", *INSPECT, HOME="")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    missing = launched("-np", "1", *INSPECT, HETERO_MPI_MPIEXEC="/bin/ls")
+    assert missing.returncode == 2 and "/bin/ls (ls (GNU coreutils)" in missing.stderr, "what it said is shown"
+
+
+def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path) -> None:
+    launcher_or_skip()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path} && head -c 2000000 /dev/zero > {tmp_path}/fill; " + 'exec "$@"'
+    answer = launched("-np", "2", *INSPECT, before=("unshare", "-m", "sh", "-c", mount, "sh"), TMPDIR=str(tmp_path))
+    assert answer.returncode == 2, answer.stdout + answer.stderr
+    assert re.search(rf"{tmp_path}, the folder for temporary files, has 0\.0 MB of room", answer.stderr), answer.stderr
+    gone = launched("-np", "2", *INSPECT, TMPDIR=str(tmp_path / "none" / "such"))
+    assert gone.returncode == 2 and "cannot be written" in gone.stderr, gone.stderr
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
+    launcher_or_skip()
+    with SlurmLab(tmp_path_factory.mktemp("slurm") / "lab") as started:
+        yield started
+
+
+def test_a_shell_that_outlived_its_slurm_job_and_too_few_tasks(lab: SlurmLab, tmp_path: Path) -> None:
+    script, output, variables = tmp_path / "script", tmp_path / "output.txt", tmp_path / "variables"
+    script.write_text(
+        f"#!/bin/bash\nenv > {variables}\n{' '.join(LAUNCH)} -np 3 {' '.join(INSPECT)}\n"
+        f"{' '.join(LAUNCH)} -np 1 {' '.join(INSPECT)} > {tmp_path}/one.txt 2>&1\n"
+    )
+    job = lab.submit("--nodes=1", "--ntasks=1", "--mem=0", f"--output={output}", str(script), env={})
+    lab.wait_for(job, ("COMPLETED", "FAILED"), 90.0, lambda: output.read_text() + lab.logs())
+    assert "this SLURM job has 1: ask for --ntasks=3" in output.read_text(), output.read_text()
+    assert "knows no such" not in (tmp_path / "one.txt").read_text(), "the job is running"
+    kept = dict(line.split("=", 1) for line in variables.read_text().splitlines() if line.startswith("SLURM"))
+    answer = launched("-np", "1", *INSPECT, **kept)
+    assert answer.returncode == 2, answer.stdout + answer.stderr
+    assert f"SLURM job {job}, and SLURM knows no such running job" in answer.stderr
+    assert 'unset "${!SLURM_@}"' in answer.stderr
+
+
+def test_nohup_outlives_the_terminal_np2(tmp_path: Path) -> None:
+    job, run = LongRun(tmp_path, 2), tmp_path / "run"
+    with job.started(["nohup", *LAUNCH, "-np", "2", "--", *job.arguments(run)], job.environment(), run) as running:
+        running.wait_for_steps(2)
+        running.process.send_signal(signal.SIGHUP)
+        time.sleep(1.0)
+        running.wait_for_steps(2)
+        assert running.process.poll() is None, running.text()
+        running.process.send_signal(signal.SIGINT)
+        assert running.end() == 76, running.text()
