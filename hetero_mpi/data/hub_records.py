@@ -10,13 +10,17 @@ from __future__ import annotations
 import fnmatch
 import glob
 import re
+import socket
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import huggingface_hub
 from huggingface_hub import constants, errors
 
+from hetero_mpi.background import Background
 from hetero_mpi.errors import UserError
 
 PREFIX = "hf:"
@@ -24,6 +28,8 @@ KINDS = (".parquet", *(kind + packed for kind in (".jsonl", ".json") for packed 
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w][\w.-]*))?(?::([\w][\w.-]*))?", re.ASCII)
 _WORDS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 """Split -> what its files are called in a data set whose card does not say it."""
+SILENT_S, SILENT_AT_MOST_S = 5.0, 20.0
+"""After so many seconds without an answer of the hub a line says so, and after so many it is given up."""
 _SHARD = re.compile(r"-\d+-of-(\d+)(\.\w+)+$")
 
 
@@ -60,6 +66,7 @@ def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[P
         raise UserError(_not_here(wanted, f"{missing}; {rule}, so nothing is fetched"))
     tell(f"fetching {text} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     try:
+        reach_hub(tell)
         card = Path(huggingface_hub.snapshot_download(wanted.name, repo_type="dataset", allow_patterns=["README.md"]))
         names = sorted(huggingface_hub.HfApi().list_repo_files(wanted.name, repo_type="dataset"))
         chosen = _chosen(wanted, names, card, whole=True)
@@ -70,6 +77,26 @@ def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[P
     except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
         raise UserError(_not_here(wanted, f"{missing}; {why_not(wanted.name, 'data set', key, error)}")) from None
     return [fetched / name for name in chosen]
+
+
+def reach_hub(tell: Callable[[str], None]) -> None:
+    """Return when the hub, or the proxy before it, takes a connection. A firewall that drops packets would hold every request of
+    the hub's own package for minutes, in silence.
+
+    Raises OSError: it does not, or not in time.
+    """
+    place = urlsplit(constants.ENDPOINT)
+    proxy = urllib.request.getproxies().get(place.scheme)
+    if proxy and not urllib.request.proxy_bypass(place.hostname or ""):
+        place = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+    name, port = place.hostname or "", place.port or (80 if place.scheme == "http" else 443)
+    work = Background("reaching the hub", lambda: socket.create_connection((name, port)).close())
+    work.finish(SILENT_S)
+    if work.running:
+        tell(f"{name} has not answered for {SILENT_S:.0f} s; waiting {SILENT_AT_MOST_S - SILENT_S:.0f} s more")
+        work.finish(SILENT_AT_MOST_S - SILENT_S)
+    if work.running:
+        raise TimeoutError(f"{name} did not answer within {SILENT_AT_MOST_S:.0f} s: a firewall may drop packets")
 
 
 def why_not(name: str, kind: str, key: str, error: Exception) -> str:

@@ -212,17 +212,16 @@ def test_what_the_hub_has_not(hub: type[Hub]) -> None:
             r"gated data set.*accept its terms at \S+/datasets/org/x, then run `hf auth login`",
         ),
         (answer(errors.RepositoryNotFoundError), "has no data set org/x, or it is private: correct data.records"),
-        (OSError("no route to host\nmore"), r"could not be fetched from https://\S+ \(no route to host\)"),
+        (OSError("no route to host\nmore"), r"could not be fetched from http://\S+ \(no route to host\)"),
     ],
     ids=["gated", "unknown", "no-network"],
 )
 def test_what_the_hub_answers_becomes_advice(
-    home: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
+    hub: type[Hub], monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
 ) -> None:
     def refuse(name: str, local_files_only: bool = False, **arguments: object) -> str:
         raise FileNotFoundError("not here") if local_files_only else error
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(UserError, match=advice) as raised:
         read_records(["hf:org/x"], tell=print)

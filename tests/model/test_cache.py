@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -12,6 +15,7 @@ import torch
 from huggingface_hub import constants, errors
 from safetensors.torch import load_file, save_file
 
+from hetero_mpi.data import hub_records
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import DirectoryContents, ModelFiles
@@ -212,6 +216,33 @@ def test_where_was_looked_is_said(home: Path, tmp_path: Path) -> None:
         hub.obtain("org/half", tmp_path / "org" / "half", True, print)
 
 
+@pytest.fixture
+def online(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A hub that takes connections, and answers nothing. Its queue has one place: a second connection waits, as behind a firewall
+    that drops packets."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield listening
+
+
+def test_a_hub_behind_a_firewall_that_drops_packets_is_given_up(
+    online: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_records, "SILENT_S", 0.3)
+    monkeypatch.setattr(hub_records, "SILENT_AT_MOST_S", 0.6)
+    told: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(online.getsockname())
+        with pytest.raises(UserError, match=r"127\.0\.0\.1 did not answer within 1 s: a firewall may drop packets"):
+            hub.obtain("org/x", tmp_path / "org" / "x", True, told.append)
+    assert "127.0.0.1 has not answered for 0 s; waiting 0 s more" in told[1]
+
+
 def answer(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
     """What huggingface_hub raises when the server refuses."""
     error = kind.__new__(kind)
@@ -224,18 +255,17 @@ def answer(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
     [
         (answer(errors.GatedRepoError), "gated model.*accept its terms.*huggingface-cli login"),
         (answer(errors.RepositoryNotFoundError), "has no model org/x, or it is private.*huggingface-cli login"),
-        (OSError("no route to host\nmore"), r"could not be fetched from https://\S+ \(no route to host\)"),
-        (ConnectionError(), r"could not be fetched from https://\S+ \(ConnectionError\)"),
+        (OSError("no route to host\nmore"), r"could not be fetched from http://\S+ \(no route to host\)"),
+        (ConnectionError(), r"could not be fetched from http://\S+ \(ConnectionError\)"),
     ],
     ids=["gated", "unknown", "no-network", "silent"],
 )
 def test_what_the_hub_answers_becomes_advice(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
+    online: socket.socket, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
 ) -> None:
     def refuse(name: str, local_files_only: bool = False, **arguments: object) -> str:
         raise FileNotFoundError("not here") if local_files_only else error
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     told: list[str] = []
     with pytest.raises(UserError, match=advice) as raised:
@@ -244,7 +274,7 @@ def test_what_the_hub_answers_becomes_advice(
 
 
 def test_only_configuration_tokenizer_and_weights_are_asked_for(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    online: socket.socket, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
              "pytorch_model.bin", "modeling_llama.py", "original/consolidated.00.pth", "onnx/model.safetensors",
@@ -258,7 +288,6 @@ def test_only_configuration_tokenizer_and_weights_are_asked_for(
         asked.extend(huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow, ignore_patterns=ignore))
         return str(put(home, name))
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert hub.obtain("org/x", tmp_path / "org" / "x", True, print).is_dir()
     assert asked == files[:4]

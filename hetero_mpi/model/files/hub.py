@@ -84,6 +84,7 @@ def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -
         raise UserError(_not_here(name, path, f"{reason}; {rule}"))
     tell(f"fetching {name} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     try:
+        hub_records.reach_hub(tell)
         wanted, unwanted = list(WANTED), list(UNWANTED)
         directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
