@@ -38,11 +38,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser().parse_args(arguments))
     run = given.pop("run")
     try:
+        _refuse_undecodable(given.values())
         with _packages_there():
             return int(run(**given))
     except UserError as error:
         print(fitted(printable(str(error)), sys.stderr), file=sys.stderr)
         return error.exit_code
+
+
+def _refuse_undecodable(given: Iterable[Any]) -> None:
+    """Refuse a working directory that has gone, and paths with bytes that are no UTF-8, at which a run would fail at its end."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory has been removed: cd to one that is there") from None
+    words = (one for value in given for one in (value if isinstance(value, list) else [value]))
+    for path in (here, *(str(one) for one in words if isinstance(one, (str, Path)))):
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"paths must be UTF-8, since tokenizers and other libraries open no others; {path!r} is not. Rename the folder or "
+                f"file (convmv -f latin1 -t utf8 does so), or work elsewhere"
+            ) from None
 
 
 class _Help(argparse.HelpFormatter):

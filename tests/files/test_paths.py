@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from hetero_mpi.cli import main
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job, run_directory
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
@@ -59,3 +61,34 @@ def test_links_that_lead_out_of_a_run_directory_are_refused(tmp_path: Path, name
     (run / "real").mkdir()
     link.symlink_to(run / "real")
     refuse_links(run)
+
+
+@pytest.mark.parametrize("place", ["working directory", "job", "run directory", "launched"])
+def test_paths_that_are_no_utf8_are_refused_before_anything_is_made(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    odd = os.fsdecode(os.fsencode(tmp_path / "M") + b"\xfcller")
+    words = {"job": ["train", odd], "run directory": ["train", str(job), "--run-dir", odd]}.get(
+        place, ["train", str(job)]
+    )
+    if place == "launched":
+        words = ["launch", "-np", "1", "--", "train", odd]
+    if place == "working directory":
+        os.mkdir(odd)
+        monkeypatch.chdir(odd)
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "paths must be UTF-8" in told and "M\\udcfcller" in told and "convmv" in told
+    assert not os.path.exists(odd) or not os.listdir(odd)
+
+
+def test_a_working_directory_that_has_gone(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(job.parent)
+    gone = job.parent / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    assert main(["train", "job.toml"]) == 2
+    assert "the working directory has been removed" in capsys.readouterr().err
