@@ -1,5 +1,6 @@
 """Measures latency and bandwidth between each pair of ranks, host buffer to host buffer, over the transport that training uses.
 
+Of the pairs between the same two hosts, or within one, a few are measured, and stand for all where they agree; else all are.
 Pairs are measured in rounds (the circle method of round-robin tournaments). In a round every rank has one partner at most, and
 every NIC carries one pair at most. The two directions of a pair are measured separately, as many home links are faster one way.
 Then each host with several ranks sends and receives from all of them at once. If their messages together are hardly faster than
@@ -9,9 +10,10 @@ those of one rank, they share a NIC.
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import astuple, dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -21,6 +23,10 @@ from hetero_mpi.comm.pairs import quiet_rounds
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 
+Pair = tuple[int, int]
+MEASURED_ALIKE, ALIKE = 4, 2.0
+"""So many pairs of the same hosts stand for all, if their largest message takes at most so many times as long in one as in
+another."""
 _PING, _PONG, _HEADER, _READY = 1, 2, 3, 4
 _TINY_BYTES = 1
 _SLOW_S = 0.05
@@ -62,14 +68,67 @@ class HostFlows:
 
 
 def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int], repeats: int) -> list[LinkSamples]:
-    """Measure every directed pair; all ranks return the whole list, ordered by (source, destination). Collective.
+    """Every directed pair; all ranks return the whole list, ordered by (source, destination). Collective.
+
+    Like pairs, those of the same hosts, are measured up to ``MEASURED_ALIKE`` times and, where these agree, have their median.
 
     A message's time is the median round trip of it and a one-byte answer, less half the median round trip of one byte both ways.
     Each size makes ``repeats`` round trips after one that warms up the path. Sizes that would take too long over a slow link are
     left out.
     """
+    alike: dict[tuple[str, ...], list[Pair]] = {}
+    for pair in itertools.combinations(range(world.size), 2):
+        alike.setdefault(tuple(sorted(world.hosts[rank] for rank in pair)), []).append(pair)
+    some = {pair for pairs in alike.values() for pair in _spread(pairs)}
+    found = _measured(world, transport, some, sizes_bytes, repeats)
+    copied = {
+        hosts: agreed for hosts, pairs in alike.items() if (agreed := _agreed(world.hosts, pairs, found)) is not None
+    }
+    rest = {pair for hosts, pairs in alike.items() if hosts not in copied for pair in pairs} - some
+    found += _measured(world, transport, rest, sizes_bytes, repeats) if rest else []
+    there = {(one.source, one.destination) for one in found}
+    for hosts, pairs in alike.items():
+        for source, destination in (*pairs, *((b, a) for a, b in pairs)):
+            if (source, destination) not in there:
+                model = copied[hosts][world.hosts[source], world.hosts[destination]]
+                found.append(replace(model, source=source, destination=destination))
+    return sorted(found, key=lambda one: (one.source, one.destination))
+
+
+def _spread(pairs: Sequence[Pair]) -> list[Pair]:
+    """Up to ``MEASURED_ALIKE`` of them, the first and the last among these: ranks that are far apart may sit on other sockets."""
+    last, count = len(pairs) - 1, min(len(pairs), MEASURED_ALIKE)
+    return [pairs[last * number // max(1, count - 1)] for number in range(count)]
+
+
+def _agreed(
+    hosts: Sequence[str], pairs: Sequence[Pair], found: Sequence[LinkSamples]
+) -> dict[tuple[str, str], LinkSamples] | None:
+    """(source's host, destination's host) -> the samples that stand for all of these pairs; None where they do not agree."""
+    chosen, wanted = {}, set(pairs)
+    own = [one for one in found if (min(one.source, one.destination), max(one.source, one.destination)) in wanted]
+    for direction in {(hosts[one.source], hosts[one.destination]) for one in own}:
+        some = [one for one in own if (hosts[one.source], hosts[one.destination]) == direction]
+        some.sort(key=lambda one: (-len(one.sample_s), one.sample_s[-1:]))
+        best: dict[Pair, float] = {}  # a pair within a host has two directions, and noise only adds to its time
+        for one in some:
+            ends = min(one.source, one.destination), max(one.source, one.destination)
+            best[ends] = min(one.sample_s[-1], best.get(ends, math.inf))
+        if len({one.sample_bytes for one in some}) > 1 or max(best.values()) > ALIKE * min(best.values()):
+            return None
+        chosen[direction] = some[len(some) // 2]
+    return chosen
+
+
+def _measured(
+    world: World, transport: Transport, wanted: Collection[Pair], sizes_bytes: Sequence[int], repeats: int
+) -> list[LinkSamples]:
+    """Both directions of the ``wanted`` pairs, in any order. Collective."""
     own: list[LinkSamples] = []
-    for pairs in quiet_rounds(world.hosts):
+    for everyone in quiet_rounds(world.hosts):
+        pairs = [pair for pair in everyone if pair in wanted]
+        if not pairs:
+            continue
         for lower, higher in pairs:
             for source, destination in ((lower, higher), (higher, lower)):
                 if world.rank == source:
@@ -80,7 +139,7 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
                 elif world.rank == destination:
                     _answer(transport, source)
         world.meet_asleep()  # a pair that is done must not disturb one that shares its NIC
-    rows = sorted(row for ranks_own in world.all_gather_json([astuple(one) for one in own]) for row in ranks_own)
+    rows = (row for ranks_own in world.all_gather_json([astuple(one) for one in own]) for row in ranks_own)
     return [LinkSamples(a, b, same_host, tuple(sizes), tuple(seconds)) for a, b, same_host, sizes, seconds in rows]
 
 
