@@ -15,6 +15,8 @@ from hetero_mpi.data.unpacked import kind_of
 from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 
+_BLOCK_BYTES = 1 << 20
+
 
 @dataclass
 class CorpusReport:
@@ -53,17 +55,29 @@ class Corpus:
     """Of the latest complete iteration."""
 
     def __iter__(self) -> Iterator[str]:
-        """Documents in sorted order of the files. Raises UserError at the end when there was no text at all."""
+        """Whole documents, as :meth:`blocks` gives them in parts."""
+        parts: list[str] = []
+        for text, ends in self.blocks():
+            parts.append(text)
+            if ends:
+                yield "".join(parts)
+                parts = []
+
+    def blocks(self) -> Iterator[tuple[str, bool]]:
+        """Documents in sorted order of the files, in parts: (text, does the document end with it). Raises UserError at the end when
+        there was no text at all."""
         report = CorpusReport()
         for path in self.paths:
             left = None if self.max_bytes is None else self.max_bytes - report.bytes
             if left == 0:
                 report.truncated = True
                 break
-            text = _read_text(path, left, report)
-            for document in _split(text, self.documents):
-                report.documents += 1
-                yield document
+            if not _is_text(path, left, report):
+                continue
+            texts = _texts(path, left)
+            for text, ends in _whole(texts) if self.documents == "file" else _lines(texts):
+                report.documents += ends
+                yield text, ends
         self.report = report
         if not report.documents:
             reasons = "; ".join(f"{path}: {reason}" for path, reason in list(report.skipped.items())[:3])
@@ -117,40 +131,80 @@ def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None
     return (*(paths[real] for real in sorted(paths)), *from_hub)
 
 
-def _read_text(path: Path, max_bytes: int | None, report: CorpusReport) -> str:
-    """A file's text, at most ``max_bytes`` of it; "" and a line in the report when there is none."""
+def _texts(path: Path, max_bytes: int | None) -> Iterator[str]:
+    """A file's text in blocks, at most ``max_bytes`` of it. Raises OSError and UnicodeDecodeError."""
+    # An incremental decoder keeps a character that the cut has split to itself, yet refuses real garbage.
+    decoder, left, first = codecs.getincrementaldecoder("utf-8")(), max_bytes, True
+    with path.open("rb") as file:
+        while content := file.read(_BLOCK_BYTES if left is None else min(_BLOCK_BYTES, left)):
+            text = decoder.decode(content)
+            yield text.removeprefix("\ufeff") if first else text
+            first, left = False, None if left is None else left - len(content)
+        if left != 0 or not file.read(1):
+            decoder.decode(b"", final=True)
+
+
+def _is_text(path: Path, max_bytes: int | None, report: CorpusReport) -> bool:
+    """Counts a file in the report: as one that gives text, or with the reason why it gives none."""
     require_regular(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(-1 if max_bytes is None else max_bytes)
-            cut = max_bytes is not None and bool(file.read(1))
-        # An incremental decoder keeps a character that the cut has split to itself, yet refuses real garbage.
-        text = codecs.getincrementaldecoder("utf-8")().decode(content, final=not cut)
+        empty = True
+        for text in _texts(path, max_bytes):
+            empty = empty and not text.strip()
+        size = path.stat().st_size
     except OSError as error:
         report.skipped[path] = f"cannot be read: {error.strerror}"
-        return ""
-    except UnicodeDecodeError as error:
-        report.skipped[path] = f"is {kind_of(content) or f'not UTF-8 (byte {error.start})'}"
-        return ""
-    text = text.removeprefix("\ufeff")
-    if not text.strip():
+        return False
+    except UnicodeDecodeError:
+        report.skipped[path] = f"is {_what(path)}"
+        return False
+    if empty:
         report.skipped[path] = "is empty"
-        return ""
+        return False
     report.files += 1
-    report.bytes += len(content)
-    report.truncated |= cut
-    return text
+    report.bytes += size if max_bytes is None else min(size, max_bytes)
+    report.truncated |= max_bytes is not None and size > max_bytes
+    return True
 
 
-def _split(text: str, documents: Literal["file", "line"]) -> Iterator[str]:
-    if documents == "file":
-        if text:
-            yield text
-        return
-    # Not splitlines(): that also cuts at form feeds and other characters that people use inside a line.
-    for line in text.split("\n"):
-        if line.strip():
-            yield line.removesuffix("\r")
+def _what(path: Path) -> str:
+    """What a file is that is no UTF-8."""
+    with path.open("rb") as file:
+        kind = kind_of(file.read(_BLOCK_BYTES))
+        if kind is not None:
+            return kind
+        file.seek(0)
+        place, decoder = 0, codecs.getincrementaldecoder("utf-8")()
+        while content := file.read(_BLOCK_BYTES):
+            held = len(decoder.getstate()[0])
+            try:
+                decoder.decode(content)
+            except UnicodeDecodeError as error:
+                return f"not UTF-8 (byte {place - held + error.start})"
+            place += len(content)
+    return f"not UTF-8 (byte {place - len(decoder.getstate()[0])})"
+
+
+def _whole(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    """One document of all blocks."""
+    before = next(texts)
+    for text in texts:
+        yield before, False
+        before = text
+    yield before, True
+
+
+def _lines(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    """A document of each line that is not empty."""
+    rest = ""
+    for text in texts:
+        # Not splitlines(): that also cuts at form feeds and other characters that people use inside a line.
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            if line.strip():
+                yield line.removesuffix("\r"), True
+    if rest.strip():
+        yield rest.removesuffix("\r"), True
 
 
 def _shown(patterns: Sequence[str]) -> str:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.documents import Corpus
+from hetero_mpi.data.mapped import joined, mapped, parts_of_rows
 from hetero_mpi.data.order import Indices, Parts, batch_indices, parts_of, permutation
-from hetero_mpi.data.tokenizer import begun, end_token, in_batches, own_tokens_only, pad_token
+from hetero_mpi.data.pieces import ids_of
+from hetero_mpi.data.tokenizer import end_token, own_tokens_only, pad_token
 from hetero_mpi.errors import UserError
 
 Tokens = npt.NDArray[np.int32]
 
+STREAM = "stream.i32"
+"""File of packed text: the tokens of all documents, int32."""
 IGNORED = -100
 """Target where nothing is to be learnt (padding, prompts); the value that torch's cross-entropy ignores."""
 
@@ -125,6 +132,8 @@ class Dataset(Rows):
     seed: int
     parts: Parts = ()
     """Of ``train``, where several data sets are mixed by weights: what an epoch takes from each."""
+    known_fingerprint: str = ""
+    """Where it was computed before."""
 
     def batch(self, step: int, global_batch: int) -> Batch:
         """The training batch of ``step`` (from 0), a function of its arguments and the seed only."""
@@ -145,7 +154,11 @@ class Dataset(Rows):
 
         None: the loss is one of preferences.
         """
-        return unigram_entropy(self.targets[self.train]) if self.answers is None else None
+        if self.answers is not None:
+            return None
+        own = np.zeros(len(self.targets), np.bool_)
+        own[self.train] = True
+        return unigram_entropy(part[own[first : first + len(part)]] for first, part in parts_of_rows(self.targets))
 
     @functools.cached_property
     def pairs_per_row(self) -> int:
@@ -156,7 +169,7 @@ class Dataset(Rows):
     @property
     def padded(self) -> bool:
         """Does any row go on after its last target?"""
-        return bool((self.targets[:, -1] == IGNORED).any())
+        return any((part[:, -1] == IGNORED).any() for _, part in parts_of_rows(self.targets))
 
     def placed(self) -> Dataset:
         """With positions where it has none: each row is one text up to its last target, and what is behind that another one."""
@@ -168,11 +181,14 @@ class Dataset(Rows):
 
     def fingerprint(self) -> str:
         """Equal when the sequences and their shares are: a resumed run must go on with the data it began with."""
+        if self.known_fingerprint:
+            return self.known_fingerprint
         digest = hashlib.blake2b(digest_size=16)
         further = (array for array in (self.positions, self.answers) if array is not None)
         for array in (self.tokens, self.targets, self.train, self.held_out, *further):
             digest.update(repr(array.shape).encode())
-            digest.update(np.ascontiguousarray(array).data)
+            for _, part in parts_of_rows(array):
+                digest.update(np.ascontiguousarray(part).data)
         if self.parts:
             digest.update(repr(self.parts).encode())
         return digest.hexdigest()
@@ -189,13 +205,15 @@ class Dataset(Rows):
 
 
 def build_sequences(
-    documents: Iterable[str],
+    documents: Corpus | Iterable[str],
     tokenizer: PreTrainedTokenizerFast,
     sequence_length: int,
     packing: bool,
     held_out: float,
     seed: int,
-    evaluation: Iterable[str] | None = None,
+    evaluation: Corpus | Iterable[str] | None = None,
+    folder: Path | None = None,
+    tell: Callable[[int], None] | None = None,
 ) -> Dataset:
     """Tokenise the documents and cut them to sequences of ``sequence_length`` tokens; split off the held-out share.
 
@@ -204,18 +222,22 @@ def build_sequences(
     one sequence, cut or padded on the right, and documents of fewer than 2 tokens are dropped.
 
     The split is a function of (seed, number of sequences); ``evaluation`` documents take the place of the held-out
-    share. Raises UserError when there is too little text for one training and (if ``held_out`` > 0) one held-out
+    share. ``folder``: packed text goes into files of it, and not into memory. ``tell``: is told now and then how many characters
+    are done. Raises UserError when there is too little text for one training and (if ``held_out`` > 0) one held-out
     sequence, or when the tokenizer has no end token.
     """
-    rows = _text_rows(documents, tokenizer, sequence_length, packing)
+    places = [folder / STREAM, folder / f"evaluation-{STREAM}"] if folder is not None else [None, None]
+    rows = _text_rows(documents, tokenizer, sequence_length, packing, places[0], tell)
     advice = "Add text ({}) or lower data.sequence_length."
     own = advice.format("data.text, data.max_bytes")
     if evaluation is None:
         return share_out(rows, held_out, seed, "the text", own)
-    other = _text_rows(evaluation, tokenizer, sequence_length, packing)
-    return join_evaluation(
-        share_out(rows, 0, seed, "the text", own), other, "the text", advice.format("data.evaluation")
-    )
+    other = _text_rows(evaluation, tokenizer, sequence_length, packing, places[1], tell)
+    own_rows = share_out(rows, 0, seed, "the text", own)
+    dataset = join_evaluation(own_rows, other, "the text", advice.format("data.evaluation"), folder)
+    for place in filter(None, places):
+        place.unlink(missing_ok=True)
+    return dataset
 
 
 def share_out(rows: Rows, held_out: float, seed: int, what: str, advice: str) -> Dataset:
@@ -237,12 +259,15 @@ def shares(count: int, held_out: float, seed: int) -> tuple[Indices, Indices]:
     return np.sort(shuffled[aside:]), shuffled[:aside]
 
 
-def _columns(tables: Sequence[Rows]) -> dict[str, Any]:
-    """The columns that all of them have, one table after the other."""
+def _columns(tables: Sequence[Rows], folder: Path | None = None) -> dict[str, Any]:
+    """The columns that all of them have, one table after the other; in files of ``folder`` where they were in files."""
     found: dict[str, Any] = {}
     for name in ("tokens", "targets", "positions", "answers"):
         columns = [getattr(table, name) for table in tables]
-        found[name] = None if any(column is None for column in columns) else np.concatenate(columns)
+        if any(column is None for column in columns):
+            found[name] = None
+        else:
+            found[name] = np.concatenate(columns) if folder is None else joined(columns, folder / f"{name}.npy")
     return found
 
 
@@ -277,12 +302,12 @@ def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: 
     )
 
 
-def join_evaluation(dataset: Dataset, evaluation: Rows, what: str, advice: str) -> Dataset:
+def join_evaluation(dataset: Dataset, evaluation: Rows, what: str, advice: str, folder: Path | None = None) -> Dataset:
     """The dataset, which holds nothing out, with ``evaluation`` to evaluate on. Raises as :func:`share_out`."""
     _require(evaluation, 1, f"{what} of data.evaluation", "", advice)
     return replace(
         dataset,
-        **_columns([dataset, evaluation]),
+        **_columns([dataset, evaluation], folder),
         held_out=len(dataset.tokens) + permutation(len(evaluation.tokens), dataset.seed, HELD_OUT_STREAM),
         notes=(*dataset.notes, *(f"evaluation: {note}" for note in evaluation.notes)),
     )
@@ -303,40 +328,61 @@ def pair_counts(answers: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return np.asarray(begun.sum(axis=1) // 2)
 
 
-def unigram_entropy(targets: Tokens) -> float:
+def unigram_entropy(some: Iterable[Tokens]) -> float:
     """Entropy of the frequencies of the targets that count, in nats per token."""
-    counts = np.bincount(targets[targets != IGNORED])
+    counts = np.zeros(0, np.int64)
+    for targets in some:
+        more = np.bincount(targets[targets != IGNORED], minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
-def _text_rows(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, length: int, packing: bool) -> Rows:
-    texts, end = _encoded(documents, tokenizer), end_token(tokenizer)
-    return _pack(texts, end, length) if packing else _pad(texts, end, pad_token(tokenizer), length)
+def _text_rows(
+    documents: Corpus | Iterable[str],
+    tokenizer: PreTrainedTokenizerFast,
+    length: int,
+    packing: bool,
+    place: Path | None,
+    tell: Callable[[int], None] | None,
+) -> Rows:
+    blocks = documents.blocks() if isinstance(documents, Corpus) else ((text, True) for text in documents)
+    end = end_token(tokenizer)
+    pieces = ids_of(blocks, own_tokens_only(tokenizer), tell)
+    return _pack(pieces, end, length, place) if packing else _pad(pieces, end, pad_token(tokenizer), length)
 
 
-def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
-    """Token ids of each document, begun as the tokenizer begins texts; tokenised in batches so that all threads have work."""
-    backend = own_tokens_only(tokenizer)
-    for some in in_batches(documents, len):
-        yield from begun(backend, some)
+def _pack(pieces: Iterable[tuple[Tokens, bool]], end: int, length: int, place: Path | None) -> Rows:
+    """One stream of all documents, in a file ``place`` or in memory; tokens and targets are overlapping views of it."""
+    documents = 0
+    with io.BytesIO() if place is None else place.open("wb") as file:
+        for ids, ends in pieces:
+            file.write(ids.tobytes())
+            if ends:
+                file.write(np.int32(end).tobytes())
+                documents += 1
+        kept = file.getvalue() if isinstance(file, io.BytesIO) else b""
+    stream = np.frombuffer(kept, np.int32) if place is None else mapped(place)
+    return Rows(*overlapping(stream, length), f"{len(stream)} tokens in {documents} documents")
 
 
-def _pack(encoded: Iterable[list[int]], end: int, length: int) -> Rows:
-    """One stream of all documents; tokens and targets are overlapping views of it."""
-    parts = [np.array([*ids, end], dtype=np.int32) for ids in encoded]
-    stream = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+def overlapping(stream: Tokens, length: int) -> tuple[Tokens, Tokens]:
+    """Tokens and targets [N, T] of one stream: sequence i holds tokens [iT, iT + T), and the targets are one further."""
     count = max(len(stream) - 1, 0) // length
     tokens = stream[: count * length].reshape(count, length)
-    targets = stream[1 : count * length + 1].reshape(count, length) if count else tokens
-    return Rows(tokens, targets, f"{len(stream)} tokens in {len(parts)} documents")
+    return tokens, stream[1 : count * length + 1].reshape(count, length) if count else tokens
 
 
-def _pad(encoded: Iterable[list[int]], end: int, pad: int, length: int) -> Rows:
+def _pad(pieces: Iterable[tuple[Tokens, bool]], end: int, pad: int, length: int) -> Rows:
     """One document per row; a note says how many documents were too short."""
     parts: list[Tokens] = []
-    dropped = 0
-    for ids in encoded:
+    dropped, begun = 0, np.empty(0, np.int32)
+    for ids, ends in pieces:
+        begun = np.concatenate([begun, ids[: length + 1]])
+        if not ends:
+            continue
+        ids, begun = begun, begun[:0]
         if len(ids) < 2:
             dropped += 1
             continue

@@ -22,8 +22,15 @@ _BATCH_CHARACTERS = 2_000_000
 """Text handed to a tokenizer at once: enough for all its threads, little enough to keep its Python lists small."""
 
 
+def bpe_split(texts: Sequence[str]) -> list[list[str]]:
+    """Texts as ``train_bpe`` splits them before it merges anything."""
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return [[part for part, _ in splitter.pre_tokenize_str(text)] for text in texts]
+
+
 def train_bpe(documents: Iterable[str], vocab_size: int, sequence_length: int | None = None) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer (as GPT-2's): lossless for any text, and the same for the same documents.
+    """Train a byte-level BPE tokenizer (as GPT-2's): lossless for any text, and the same for the same documents, whole or in pieces
+    that end where ``bpe_split`` does.
 
     ``vocab_size`` counts 256 bytes, the end token (id 0) and the merges; a small corpus allows fewer merges, which
     :func:`vocabulary_note` puts into words. ``sequence_length`` becomes the saved tokenizer's ``model_max_length``.

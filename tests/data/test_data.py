@@ -274,10 +274,10 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFas
 
 
 def test_unigram_entropy() -> None:
-    assert unigram_entropy(np.array([[1, 1, 7, IGNORED], [7, 9, 9, IGNORED]], dtype=np.int32)) == pytest.approx(
+    assert unigram_entropy([np.array([[1, 1, 7, IGNORED], [7, 9, 9, IGNORED]], dtype=np.int32)]) == pytest.approx(
         np.log(3)
     )
-    assert unigram_entropy(np.array([[4, 4]], dtype=np.int32)) == 0.0
+    assert unigram_entropy([np.array([[4, 4]], dtype=np.int32)]) == 0.0
 
 
 def test_from_files_to_batches(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> None:
