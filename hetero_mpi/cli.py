@@ -292,6 +292,12 @@ def _compare(runs: list[Path]) -> int:
     return _show(*compare(runs))
 
 
+def _cache(empty: bool) -> int:
+    from hetero_mpi.commands.cache import cache
+
+    return _show(*cache(empty))
+
+
 def _baseline(job: Path | None, overrides: Sequence[str], profile: Path) -> int:
     from hetero_mpi.commands import runs
 
@@ -348,6 +354,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--gguf", nargs="?", const="auto", choices=types, help=gguf)
     add("--push", metavar="ORG/NAME", help="upload OUT to the Hugging Face hub, too, as a private model")
+
+    text = "show what this machine keeps for later starts: token ids, times of devices"
+    add = _command(commands, "cache", _cache, text).add_argument
+    add("--empty", action="store_true", help="remove it; whatever is needed is made again")
 
     text = "print a job file that documents every key, or the pages of reference"
     form = _command(commands, "reference", _reference, text).add_mutually_exclusive_group()

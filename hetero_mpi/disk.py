@@ -1,5 +1,5 @@
-"""Files that appear whole or not at all, locks, the room that is left, on file systems, too, that lack what most can do; and files of
-others that reading would wait for."""
+"""Files that appear whole or not at all, locks, and the room that is left, on file systems, too, that lack what most can do; and
+files of others that reading would wait for."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ SPARE_BYTES = 100_000_000
 """What is kept for later, or beside what memory holds, leaves so much of a disk free."""
 _UNABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EEXIST}
 """What a file system answers that cannot do a thing: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
+
+
+def cache_folder(kind: str = "") -> Path:
+    """Where this user's machine keeps what can be made again: ``profiles``, ``tokens``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi" / kind
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ ENVIRONMENT = {
     "HETERO_MPI_MPIEXEC": "path of the launcher that `launch` takes, instead of the one it finds",
     "HETERO_MPI_SELF_TEST": "0: this rank's GPU is not tested at the start ([devices.md](devices.md#the-self-test))",
     "HETERO_MPI_TOKEN": "what clients of `serve` must show ([serving.md](serving.md#who-may-ask))",
-    "XDG_CACHE_HOME": "where what devices were measured to do is kept, instead of `~/.cache`",
+    "XDG_CACHE_HOME": "where token ids of data and what devices were measured to do are kept, instead of `~/.cache`",
 }
 """Environment variables that a person may set -> what they do. Those of MPI, torch and Hugging Face have their effects too."""
 

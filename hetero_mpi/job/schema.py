@@ -165,6 +165,9 @@ class DataTable(JobTable):
     """Share of the sequences that is never trained on and measures the evaluation loss."""
     max_bytes: Positive | None = None
     """Text: read at most this many bytes (files in sorted order); empty: everything."""
+    cache: bool = True
+    """Token ids are kept in the user's cache directory on rank 0's machine, so that another start with the same data, tokenizer and
+    keys reads and tokenises nothing; `hetero_mpi cache` shows and empties it. false: nothing is kept."""
 
 
 class TrainTable(JobTable):

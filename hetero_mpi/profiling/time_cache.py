@@ -11,15 +11,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.disk import write_whole
+from hetero_mpi.disk import cache_folder, write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.profile_rules import number_problems
@@ -28,10 +26,6 @@ from hetero_mpi.profiling.subject import Subject, sampled_rows
 
 _LAYOUT = 5
 """Changes with what ``DeviceTimes`` holds or how it is measured."""
-
-
-def cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi" / "profiles"
 
 
 def subject_content(subject: Subject, mpi_library: str) -> list[Any]:
@@ -74,14 +68,14 @@ def load_times(key: str) -> DeviceTimes | None:
 
 def load(key: str) -> Any:
     try:
-        return json.loads((cache_directory() / f"{key}.json").read_text(encoding="utf-8"))
+        return json.loads((cache_folder("profiles") / f"{key}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
 def forget_times(key: str) -> None:
     with contextlib.suppress(OSError):
-        (cache_directory() / f"{key}.json").unlink(missing_ok=True)
+        (cache_folder("profiles") / f"{key}.json").unlink(missing_ok=True)
 
 
 def save_times(key: str, times: DeviceTimes) -> None:
@@ -91,4 +85,4 @@ def save_times(key: str, times: DeviceTimes) -> None:
 def save(key: str, value: Any) -> None:
     """Keep a value that JSON can express. A cache that cannot be written is no reason to end a run."""
     with contextlib.suppress(OSError):
-        write_whole(cache_directory() / f"{key}.json", json.dumps(value), make_folder=True)
+        write_whole(cache_folder("profiles") / f"{key}.json", json.dumps(value), make_folder=True)

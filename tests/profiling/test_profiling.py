@@ -17,6 +17,7 @@ from hetero_mpi.comm.links import HostFlows, flows_of
 from hetero_mpi.comm.pairs import quiet_rounds, rounds
 from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.disk import cache_folder
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import AdapterTable, TrainTable
 from hetero_mpi.job.plan_request import with_memory
@@ -350,7 +351,7 @@ def test_device_tables_are_kept_in_the_users_cache(tmp_path: Path, monkeypatch: 
     time_cache.save_times("key", kept_times())  # a file stands where the folder should: no cache, no error
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert time_cache.cache_directory() == tmp_path / ".cache" / "hetero_mpi" / "profiles"
+    assert cache_folder("profiles") == tmp_path / ".cache" / "hetero_mpi" / "profiles"
 
 
 def test_a_table_belongs_to_device_model_dtype_and_company(subject: Subject) -> None:

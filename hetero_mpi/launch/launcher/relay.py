@@ -8,13 +8,12 @@ made of its content, so that people can read it and a command line printed earli
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hetero_mpi.disk import atomic_write, writing
+from hetero_mpi.disk import atomic_write, cache_folder, writing
 
 _SCRIPT = """#!/bin/sh
 # AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on HOST, with the place where MPI is installed there.
@@ -58,7 +57,7 @@ def write_cached(name: str, ending: str, text: str, purpose: str) -> Path:
 
     :raises UserError: the cache directory cannot be written.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi"
+    folder = cache_folder()
     path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}{ending}"
     with writing(folder, f"set XDG_CACHE_HOME to a directory that you can write to, {purpose}"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.documents import read_documents
+from hetero_mpi.data.documents import matching_files, read_documents
 from hetero_mpi.data.instructions import build_record_sequences
+from hetero_mpi.data.pieces import pieces_of
 from hetero_mpi.data.record_files import BadRecords
-from hetero_mpi.data.records import Records, read_records
+from hetero_mpi.data.records import Record, Records, read_records
 from hetero_mpi.data.samples import DataSource
 from hetero_mpi.data.sequences import Dataset, build_sequences
-from hetero_mpi.data.template import Template, choose_form, plain_texts
-from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, train_bpe, vocabulary_note
+from hetero_mpi.data.template import Template, choose_form, plain_texts, tokenize_records
+from hetero_mpi.data.token_cache import entry, marks_of, read_dataset, write_dataset
+from hetero_mpi.data.tokenizer import (
+    bpe_split,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+    train_bpe,
+    vocabulary_note,
+)
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, LoadedJob
 from hetero_mpi.model.files import hub
@@ -71,74 +82,147 @@ def _from_text(loaded: LoadedJob) -> Material:
     if data.evaluation is not None:
         evaluation = read_documents(loaded.evaluation_patterns(), data.documents, key="data.evaluation")
     for read in (corpus, evaluation):
-        next(iter(read or ("",)))  # there is some text
+        next(iter(read.blocks() if read else ("",)))  # there is some text
     config, generation, told = _model_keys(loaded)
-    tokenizer, notes = _tokenizer(loaded, config, corpus)
-    notes[:0] = told
-    dataset = build_sequences(
-        corpus, tokenizer, data.sequence_length, data.packing, data.held_out, loaded.job.train.seed, evaluation
+    files = [marks_of(read.paths) if read else None for read in (corpus, evaluation)]
+    key = ["text", *files, data.documents, data.max_bytes]
+    tokenizer, notes = _tokenizer(
+        loaded, config, key, lambda: (piece.text for piece in pieces_of(corpus.blocks(), bpe_split))
     )
-    for name, read in (("corpus", corpus), ("evaluation", evaluation)):
-        if read is not None:
-            notes.append(f"{name}: {read.report.files:,} files, {read.report.bytes / 1e6:.1f} MB of text")
-    notes.extend(dataset.notes)
+
+    def fill(folder: Path) -> None:
+        dataset = build_sequences(
+            corpus,
+            tokenizer,
+            data.sequence_length,
+            data.packing,
+            data.held_out,
+            loaded.job.train.seed,
+            evaluation,
+            folder,
+            _progress(corpus.paths),
+        )
+        lines = [
+            f"{name}: {read.report.files:,} files, {read.report.bytes / 1e6:.1f} MB of text"
+            for name, read in (("corpus", corpus), ("evaluation", evaluation))
+            if read is not None
+        ]
+        write_dataset(folder, dataset, {"notes": [*lines, *dataset.notes]})
+
+    dataset, found, kept = _kept(loaded, [*key, _mark(tokenizer), data.packing], fill)
     dataset, remarks = _placed(dataset, config)
-    notes.extend(remarks)
     generation = _with_end(config, generation, tokenizer)
-    return Material(config, tokenizer, dataset, tuple(notes), generation=generation)
+    return Material(
+        config, tokenizer, dataset, (*told, *notes, *found["notes"], *kept, *remarks), generation=generation
+    )
 
 
 def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
     preference, bad = loaded.job.train.preference != "none", BadRecords(data.skip_bad)
-    sources = _sources(loaded, bad, preference)
-    records = [record for _, source in sources for record in source.records]
-    evaluation = None
-    if data.evaluation is not None:
-        evaluation = read_records(loaded.evaluation_patterns(), "data.evaluation", bad, preference, say)
+    named = _named_patterns(loaded)
+    files = [marks_of(matching_files(key, patterns, say)) for key, patterns in named]
+    key = ["records", files, [name for name, _ in named], data.skip_bad, preference]
+
+    @functools.cache
+    def read() -> list[Records]:
+        return [read_records(patterns, name, bad, preference, say) for name, patterns in named]
+
+    def records() -> Iterator[Record]:
+        """Those to be learnt from."""
+        sources = zip(named, read(), strict=True)
+        return (record for (name, _), source in sources if name != _EVALUATION for record in source.records)
+
+    def check(_: Path) -> None:
+        read()
+
+    with entry(["read", *key] if data.cache else None, check):
+        pass  # broken records are told before a model is fetched, which may take an hour
     config, generation, told = _model_keys(loaded)
-    tokenizer, notes = _tokenizer(loaded, config, plain_texts(records))
-    notes[:0] = told
-    form = choose_form(tokenizer, data.template, (*records, *(evaluation.records if evaluation else ())))
-    for name, source in sources:
-        notes.extend(line if data.weights is None else f"{name}: {line}" for line in source.lines(form.source))
-    notes.extend(f"evaluation: {line}" for line in (evaluation.lines(form.source) if evaluation else ()))
-    notes.append("records become text by " + _FORMS[form.kind])
+    tokenizer, notes = _tokenizer(loaded, config, key, lambda: plain_texts(records()))
     packing, isolate, note = _packing(loaded, str(config["model_type"]))
-    notes.extend(note)
-    dataset = build_record_sequences(
-        [(name, source.records) for name, source in sources],
-        tokenizer,
-        form,
-        data.sequence_length,
-        packing,
-        data.held_out,
-        loaded.job.train.seed,
-        data.train_on_prompt,
-        None if evaluation is None else evaluation.records,
-        isolate,
-        bad,
-        preference,
-        data.weights,
-        model_stops(config, generation),
-    )
-    notes.extend(bad.lines())
-    if form.kind == "plain":
+    stops = model_stops(config, generation)
+
+    def fill(folder: Path) -> None:
+        every = [record for source in read() for record in source.records]
+        form = choose_form(tokenizer, data.template, every)
+        # What the template refuses is told as early as a broken line, if it is no rare exception.
+        for _ in tokenize_records(tokenizer, form, every[:: 1 + len(every) // _SAMPLED], BadRecords(data.skip_bad)):
+            pass
+        sources = {name: source for (name, _), source in zip(named, read(), strict=True)}
+        evaluation = sources.pop(_EVALUATION, None)
+        lines = [
+            line if data.weights is None else f"{name}: {line}"
+            for name, source in sources.items()
+            for line in source.lines(form.source)
+        ]
+        lines.extend(f"evaluation: {line}" for line in (evaluation.lines(form.source) if evaluation else ()))
+        dataset = build_record_sequences(
+            [(name, source.records) for name, source in sources.items()],
+            tokenizer,
+            form,
+            data.sequence_length,
+            packing,
+            data.held_out,
+            loaded.job.train.seed,
+            data.train_on_prompt,
+            None if evaluation is None else evaluation.records,
+            isolate,
+            bad,
+            preference,
+            data.weights,
+            stops,
+        )
+        lines += ["records become text by " + _FORMS[form.kind], *note, *bad.lines(), *dataset.notes]
+        values = {"notes": lines, "kind": form.kind, "source": form.source, "skipped": len(bad.problems)}
+        write_dataset(folder, dataset, values)
+
+    more = [_mark(tokenizer), data.template, packing, isolate, data.train_on_prompt, data.weights, stops]
+    dataset, found, kept = _kept(loaded, [*key, *more], fill)
+    if found["kind"] == "plain":
         # So that whoever loads the result can ask it in the words it was taught in.
-        tokenizer.chat_template = form.source
+        tokenizer.chat_template = found["source"]
     dataset, remarks = _placed(dataset, config)
-    notes.extend(remarks)
     generation = _with_end(config, generation, tokenizer)
-    return Material(config, tokenizer, dataset, (*notes, *dataset.notes), form.kind, len(bad.problems), generation)
+    lines = (*told, *notes, *found["notes"], *kept, *remarks)
+    return Material(config, tokenizer, dataset, lines, found["kind"], found["skipped"], generation)
 
 
-def _sources(loaded: LoadedJob, bad: BadRecords, preference: bool) -> list[tuple[str, Records]]:
-    """The job's records, with a name: of each entry of ``data.records`` for itself where these have weights."""
-    patterns, data = loaded.record_patterns(), loaded.job.data
-    if data.weights is None:
-        return [("data.records", read_records(patterns, "data.records", bad, preference, say))]
-    named = [(f"data.records {text}", pattern) for text, pattern in zip(data.records or (), patterns, strict=True)]
-    return [(name, read_records([pattern], name, bad, preference, say)) for name, pattern in named]
+_EVALUATION = "data.evaluation"
+_SAMPLED = 256
+"""Records that are tried first."""
+
+
+def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
+    """(name, patterns of files) of the job's records: of each entry of ``data.records`` for itself where these have weights."""
+    patterns, data = list(loaded.record_patterns()), loaded.job.data
+    named = [("data.records", patterns)]
+    if data.weights is not None:
+        pairs = zip(data.records or (), patterns, strict=True)
+        named = [(f"data.records {text}", [pattern]) for text, pattern in pairs]
+    return named if data.evaluation is None else [*named, (_EVALUATION, list(loaded.evaluation_patterns()))]
+
+
+def _kept(
+    loaded: LoadedJob, key: Sequence[Any], fill: Callable[[Path], None]
+) -> tuple[Dataset, dict[str, Any], list[str]]:
+    """(the data, what else is told of it, a remark where an earlier start has made it). ``fill``: makes it, into a folder."""
+    data = loaded.job.data
+    settings = [data.sequence_length, data.held_out, loaded.job.train.seed]
+    with entry([*key, *settings] if data.cache else None, fill) as (folder, there):
+        dataset, found = read_dataset(folder)
+    return dataset, found, [f"token ids: those of an earlier start ({folder})"] if there else []
+
+
+def _mark(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
+    """All of a tokenizer that decides the tokens of records."""
+    engine = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    return [engine, tokenizer.chat_template, {name: str(text) for name, text in tokenizer.special_tokens_map.items()}]
+
+
+def _progress(paths: Sequence[Path]) -> Callable[[int], None]:
+    whole = sum(path.stat().st_size for path in paths) / 1e6
+    return lambda done: say(f"{done / 1e6:,.0f} million characters are tokenised, of {whole:,.0f} MB of text")
 
 
 def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
@@ -171,13 +255,21 @@ _FORMS = {
 
 
 def _tokenizer(
-    loaded: LoadedJob, config: dict[str, Any], texts: Iterable[str]
+    loaded: LoadedJob, config: dict[str, Any], key: Sequence[Any], texts: Callable[[], Iterable[str]]
 ) -> tuple[PreTrainedTokenizerFast, list[str]]:
-    """The job's tokenizer (loaded, or trained on the texts), and remarks. Adds the tokenizer's keys to the configuration."""
+    """The job's tokenizer (loaded, or trained on the texts, which ``key`` tells from others), and remarks. Adds the tokenizer's
+    keys to the configuration.
+    """
     job, notes = loaded.job, []
-    if job.tokenizer.train_vocab_size is not None:
-        tokenizer = train_bpe(texts, job.tokenizer.train_vocab_size, job.data.sequence_length)
-        note = vocabulary_note(tokenizer, job.tokenizer.train_vocab_size)
+    size, length = job.tokenizer.train_vocab_size, job.data.sequence_length
+    if size is not None:
+
+        def fill(folder: Path) -> None:
+            save_tokenizer(train_bpe(texts(), size, length), folder)
+
+        with entry(["tokenizer", size, length, *key] if job.data.cache else None, fill) as (folder, _):
+            tokenizer = load_tokenizer(folder)
+        note = vocabulary_note(tokenizer, size)
         notes.extend([note] if note else [])
     else:
         tokenizer = load_tokenizer(_tokenizer_directory(loaded))

@@ -1,0 +1,189 @@
+"""Token ids are kept for later starts: what makes two starts alike, what does not, and what becomes of the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hetero_mpi.cli import main
+from hetero_mpi.data import token_cache
+from hetero_mpi.data.mapped import mapped, parts_of_rows
+from hetero_mpi.data.token_cache import entry, marks_of
+from hetero_mpi.disk import cache_folder
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import load_job
+from hetero_mpi.runtime.setup.material import Material, prepare
+
+MODEL = """
+[model.config]
+model_type = "llama"
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+max_position_embeddings = 64
+[tokenizer]
+train_vocab_size = 300
+"""
+TEXT = MODEL + '[data]\ntext = ["*.txt"]\nsequence_length = 16\n'
+RECORDS = MODEL + '[data]\nrecords = ["*.jsonl"]\nsequence_length = 48\nskip_bad = 1\n'
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    (tmp_path / "b.txt").write_text("seven grey birds follow the boat\n" * 50)
+    lines = [json.dumps({"instruction": f"colour {n}", "output": f"green {n}", "note": 1}) for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "broken"]))
+    return tmp_path
+
+
+def prepared(directory: Path, text: str, *overrides: str) -> tuple[Material, bool]:
+    """(the data, were they kept?)."""
+    file = directory / "job.toml"
+    file.write_text(text)
+    material = prepare(load_job(file, overrides))
+    notes = [note for note in material.notes if "earlier start" not in note]
+    return material, len(notes) < len(material.notes)
+
+
+@pytest.mark.parametrize("text", [TEXT, RECORDS, TEXT + "packing = false\n", TEXT + 'evaluation = ["b.txt"]\n'])
+def test_a_second_start_has_the_same_data_and_reads_nothing(
+    job: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, there = prepared(job, text, "data.cache=false")
+    assert not there and not cache_folder("tokens").exists()
+    first, there = prepared(job, text)
+    assert not there
+    for name in ("train_bpe", "build_sequences", "build_record_sequences", "read_records"):
+        monkeypatch.setattr(f"hetero_mpi.runtime.setup.material.{name}", None)
+    second, there = prepared(job, text)
+    assert there
+    for material in (first, second):
+        assert material.dataset.fingerprint() == plain.dataset.fingerprint()
+        assert material.skipped_records == plain.skipped_records
+        ours, theirs = material.dataset.batch(3, 4), plain.dataset.batch(3, 4)
+        assert np.array_equal(ours.tokens, theirs.tokens) and np.array_equal(ours.targets, theirs.targets)
+        assert material.dataset.unigram_entropy() == plain.dataset.unigram_entropy()
+        assert material.tokenizer is not None and plain.tokenizer is not None
+        assert material.tokenizer.chat_template == plain.tokenizer.chat_template
+        notes = tuple(note for note in material.notes if "earlier start" not in note)
+        assert notes == plain.notes
+    assert isinstance(second.dataset.tokens, np.memmap), "the ids are not in memory"
+
+
+def test_what_changes_the_tokens_is_another_entry(job: Path) -> None:
+    prepared(job, TEXT)
+    for override in ("data.sequence_length=8", "data.held_out=0.2", "train.seed=3", "data.documents=line", "data.packing=false",
+                     "data.max_bytes=900", "tokenizer.train_vocab_size=290"):  # fmt: skip
+        assert not prepared(job, TEXT, override)[1], override
+    (job / "b.txt").write_text("seven grey birds follow the goat\n" * 50)
+    assert not prepared(job, TEXT)[1], "another text of the same size"
+    os.utime(job / "a.txt", (1, 1))
+    assert not prepared(job, TEXT)[1], "the time says that it was changed"
+    assert prepared(job, TEXT, "train.steps=7", "train.learning_rate=0.1")[1]
+    prepared(job, RECORDS)
+    for override in ("data.train_on_prompt=true", "data.packing=false", "data.isolate=false", "data.skip_bad=2"):
+        assert not prepared(job, RECORDS, override)[1], override
+
+
+def test_large_files_are_told_apart_by_samples(tmp_path: Path) -> None:
+    path, size = tmp_path / "large", 40 * 65_536
+    path.write_bytes(b"a" * size)
+    stamp = path.stat()
+    (before,) = marks_of([path])
+    with path.open("r+b") as file:
+        file.seek(size - 10)
+        file.write(b"b")
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    (after,) = marks_of([path])
+    assert before[:3] == after[:3] and before[3] != after[3], "its end is always among them"
+
+
+def test_runs_at_once_and_what_dead_ones_left(job: Path) -> None:
+    def fill(folder: Path) -> None:
+        (folder / "x").write_text("mine")
+        if folder.parent == cache_folder("tokens") and not (cache_folder("tokens") / "inner").exists():
+            (cache_folder("tokens") / "inner").touch()
+            with entry(["k"], fill) as (other, there):  # another run makes the same entry meanwhile, and is first
+                assert not there and (other / "x").read_text() == "mine"
+
+    with entry(["k"], fill) as (folder, there):
+        assert not there and (folder / "x").read_text() == "mine"
+    with entry(["k"], fill) as (_, there):
+        assert there
+    (cache_folder("tokens") / "inner").unlink()
+    left = cache_folder("tokens") / ".dead.abcd"
+    left.mkdir()
+    os.utime(left, (1, 1))
+    with entry(["k"], fill):
+        pass
+    assert not left.exists()
+    with pytest.raises(ZeroDivisionError), entry(["bad"], lambda folder: print(1 // 0)):
+        pass
+    assert len(list(cache_folder("tokens").iterdir())) == 1, "nothing of a failed one"
+
+
+def test_the_oldest_go_first(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(folder: Path) -> None:
+        (folder / "x").write_bytes(b"0" * 1000)
+
+    for number in range(4):
+        with entry([number], fill) as (folder, _):
+            pass
+        os.utime(folder, (time.time() - 100 + number,) * 2)
+    with entry([0], fill) as (_, there):
+        assert there  # and is the newest now
+    monkeypatch.setattr(token_cache, "MOST_BYTES", 2500)
+    with entry([9], fill):
+        pass
+    assert [entry_there(number, fill) for number in (0, 9, 3, 2, 1)] == [True, True, False, False, False]
+
+
+def entry_there(number: int, fill: object) -> bool:
+    with entry([number], fill) as (_, there):  # type: ignore[arg-type]
+        return there
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_end(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(job / "file"))
+    assert not prepared(job, TEXT)[1]
+
+
+def test_a_full_disk_is_told(job: Path) -> None:
+    def fill(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with (
+        pytest.raises(
+            UserError, match=r"token ids cannot be written \(No space left.*XDG_CACHE_HOME.*data.cache = false"
+        ),
+        entry(["k"], fill),
+    ):
+        pass
+
+
+def test_the_command_shows_and_empties_it(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared(job, TEXT)
+    assert main(["cache"]) == 0
+    assert "token ids of data: 2, " in capsys.readouterr().out
+    assert main(["cache", "--empty"]) == 0
+    assert " removed" in capsys.readouterr().out
+    assert not cache_folder("tokens").exists() and not prepared(job, TEXT)[1]
+
+
+def test_parts_of_a_mapped_array_are_the_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_mpi.data.mapped._PART_BYTES", 100)
+    values = np.arange(300, dtype=np.int32).reshape(60, 5)
+    np.save(tmp_path / "a.npy", values)
+    parts = list(parts_of_rows(mapped(tmp_path / "a.npy")))
+    assert [first for first, _ in parts] == list(range(0, 60, 5))
+    assert np.array_equal(np.concatenate([part for _, part in parts]), values)
+    assert mapped(tmp_path / "a.npy").flags.writeable is False
