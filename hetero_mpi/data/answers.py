@@ -17,11 +17,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from hetero_mpi.data.anchors import Anchors, Conversation
 from hetero_mpi.data.record_files import BadRecord
 from hetero_mpi.data.records import ChatMessage
 from hetero_mpi.data.unprinted import spoken, unprinted
@@ -31,7 +33,8 @@ MOST_CHARACTERS = 2**24
 """More of one conversation is no text to learn from, but a template that runs wild."""
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-Conversation = Sequence[Mapping[str, Any]]
+FEW = 4
+"""Answers of a conversation that are each found by rendering what stands before them."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def rendered(
     holds, or hides where its answers are.
     """
 
-    def text_of(some: Conversation, asking: bool = False) -> str:
+    def text_of(some: Conversation, asking: bool) -> str:
         begin()
         return printer.text(some, tools, asking)[0]
 
@@ -114,30 +117,79 @@ def rendered(
     conversation, text, marks, forgotten = _whole(printer, messages, tools)
     if marks is not None:
         return Rendered(text, _marked(text, marks, messages), True, forgotten)
-    spans: list[tuple[int, int, bool | None]] = []
-    for index, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        question = text_of(conversation[:index], asking=True)
-        closed = text if index == len(messages) - 1 else text_of(conversation[: index + 1])
+    whole = _Whole(text, messages, conversation, text_of, str(printer.special.get("eos_token") or ""))
+    return Rendered(text, whole.spans(), False, forgotten)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A conversation as the template gets it, and as text."""
+
+    text: str
+    messages: Sequence[ChatMessage]
+    given: Conversation
+    render: Callable[[Conversation, bool], str]
+    """Its text; True: up to where the next answer begins."""
+    final: str
+    """The end token of the model, or nothing."""
+
+    def spans(self) -> list[tuple[int, int, bool | None]]:
+        """:attr:`Rendered.spans`. Raises BadRecord.
+
+        Of many answers only the first ones of each kind are found by rendering the conversation up to them, and two late ones,
+        to see that they stand where those before them tell.
+        """
+        answers = [index for index, message in enumerate(self.messages) if message.role == "assistant"]
+        if len(answers) > FEW:
+            with suppress(_Doubt):
+                return self._spans(answers, Anchors(self.text, self.given, answers[0], self.render))
+        return self._spans(answers, None)
+
+    def _spans(self, answers: Sequence[int], anchors: Anchors | None) -> list[tuple[int, int, bool | None]]:
+        spans: list[tuple[int, int, bool | None]] = []
+        for index in answers:
+            behind = spans[-1][1] if spans else 0
+            told = anchors.answer(index) if anchors else None
+            found = told
+            if told is None or index in (answers[len(answers) // 2], answers[-1]):
+                found, alike = self._answer(index, behind)
+                if anchors and found and told is None:
+                    anchors.learn(index, *found, alike)
+            if anchors and (found is None or told not in (None, found) or behind > found[0]):
+                raise _Doubt
+            if found is None or behind > found[0]:
+                raise BadRecord(
+                    f"the tokenizer's chat template must render the beginning of a conversation as the beginning of the "
+                    f"whole; for message {index + 1} of {len(self.messages)} it does not, so that the answer cannot be "
+                    f"told from the prompt. {WAY_OUT}, or split the record after each answer."
+                )
+            message = self.messages[index]
+            spans.append((found[0], _without_spaces(self.text, *found, message), message.trained))
+        return spans
+
+    def _answer(self, index: int, behind: int) -> tuple[tuple[int, int] | None, bool]:
+        """(the answer with the spaces at its end, None where it cannot be told; does the text begin as what asks for it).
+        ``behind``: where the answer before it ends.
+        """
+        text, message = self.text, self.messages[index]
+        question = self.render(self.given[:index], True)
+        closed = text if index == len(self.messages) - 1 else self.render(self.given[: index + 1], False)
         first: int | None = len(question)
-        if not text.startswith(question):
-            before = text_of(conversation[:index])
+        alike = text.startswith(question)
+        if not alike:
+            before = self.render(self.given[:index], False)
             first = _answer_begin(text, before, question, message)
             if first is None and question.startswith(before):
-                first = _behind_header(text, spans[-1][1] if spans else 0, question[len(before) :], message)
+                first = _behind_header(text, behind, question[len(before) :], message)
         last = None if first is None else _answer_end(text, first, question, closed, message)
-        if last is None and first is not None and (final := str(printer.special.get("eos_token") or "")):
+        if last is None and first is not None and self.final:
             # Phi-3's template ends with the end token of the model where nothing is asked, and not in between.
-            last = _answer_end(text, first, question, closed.removesuffix(final), message)
-        if first is None or last is None or (spans and spans[-1][1] > first):
-            raise BadRecord(
-                f"the tokenizer's chat template must render the beginning of a conversation as the beginning "
-                f"of the whole; for message {index + 1} of {len(messages)} it does not, so that the answer cannot be "
-                f"told from the prompt. {WAY_OUT}, or split the record after each answer."
-            )
-        spans.append((first, _without_spaces(text, first, last, message), message.trained))
-    return Rendered(text, spans, False, forgotten)
+            last = _answer_end(text, first, question, closed.removesuffix(self.final), message)
+        return None if first is None or last is None else (first, last), alike
+
+
+class _Doubt(Exception):
+    """An answer does not stand where answers like it tell."""
 
 
 def _marked(
@@ -274,8 +326,8 @@ def _answer_end(text: str, begin: int, question: str, closed: str, message: Chat
         return len(closed)
     alike = begin if closed.startswith(text[:begin]) else len(question) if closed.startswith(question) else len(closed)
     said = [spoken(message), *(call["name"] for call in message.calls())]
-    for place in range(alike, min(map(closed.rfind, said)) + 1):
-        if closed[place] == text[begin] and text.startswith(closed[place:], begin):
+    for place in range(alike, min(len(closed), min(map(closed.rfind, said)) + 1)):
+        if closed[place] == text[begin : begin + 1] and text.startswith(closed[place:], begin):
             return begin + len(closed) - place
     return None
 
@@ -285,4 +337,4 @@ def _without_spaces(text: str, first: int, last: int, message: ChatMessage) -> i
     content = message.content
     own = next((part for part in (content, content.strip(), spoken(message)) if part in text[first:last]), "")
     said = first + text[first:last].rfind(own) + len(own) if content.strip() else first
-    return max(said, len(text[:last].rstrip()))
+    return max(said, first + len(text[first:last].rstrip()))

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.data.answers import WAY_OUT, Conversation, Printer, Rendered, rendered
+from hetero_mpi.data.anchors import Conversation
+from hetero_mpi.data.answers import WAY_OUT, Printer, Rendered, rendered
 from hetero_mpi.data.record_files import BadRecord
 from hetero_mpi.data.records import ChatMessage, Record
 

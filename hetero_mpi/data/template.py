@@ -13,14 +13,15 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.answers import Printer, Rendered
+from hetero_mpi.data.marks import marks_of
 from hetero_mpi.data.record_files import BadRecord, BadRecords
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.rendering import rendered_prompt, rendered_records
-from hetero_mpi.data.tokenizer import beginning, begun, encoded, end_token, faults_named, in_batches, own_tokens_only
+from hetero_mpi.data.tokenizer import beginning, begun, encoded, end_token, in_batches, own_tokens_only
 from hetero_mpi.errors import UserError
 
 Template = Literal["auto", "chat", "plain"]
@@ -189,7 +190,7 @@ def tokenize_records(
     """
     backend, end = own_tokens_only(tokenizer), end_token(tokenizer)
     rendered = _all_rendered(tokenizer, form, records, bad)
-    for some in in_batches(rendered, lambda one: len(one[1].text) * (1 + len(one[1].spans))):
+    for some in in_batches(rendered, lambda one: len(one[1].text)):
         yield from _tokenized(backend, end, {end, *ends}, some)
 
 
@@ -211,25 +212,12 @@ def _all_rendered(
 def _tokenized(
     backend: Tokenizer, end: int, ends: Collection[int], waiting: Sequence[tuple[Record, Rendered]]
 ) -> Iterator[Tokenized]:
-    """Tokenises the texts and all their beginnings at one go, so that all threads of the tokenizer have work."""
-    edges = [_edges(rendered) for _, rendered in waiting]
-    texts = [
-        text
-        for (_, rendered), cuts in zip(waiting, edges, strict=True)
-        for text in (rendered.text, *(rendered.text[:edge] for edge in cuts))
-    ]
-    with faults_named("the tokenizer cannot tokenise the records"):
-        encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
-    for (record, rendered), cuts in zip(waiting, edges, strict=True):
-        whole = next(encodings)
-        beginnings = {edge: next(encodings).ids for edge in cuts}
-        ids = list(whole.ids)
+    """Tokenises the texts at one go, so that all threads of the tokenizer have work."""
+    for (record, rendered), marks in zip(waiting, marks_of(backend, [one for _, one in waiting]), strict=True):
+        ids = list(marks.ids)
         answer, never = np.zeros((2, len(ids)), dtype=np.bool_)
-        for begin, close, learnt in rendered.spans:
-            if rendered.marked:
-                first, last = _overlapping(whole, begin, close)
-            else:
-                first, last = _tokens_of(whole, beginnings, (begin, close))
+        for (first, last), (*_, learnt) in zip(marks.spans, rendered.spans, strict=True):
+            if not rendered.marked:
                 # Without what the template prints behind its end token, if it has one.
                 last = next((index + 1 for index in range(last - 1, first - 1, -1) if ids[index] == end), last)
             if first < last < len(ids) and ids[last] in ends and ids[last - 1] not in ends:
@@ -243,31 +231,3 @@ def _tokenized(
         if record.messages[-1].trained and (final < 0 or ids[final] != end):
             ids, answer, never = [*ids, end], np.append(answer, True), np.append(never, False)
         yield Tokenized(record, np.array(ids, dtype=np.int32), answer, never, rendered.forgotten)
-
-
-def _edges(rendered: Rendered) -> list[int]:
-    """Where answers begin or end that the template does not mark, in characters, ascending, each once."""
-    return [] if rendered.marked else sorted({edge for span in rendered.spans for edge in span[:2]})
-
-
-def _overlapping(whole: Encoding, begin: int, close: int) -> tuple[int, int]:
-    """The tokens [first, last) that lie in the characters [begin, close), if only in part: transformers' mask."""
-    inside = [n for n, (start, behind) in enumerate(whole.offsets) if behind > begin and start < close]
-    return (inside[0], inside[-1] + 1) if inside else (0, 0)
-
-
-def _tokens_of(whole: Encoding, beginnings: Mapping[int, Sequence[int]], span: tuple[int, int]) -> tuple[int, int]:
-    """The tokens [first, last) of an answer, given in characters of the whole text, that end ``beginnings`` before them.
-
-    Normally these are the first tokens of the whole. Where a merge reaches over an edge they are not; then the token
-    across it belongs to the answer, so that no part of it is left out.
-    """
-    first, last = span
-    tokens = len(whole.ids)
-    if whole.ids[: len(beginnings[first])] == list(beginnings[first]):
-        begin = len(beginnings[first])
-    else:
-        begin = next((index for index, (_, behind) in enumerate(whole.offsets) if behind > first), tokens)
-    if whole.ids[: len(beginnings[last])] == list(beginnings[last]):
-        return begin, len(beginnings[last])
-    return begin, next((index for index, (start, _) in enumerate(whole.offsets) if start >= last), tokens)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hetero_mpi.data.records import REASONING, ChatMessage
 
-_THOUGHT = re.compile(r"</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>")
+THOUGHT = re.compile(r"</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>")
 """Begins or ends a thought inside a text."""
 
 
@@ -46,7 +46,7 @@ def unprinted(
 
 def spoken(message: ChatMessage) -> str:
     """What an answer says behind its thoughts."""
-    return _THOUGHT.split(message.content)[-1].strip()
+    return THOUGHT.split(message.content)[-1].strip()
 
 
 def _parts(message: ChatMessage) -> Iterator[tuple[str, Any, bool]]:
@@ -55,7 +55,7 @@ def _parts(message: ChatMessage) -> Iterator[tuple[str, Any, bool]]:
     content = given.get("content")
     texts = [part["text"] for part in content] if isinstance(content, list) else [message.content]
     for text in texts:
-        *thoughts, said = _THOUGHT.split(text) if message.role == "assistant" else [text]
+        *thoughts, said = THOUGHT.split(text) if message.role == "assistant" else [text]
         yield from (("the thought", thought, True) for thought in thoughts)
         yield f"what the {message.role} says" if message.role != "tool" else "what the tool gave", said, False
     yield from (("the thought", given[key], True) for key in REASONING if key in given)

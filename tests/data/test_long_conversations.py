@@ -1,0 +1,222 @@
+"""Answers of long conversations are marked from few renderings and one encoding: as from renderings and encodings of all
+beginnings, token by token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from hetero_mpi.data import answers
+from hetero_mpi.data.answers import Printer, Rendered, rendered
+from hetero_mpi.data.marks import marks_of
+from hetero_mpi.data.record_files import BadRecord
+from hetero_mpi.data.records import ChatMessage
+from hetero_mpi.data.template import choose_form
+from hetero_mpi.data.tokenizer import own_tokens_only, train_bpe
+from tests.data import test_marks, test_masks, test_tools
+from tests.data.test_masks import CHATML, Format, tokenizer_of
+
+FORMATS = {
+    **test_masks.FORMATS,
+    **{f"marks-{name}": one for name, one in test_marks.MARKED.items()},
+    **{f"tools-{name}": one for name, one in test_tools.FORMATS.items()},
+}
+IDS = Format(
+    test_tools.QWEN.replace(
+        "'\\n<tool_response>\\n' +", "'\\n<tool_response>' + message.tool_call_id + '\\n' +"
+    ).replace(
+        """'<tool_call>\\n{"name": "' + call.name + '", "arg""",
+        """'<tool_call>\\n{"id": "' + message.tool_calls[0].id + '", "name": "' + call.name + '", "arg""",
+    ),
+    "<|im_end|>",
+    ("<|im_start|>",),
+)
+"""Names each call in front of it and of what it gave."""
+NUMBERED = Format(
+    "{%- for m in messages %}{{- loop.index ~ ' ' ~ m.role ~ ': ' ~ m.content ~ '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- messages | length + 1 }} assistant: {% endif %}",
+    "</s>",
+    (),
+)
+"""Prints 3 in front of what stands there behind 1 later on."""
+LATE = Format(
+    CHATML.replace(
+        "{{ '<|im_start|>' + message.role", "{{ ('(late)' if loop.index > 4 else '') + '<|im_start|>' + message.role"
+    ),
+    "<|im_end|>",
+    ("<|im_start|>",),
+)
+"""Prints more in front of later questions: what early ones tell is wrong for them."""
+IRREGULAR = {"numbered": NUMBERED, "late": LATE}
+FORMATS |= {"ids": IDS, **IRREGULAR}
+CALLING = [
+    *(f"tools-{name}" for name in ("qwen", "qwen-latest", "qwen-thinking", "qwen-in-letters", "llama", "deepseek")),
+    "ids",
+]
+TALKING = [name for name in CALLING if name not in ("tools-llama", "tools-deepseek")]
+"""Print what is said beside a call."""
+SAID = ("Hello", "Why?", "user", "assistant\n", "qzxv1x", "qzxv", "x", "y.\n\n", " so ", "\nThere", "  ", "", "Grün 🙂",
+        "<|im_end|>", "one\n\n* two", "User: x\n\nAssistant: y", "{\"a\": 1}", "Hello Hello")  # fmt: skip
+THOUGHTS = ("It is so.", "Hello", "\nOne\n")
+
+
+def chat(name: str, seed: int, turns: int, thoughts: float = 0.0, plain: bool = False) -> list[ChatMessage]:
+    """A conversation by chance that the format prints whole; ``plain``: of ordinary words."""
+    chance, messages = random.Random(seed), list[ChatMessage]()
+    talking, calls = name in TALKING, (0.6 if plain or seed % 3 else 0.0) * (name in CALLING)
+
+    def say(role: Any, *said: str, trained: bool = True, **keys: Any) -> None:
+        text = chance.choice(said or ((f"so {len(messages)} it is",) if plain else SAID))
+        messages.append(ChatMessage(role, text, {"role": role, "content": text, **keys} if keys else None, trained))
+
+    def call() -> None:
+        given: list[Any] = [{"a": "Hello", "b": 7}, {"a": 17}, {}, {"a": {"x": ["  \n'y'"]}}]
+        calls = list[Any]()
+        for number in range(chance.choice([1, 1, 2]) if talking else 1):
+            arguments = chance.choice(given)
+            function = {
+                "name": chance.choice(["sum", "x"]),
+                "arguments": json.dumps(arguments) if "deepseek" in name else arguments,
+            }
+            calls.append({"id": f"c{len(messages)}{number}", "type": "function", "function": function})
+        say("assistant", *("", "", "I add.")[: 3 if talking else 2], tool_calls=calls)
+        for one in calls:
+            say("tool", tool_call_id=one["id"], name=one["function"]["name"])
+
+    if FORMATS[name].system and seed % 2:
+        say("system", "Be brief.")
+    for turn in range(turns):
+        say("user")
+        while chance.random() < calls:
+            call()
+        thought = chance.choice(THOUGHTS) if chance.random() < thoughts else None
+        if thought is not None and turn % 2:
+            say("assistant", *(f"<think>\n{thought}\n</think>\n\n{said}" for said in SAID))
+        elif thought is not None:
+            say("assistant", reasoning_content=thought)
+        else:
+            say("assistant", trained=chance.random() < 0.8)
+    return messages
+
+
+def outcome(printer: Printer, messages: Sequence[ChatMessage]) -> tuple[Rendered | str, int]:
+    """(what is made of it or why nothing, number of renderings)."""
+    count: list[None] = []
+    try:
+        return rendered(printer, messages, None, lambda: count.append(None)), len(count)
+    except BadRecord as problem:
+        return str(problem), len(count)
+
+
+def slow_marks(engine: Tokenizer, one: Rendered) -> list[tuple[int, ...]]:
+    """By encoding every beginning, and scanning all offsets."""
+    edges = sorted({0, *(edge for span in one.spans for edge in span[:2])})
+    texts = [one.text, *(one.text[:edge] for edge in edges)]
+    whole, *parts = engine.encode_batch(texts, add_special_tokens=False)
+    ids, offsets, beginnings = (
+        whole.ids,
+        whole.offsets,
+        {edge: part.ids for edge, part in zip(edges, parts, strict=True)},
+    )
+    marks: list[tuple[int, ...]] = []
+    for first, last, _ in one.spans:
+        behind = next((n for n, (_, end) in enumerate(offsets) if end > first), len(ids))
+        before = next((n for n, (start, _) in enumerate(offsets) if start >= last), len(ids))
+        if one.marked:
+            inside = [n for n, (start, end) in enumerate(offsets) if end > first and start < last]
+            marks.append((inside[0], inside[-1] + 1) if inside else (0, 0))
+            continue
+        known = [len(ids_) if ids[: len(ids_)] == ids_ else None for ids_ in (beginnings[first], beginnings[last])]
+        marks.append(
+            tuple(found if told is None else told for told, found in zip(known, (behind, before), strict=True))
+        )
+    return marks
+
+
+def used(name: str, marked: bool = False) -> tuple[Printer, Tokenizer]:
+    wanted = FORMATS[name]
+    tokenizer = tokenizer_of(wanted)
+    tokenizer.chat_template = wanted.marked if marked else wanted.template
+    form = choose_form(tokenizer, "plain" if name == "plain" else "chat")
+    return form.printer(tokenizer), own_tokens_only(tokenizer)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_answers_are_those_of_all_beginnings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    printer, engine = used(name)
+    whole = spared = 0
+    for seed in range(20):
+        messages = chat(name, seed, 5 + seed % 9, 0.5 * (seed % 5 == 4))
+        monkeypatch.setattr(answers, "FEW", 4)
+        found, count = outcome(printer, messages)
+        monkeypatch.setattr(answers, "FEW", 10**9)
+        expected, of_all = outcome(printer, messages)
+        assert found == expected, messages
+        if isinstance(found, Rendered):
+            whole, spared = whole + 1, spared + (count < of_all)
+            (marks,) = marks_of(engine, [found])
+            assert marks.spans == slow_marks(engine, found), messages
+    assert whole > 5 and (spared > 5 or name in IRREGULAR)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in IRREGULAR])
+def test_few_beginnings_are_rendered(name: str) -> None:
+    printer, _ = used(name)
+    counts = []
+    for turns in (30, 60):
+        messages = chat(name, 1, turns, plain=True)
+        found, count = outcome(printer, messages)
+        assert isinstance(found, Rendered) and len(found.spans) >= turns
+        counts.append(count)
+    assert max(counts) < 30 and counts[1] < counts[0] + 8, counts
+
+
+@pytest.mark.parametrize("name", ["chatml", "tools-qwen", "marks-gpt-oss"])
+def test_tokens_of_answers_that_the_template_marks(name: str) -> None:
+    printer, engine = used(name, marked=True)
+    for seed in range(5):
+        found, _ = outcome(printer, chat(name, seed, 5 + seed))
+        assert isinstance(found, Rendered) and found.marked
+        assert marks_of(engine, [found])[0].spans == slow_marks(engine, found)
+
+
+def engines() -> dict[str, Tokenizer]:
+    """Tokenizers that split, join, add or drop characters."""
+    texts = ["Hello user: y.\n\n So it is so, Hello Hello\n<|user|> assistant one two"] * 3
+    bpe = {
+        name: Tokenizer(models.BPE(unk_token="<unk>"))
+        for name in ("prefixed", "metaspace", "stripped", "composed", "bare")
+    }
+    bpe["prefixed"].normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bpe["metaspace"].pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe["stripped"].normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")])
+    bpe["stripped"].pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|\w+"), "isolated")
+    bpe["composed"].normalizer = normalizers.NFKC()
+    bpe["composed"].pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    for engine in bpe.values():
+        engine.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>"]))
+    words = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=["<unk>"]))
+    return {**bpe, "words": words, "trained": own_tokens_only(train_bpe(texts, 400))}
+
+
+@pytest.mark.parametrize("name", engines())
+def test_tokens_of_answers_for_tokenizers_of_all_kinds(name: str) -> None:
+    engine = engines()[name]
+    closing = [AddedToken("<|end|>", lstrip=True, rstrip=True), AddedToken("<|assistant|>", rstrip=True), "<|im_end|>"]
+    for added in ([], ["<start_of_turn>", "<|user|>", "<|im_start|>"], closing):
+        engine.add_special_tokens(added)
+        for kind in ("chatml", "gemma", "phi3", "glm4", "llama2", "alpaca", "r1"):
+            printer, _ = used(kind)
+            some = [outcome(printer, chat(kind, seed, 5))[0] for seed in range(6)]
+            kept = [one for one in some if isinstance(one, Rendered)]
+            assert len(kept) > 3
+            for one, marks in zip(kept, marks_of(engine, kept), strict=True):
+                assert marks.spans == slow_marks(engine, one), one
