@@ -50,16 +50,17 @@ class Anchors:
         first = self._edge(index, True)
         return None if first is None or last is None else (first, last)
 
-    def learn(self, index: int, first: int, last: int, alike: bool) -> None:
-        """The answer of a message is [``first``, ``last``) of the text. ``alike``: the text begins as what asks for it."""
+    def learn(self, index: int, first: int, last: int, alike: bool, closing: str) -> None:
+        """The answer of a message is [``first``, ``last``) of the text. ``alike``: the text begins as what asks for it.
+        ``closing``: what the template closes it with.
+        """
         asked = (self._header[:end] for end in range(len(self._header), -1, -1))
         left = next(part for part in asked if self._text.endswith(part, 0, first))
         if left or alike:
             self._learn(index, True, first, left)
-        # The 3 of "3 user:" is no edge of "13 user:".
-        self._learn(
-            index + 1, False, last, self._text[last - 1 : last] if self._text[last : last + 1].isalnum() else ""
-        )
+        # At least a character in front of a word: the 3 of "3 user:" is no edge of "13 user:".
+        word = self._text[last : last + 1].isalnum()
+        self._learn(index + 1, False, last, closing or self._text[last - 1 : last] * word)
 
     def _edge(self, index: int, asked: bool) -> int | None:
         if index not in self._places:

@@ -148,13 +148,16 @@ class _Whole:
     def _spans(self, answers: Sequence[int], anchors: Anchors | None) -> list[tuple[int, int, bool | None]]:
         spans: list[tuple[int, int, bool | None]] = []
         for index in answers:
-            behind = spans[-1][1] if spans else 0
+            message, behind = self.messages[index], spans[-1][1] if spans else 0
             told = anchors.answer(index) if anchors else None
             found = told
             if told is None or index in (answers[len(answers) // 2], answers[-1]):
                 found, alike = self._answer(index, behind)
                 if anchors and found and told is None:
-                    anchors.learn(index, *found, alike)
+                    said = _said(self.text, *found, message)
+                    anchors.learn(
+                        index, *found, alike, self.text[max(said, found[1] - 1) if message.calls() else said : found[1]]
+                    )
             if anchors and (found is None or told not in (None, found) or behind > found[0]):
                 raise _Doubt
             if found is None or behind > found[0]:
@@ -163,7 +166,6 @@ class _Whole:
                     f"whole; for message {index + 1} of {len(self.messages)} it does not, so that the answer cannot be "
                     f"told from the prompt. {WAY_OUT}, or split the record after each answer."
                 )
-            message = self.messages[index]
             spans.append((found[0], _without_spaces(self.text, *found, message), message.trained))
         return spans
 
@@ -334,7 +336,11 @@ def _answer_end(text: str, begin: int, question: str, closed: str, message: Chat
 
 def _without_spaces(text: str, first: int, last: int, message: ChatMessage) -> int:
     """The end of the answer [first, last) of ``text`` without the spaces and line breaks that the template prints at its end."""
-    content = message.content
-    own = next((part for part in (content, content.strip(), spoken(message)) if part in text[first:last]), "")
-    said = first + text[first:last].rfind(own) + len(own) if content.strip() else first
-    return max(said, first + len(text[first:last].rstrip()))
+    return max(_said(text, first, last, message), first + len(text[first:last].rstrip()))
+
+
+def _said(text: str, first: int, last: int, message: ChatMessage) -> int:
+    """Where in the answer [first, last) its content ends."""
+    content, answer = message.content, text[first:last]
+    own = next((part for part in (content, content.strip(), spoken(message)) if part in answer), "")
+    return first + answer.rfind(own) + len(own) if content.strip() else first

@@ -53,7 +53,9 @@ LATE = Format(
     ("<|im_start|>",),
 )
 """Prints more in front of later questions: what early ones tell is wrong for them."""
-IRREGULAR = {"numbered": NUMBERED, "late": LATE}
+TWICE = Format(LATE.marked.replace("(late)", "<|im_end|>\\n"), "<|im_end|>", ("<|im_start|>",))
+"""Closes later answers twice."""
+IRREGULAR = {"numbered": NUMBERED, "late": LATE, "twice": TWICE}
 FORMATS |= {"ids": IDS, **IRREGULAR}
 CALLING = [
     *(f"tools-{name}" for name in ("qwen", "qwen-latest", "qwen-thinking", "qwen-in-letters", "llama", "deepseek")),
@@ -152,7 +154,7 @@ def test_answers_are_those_of_all_beginnings(name: str, monkeypatch: pytest.Monk
     printer, engine = used(name)
     whole = spared = 0
     for seed in range(20):
-        messages = chat(name, seed, 5 + seed % 9, 0.5 * (seed % 5 == 4))
+        messages = chat(name, seed, 5 + seed % 9, 0.5 * (seed % 5 == 4 and name != "twice"), name == "twice")
         monkeypatch.setattr(answers, "FEW", 4)
         found, count = outcome(printer, messages)
         monkeypatch.setattr(answers, "FEW", 10**9)
