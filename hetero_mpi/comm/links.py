@@ -79,10 +79,10 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
     alike: dict[tuple[str, ...], list[Pair]] = {}
     for pair in itertools.combinations(range(world.size), 2):
         alike.setdefault(tuple(sorted(world.hosts[rank] for rank in pair)), []).append(pair)
-    some = {pair for pairs in alike.values() for pair in _spread(pairs)}
+    some = {pair for pairs in alike.values() for pair in spread(pairs)}
     found = _measured(world, transport, some, sizes_bytes, repeats)
     copied = {
-        hosts: agreed for hosts, pairs in alike.items() if (agreed := _agreed(world.hosts, pairs, found)) is not None
+        hosts: chosen for hosts, pairs in alike.items() if (chosen := agreed(world.hosts, pairs, found)) is not None
     }
     rest = {pair for hosts, pairs in alike.items() if hosts not in copied for pair in pairs} - some
     found += _measured(world, transport, rest, sizes_bytes, repeats) if rest else []
@@ -95,13 +95,13 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
     return sorted(found, key=lambda one: (one.source, one.destination))
 
 
-def _spread(pairs: Sequence[Pair]) -> list[Pair]:
+def spread(pairs: Sequence[Pair]) -> list[Pair]:
     """Up to ``MEASURED_ALIKE`` of them, the first and the last among these: ranks that are far apart may sit on other sockets."""
     last, count = len(pairs) - 1, min(len(pairs), MEASURED_ALIKE)
     return [pairs[last * number // max(1, count - 1)] for number in range(count)]
 
 
-def _agreed(
+def agreed(
     hosts: Sequence[str], pairs: Sequence[Pair], found: Sequence[LinkSamples]
 ) -> dict[tuple[str, str], LinkSamples] | None:
     """(source's host, destination's host) -> the samples that stand for all of these pairs; None where they do not agree."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.comm.links import fit_line
+from hetero_mpi.comm.links import ALIKE, MEASURED_ALIKE, LinkSamples, agreed, fit_line, spread
 from hetero_mpi.comm.pairs import rounds
 from hetero_mpi.comm.ranks.library import (
     MpiLibrary,
@@ -295,3 +296,29 @@ def test_line_fit() -> None:
     assert bytes_per_s == pytest.approx(4 * 4096 / 1e-5, rel=1e-3), "noise: a line that hardly rises"
     latency_s, bytes_per_s = fit_line([1000, 2000], [1e-6, 1e-3])
     assert latency_s == 0 and 0 < bytes_per_s < float("inf")
+
+
+def test_like_pairs_are_measured_a_few_times() -> None:
+    pairs = list(itertools.combinations(range(9), 2))
+    some = spread(pairs)
+    assert len(some) == MEASURED_ALIKE and some[0] == (0, 1) and some[-1] == (7, 8)
+    assert spread(pairs[:1]) == pairs[:1] and spread(pairs[:3]) == pairs[:3]
+
+    def samples(seconds: dict[tuple[int, int], float], sizes: tuple[int, ...] = (1, 2)) -> list[LinkSamples]:
+        return [
+            LinkSamples(*ends, True, sizes, (1e-6, taken)[: len(sizes)])
+            for pair, taken in seconds.items()
+            for ends in (pair, pair[::-1])
+        ]
+
+    hosts = ("a",) * 9
+    near = samples(dict(zip(some, (1e-3, 1.4e-3, 1.2e-3, 1.1e-3), strict=True)))
+    chosen = agreed(hosts, pairs, near)
+    assert chosen is not None and chosen["a", "a"].sample_s[-1] in (1.1e-3, 1.2e-3), "the middle one stands for all"
+    far = samples({**dict.fromkeys(some, 1e-3), some[-1]: 1e-3 * (ALIKE + 0.5)})
+    assert agreed(hosts, pairs, far) is None, "a pair on another socket: all are measured"
+    slow = [*samples({some[0]: 1e-3}), *samples({some[1]: 1e-3}, sizes=(1,))]
+    assert agreed(hosts, pairs, slow) is None, "one is so slow that large messages were not sent"
+    two = ("a", "b")
+    there, back = LinkSamples(0, 1, False, (1,), (1e-3,)), LinkSamples(1, 0, False, (1,), (9e-3,))
+    assert agreed(two, [(0, 1)], [there, back]) == {("a", "b"): there, ("b", "a"): back}, "directions are their own"
