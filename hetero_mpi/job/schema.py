@@ -335,8 +335,8 @@ class ClusterTable(JobTable):
     device: Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps"] = "auto"
     """Device of every rank; "auto": the local rank's accelerator where there is one, else the CPU."""
     threads: Positive | Literal["auto"] = "auto"
-    """CPU threads per rank; "auto": the host's cores divided by its ranks, of which those with a GPU leave all but two to those
-    without."""
+    """CPU threads per rank; "auto": the host's cores, or a control group's quota of them, divided by its ranks, of which those with
+    a GPU leave all but two to those without."""
     memory_bytes: Positive | None = None
     """Usable memory per rank, instead of the measured one. What streamed stages of GPUs keep in their host's memory is not part of
     it."""
