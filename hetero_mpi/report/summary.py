@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from hetero_mpi.host_limits import usable_cores
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -19,6 +22,8 @@ TOLERANCE = 0.15
 """Share by which a step may differ from its prediction without a reason being given."""
 MISLED = 3.0
 """Factor between measured and predicted times from which on the device times are not kept for other runs."""
+_CROWDED = 0.7
+"""Cores that others want; less is what a quiet machine does beside a run."""
 SpeedChanges = Sequence[tuple[int, int, float]]
 """(rank, number of the step from 0, share of the profile's speed) of emulated changes of speed."""
 
@@ -122,11 +127,14 @@ def _last_plan_lines(
 
 def _difference_reason(plan: Plan, profile: ClusterProfile, changes: SpeedChanges, difference: float) -> str:
     sharing = [device for device in profile.devices if device.rank in plan.ranks and device.cores < 1]
+    crowd = crowding(sum(device.cores for device in profile.devices if device.host == socket.gethostname()))
     if changes:
         told = ", ".join(f"rank {rank} at {share:g} from step {step + 1}" for rank, step, share in changes)
         return f"devices changed their speed as [cluster] emulate_changes asks ({told}), which no prediction knows"
     if profile.emulated:
         return "the ranks did not keep the emulated times (see the line Emulation): raise [cluster] time_scale"
+    if crowd and difference > 1:
+        return f"{crowd}: end them, or leave this host fewer ranks or threads"
     if sharing:
         hosts = ", ".join(sorted({device.host for device in sharing}))
         return (
@@ -137,6 +145,17 @@ def _difference_reason(plan: Plan, profile: ClusterProfile, changes: SpeedChange
         return f"the profile was not measured here ({profile.source}): measure these machines (profile.path empty)"
     than = "not as fast as" if difference > 0 else "faster than"
     return f"the machines are {than} when they were measured: measure again (--reprofile)"
+
+
+def crowding(own_cores: float) -> str:
+    """What else takes the cores of this host, on which ranks count on ``own_cores``; "": nothing that shows."""
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if threads.isdigit() and int(threads) > usable_cores():
+        return f"OMP_NUM_THREADS asks for {threads} threads a rank on {usable_cores()} cores, which wait for each other"
+    others = os.getloadavg()[0] - own_cores  # processes that ran or wanted to, in the last minute
+    if others > _CROWDED:
+        return f"other programs want about {others:.1f} cores on {socket.gethostname()}, which has {usable_cores()}"
+    return ""
 
 
 def _loss_lines(

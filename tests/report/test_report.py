@@ -12,12 +12,20 @@ from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import FLUID, PACKING, Alone, IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
-from hetero_mpi.report import units
+from hetero_mpi.report import summary, units
 from hetero_mpi.report.lines import WIDTH
 from hetero_mpi.report.run_files.metrics import Evaluation
-from hetero_mpi.report.summary import final_lines, measured_step_s, misled
+from hetero_mpi.report.summary import crowding, final_lines, measured_step_s, misled
 from hetero_mpi.report.tables import layers_text, plan_lines, profile_lines
 from tests.support.past_runs import metrics
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else takes this machine's cores."""
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
 
 # Units
 
@@ -309,3 +317,15 @@ def test_the_end_says_when_device_times_are_not_kept(step_s: float, told: str) -
 def test_device_names_are_shortened_from_the_left(name: str, most: int, shown: str) -> None:
     """What tells one card from another stands last."""
     assert units.device_name(name, most) == shown
+
+
+def test_what_else_takes_the_cores_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "usable_cores", lambda: 4)
+    assert crowding(2.0) == ""
+    monkeypatch.setattr("os.getloadavg", lambda: (5.1, 0.0, 0.0))
+    assert crowding(2.0).startswith("other programs want about 3.1 cores on ") and crowding(4.6) == ""
+    monkeypatch.setenv("OMP_NUM_THREADS", "8,2")
+    assert crowding(2.0) == "OMP_NUM_THREADS asks for 8 threads a rank on 4 cores, which wait for each other"
+    here = replace(PROFILE, devices=tuple(replace(one, host=summary.socket.gethostname()) for one in PROFILE.devices))
+    slow = [metrics(step, step_s=20.0) for step in range(1, 6)]
+    assert "OMP_NUM_THREADS asks for 8 threads" in final_lines(REPORT, here, slow)[1]
