@@ -82,10 +82,12 @@ def workplace(document: str) -> Iterator[Path]:
         for found in FILES.finditer(document):
             (Path(name) / found["name"]).write_text(found["text"])
         os.chdir(name)
+        os.environ["COLUMNS"] = "120"  # as wide as a document shows it
         try:
             yield Path(name)
         finally:
             os.chdir(before)
+            del os.environ["COLUMNS"]
 
 
 def printed(command: str) -> str:

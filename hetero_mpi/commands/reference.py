@@ -74,7 +74,7 @@ COMMANDS_HEADER = """\
 | where | commands |
 | --- | --- |
 | on all ranks, under `mpirun` or `launch` | `train`, `profile`, `mesh verify`; `generate`, `serve` and `doctor` also alone |
-| on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `serve`, `export` |
+| on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `serve`, `export`, `cache` |
 | anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `compare`, `baseline`, `reference`, `init` |
 
 """

@@ -19,7 +19,7 @@ from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.slurm_lab import SlurmLab
 
 LAUNCH = [sys.executable, "-m", "hetero_mpi", "launch"]
-INSPECT = ["--", "inspect", "homelab-m4max-2titanx"]
+CACHE = ["--", "cache"]
 
 
 def launched(*words: str, before: tuple[str, ...] = (), **changed: str) -> subprocess.CompletedProcess[str]:
@@ -32,9 +32,9 @@ def launched(*words: str, before: tuple[str, ...] = (), **changed: str) -> subpr
 
 def test_a_service_without_a_home_starts(tmp_path: Path) -> None:
     launcher_or_skip()
-    answer = launched("-np", "1", *INSPECT, HOME="")
+    answer = launched("-np", "1", *CACHE, HOME="")
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    missing = launched("-np", "1", *INSPECT, HETERO_MPI_MPIEXEC="/bin/ls")
+    missing = launched("-np", "1", *CACHE, HETERO_MPI_MPIEXEC="/bin/ls")
     assert missing.returncode == 2 and "/bin/ls (ls (GNU coreutils)" in missing.stderr, "what it said is shown"
 
 
@@ -43,10 +43,10 @@ def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     mount = f"mount -t tmpfs -o size=1m none {tmp_path} && head -c 2000000 /dev/zero > {tmp_path}/fill; " + 'exec "$@"'
-    answer = launched("-np", "2", *INSPECT, before=("unshare", "-m", "sh", "-c", mount, "sh"), TMPDIR=str(tmp_path))
+    answer = launched("-np", "2", *CACHE, before=("unshare", "-m", "sh", "-c", mount, "sh"), TMPDIR=str(tmp_path))
     assert answer.returncode == 2, answer.stdout + answer.stderr
     assert re.search(rf"{tmp_path}, the folder for temporary files, has 0\.0 MB of room", answer.stderr), answer.stderr
-    gone = launched("-np", "2", *INSPECT, TMPDIR=str(tmp_path / "none" / "such"))
+    gone = launched("-np", "2", *CACHE, TMPDIR=str(tmp_path / "none" / "such"))
     assert gone.returncode == 2 and "cannot be written" in gone.stderr, gone.stderr
 
 
@@ -60,15 +60,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
 def test_a_shell_that_outlived_its_slurm_job_and_too_few_tasks(lab: SlurmLab, tmp_path: Path) -> None:
     script, output, variables = tmp_path / "script", tmp_path / "output.txt", tmp_path / "variables"
     script.write_text(
-        f"#!/bin/bash\nenv > {variables}\n{' '.join(LAUNCH)} -np 3 {' '.join(INSPECT)}\n"
-        f"{' '.join(LAUNCH)} -np 1 {' '.join(INSPECT)} > {tmp_path}/one.txt 2>&1\n"
+        f"#!/bin/bash\nenv > {variables}\n{' '.join(LAUNCH)} -np 3 {' '.join(CACHE)}\n"
+        f"{' '.join(LAUNCH)} -np 1 {' '.join(CACHE)} > {tmp_path}/one.txt 2>&1\n"
     )
     job = lab.submit("--nodes=1", "--ntasks=1", "--mem=0", f"--output={output}", str(script), env={})
     lab.wait_for(job, ("COMPLETED", "FAILED"), 90.0, lambda: output.read_text() + lab.logs())
     assert "this SLURM job has 1: ask for --ntasks=3" in output.read_text(), output.read_text()
     assert "knows no such" not in (tmp_path / "one.txt").read_text(), "the job is running"
     kept = dict(line.split("=", 1) for line in variables.read_text().splitlines() if line.startswith("SLURM"))
-    answer = launched("-np", "1", *INSPECT, **kept)
+    answer = launched("-np", "1", *CACHE, **kept)
     assert answer.returncode == 2, answer.stdout + answer.stderr
     assert f"SLURM job {job}, and SLURM knows no such running job" in answer.stderr
     assert 'unset "${!SLURM_@}"' in answer.stderr
