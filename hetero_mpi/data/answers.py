@@ -266,13 +266,28 @@ def _opened(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _garbled(text: str, messages: Sequence[ChatMessage]) -> bool:
     """Does a text lack a part of a message's content, print parts as Python does, or arguments as JSON of a text?"""
+    begun: dict[str, bool] = {}
+
+    def printed(odd: str) -> bool:
+        # Mostly nothing begins like it: one search for all of them.
+        if odd[:6] not in begun:
+            begun[odd[:6]] = odd[:6] in text
+        return begun[odd[:6]] and odd in text
+
+    place = 0
     for message in messages:
         content = (message.given or {}).get("content")
         parts = content if isinstance(content, list) else []
-        if parts and (str(parts) in text or any(part["text"].strip() not in text for part in parts)):
+        if parts and printed(str(parts)):
             return True
+        for part in parts:
+            said = part["text"].strip()
+            found = text.find(said, place)
+            if found < 0 and said not in text:
+                return True
+            place = max(place, found)
         arguments = [call.get("arguments") for call in message.calls()]
-        if any(isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in arguments):
+        if any(isinstance(one, str) and printed(json.dumps(one, ensure_ascii=False)) for one in arguments):
             return True
     return False
 

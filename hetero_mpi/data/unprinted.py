@@ -38,7 +38,7 @@ def unprinted(
                 return f"{what}, in message {number} of {len(messages)} ({_shown(part)})", forgotten
             end = max(end, found)
         # What is found further behind is the same thought of another answer.
-        forgotten |= any(not 0 <= _end_of(text, part, place) <= end for place, part in thoughts)
+        forgotten |= any(_end_of(text, part, place, end) < 0 for place, part in thoughts)
         thoughts = [(begin, part) for _, part, thought in _parts(message) if thought]
         begin = begin if message.role == "system" else end
     return None, forgotten
@@ -98,19 +98,23 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _end_of(text: str, part: Any, begin: int) -> int:
-    """Where a part of a record ends in the text; -1: it is not there."""
-    for form in _forms(part):
-        if (place := text.find(form, begin)) >= 0:
-            return place + len(form)
+def _end_of(text: str, part: Any, begin: int, behind: int | None = None) -> int:
+    """Where a part of a record ends in text[begin:behind]; -1: it is not there. The nearest counts, so that little is searched."""
+    behind = len(text) if behind is None else behind
+    forms = tuple(dict.fromkeys(_forms(part)))
+    near = begin
+    while True:
+        near = min(behind, near + (near - begin) + len(forms[0]) + 1000)
+        for form in forms:
+            if (place := text.find(form, begin, near)) >= 0:
+                return place + len(form)
+        if near == behind:
+            break
     if isinstance(part, str) and part.lstrip()[:1] in ("{", "["):  # JSON that was read and written again
         leaves = list(_leaves(part))
         if leaves != [part]:
-            return (
-                max((_end_of(text, leaf, begin) for leaf in leaves), default=begin)
-                if all(_end_of(text, leaf, begin) >= 0 for leaf in leaves)
-                else -1
-            )
+            ends = [_end_of(text, leaf, begin, behind) for leaf in leaves]
+            return -1 if -1 in ends else max(ends, default=begin)
     return -1
 
 
