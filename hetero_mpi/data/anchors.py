@@ -34,7 +34,9 @@ class Anchors:
     ) -> None:
         """``first``: the first answer. ``render``: as ``text`` was made, or (True) up to where the next answer begins."""
         self._text = text
-        self._kinds = [(turn["role"], *sorted(key for key, value in turn.items() if value)) for turn in conversation]
+        self._kinds = [
+            (turn.get("role"), *sorted(key for key, value in turn.items() if value)) for turn in conversation
+        ]
         self._ids = [_ids(turn) for turn in conversation]
         self._known: defaultdict[Hashable, set[tuple[str, str]]] = defaultdict(set)
         self._header, self._places = "", dict[int, tuple[int, Hashable]]()
@@ -119,8 +121,13 @@ def _places(
     turns: list[Mapping[str, Any]] = []
     for index, turn in enumerate(conversation):
         content = turn.get("content")
-        turns.append(turn if turn["role"] == "system" else marked(turn, index, ""))
-        if isinstance(content, str) and not content.strip() and not turn.get("tool_calls") and turn["role"] != "system":
+        turns.append(turn if turn.get("role") == "system" else marked(turn, index, ""))
+        if (
+            isinstance(content, str)
+            and not content.strip()
+            and not turn.get("tool_calls")
+            and turn.get("role") != "system"
+        ):
             turns[-1] = {**turns[-1], "content": mark(index, "content", content)}
     pieces = re.split(rf"{sign}(\d+)x", render(turns, False))
     if "".join(pieces[::2]) != text:
