@@ -25,6 +25,8 @@ UNWATCHED_VARIABLE = "HETERO_MPI_UNWATCHED"
 """Environment variable: the launcher is to outlive its terminal, so that nobody watches it."""
 _LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _NARROWEST = 30
+_COMMAND = re.compile(r"\s*(launch[\d: ]*: )?(python3? -m|curl|mpirun|mpiexec|pip) ")
+"""A line that begins so is a command to be copied, and stays whole."""
 
 
 def columns(stream: TextIO | None = None) -> int | None:
@@ -46,7 +48,7 @@ def fitted(text: str, stream: TextIO | None = None) -> str:
 
 def folded(line: str, width: int, start: str = "", indent: str | None = None) -> list[str]:
     """``start + line`` within ``width``, where words allow it. ``indent``: of the later lines."""
-    if len(start) + len(line) <= width:
+    if len(start) + len(line) <= width or _COMMAND.match(line):
         return [start + line]
     inner = start if start else line[: len(line) - len(line.lstrip(" "))]
     behind = " " * (len(inner) + 2) if indent is None else indent

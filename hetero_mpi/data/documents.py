@@ -124,8 +124,11 @@ def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None
                     require_regular(Path(text))
                 directories.append(text)
     if not paths and not from_hub:
+        kind = "jsonl" if key.startswith("data.records") else "txt"
         what = (
-            f"only directories, such as {directories[0]} (add /**/*.txt to read inside)" if directories else "nothing"
+            f"only directories, such as {directories[0]} (add /**/*.{kind} to read inside)"
+            if directories
+            else "nothing"
         )
         raise UserError(f"{key} must match at least one file; {_shown(patterns)} matched {what}.")
     return (*(paths[real] for real in sorted(paths)), *from_hub)

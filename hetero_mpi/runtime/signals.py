@@ -25,9 +25,10 @@ ECHO_S = 1.0
 """A signal within this time of the first counts as the same request by another way. A terminal signals every process of its group,
 and the launcher passes it on; SLURM signals a step and its tasks.
 """
-_BEFORE = (
-    "before the first step, so nothing of this start is saved. Under SLURM: raise --time, which must hold the start (imports, "
-    "profile, plan, weights), some steps, and the seconds of --signal"
+_BEFORE = "before the first step, so nothing of this start is saved" + (
+    ". Under SLURM: raise --time, which must hold the start (imports, profile, plan, weights), some steps, and --signal's seconds"
+    if "SLURM_JOB_ID" in os.environ
+    else ""
 )
 _AFTER = "after the last step: `train --resume` goes on from its checkpoint, and writes the result"
 REQUESTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))

@@ -102,7 +102,7 @@ def test_pipes_and_directories_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(checkpoint_path(tmp_path, 3))
     checkpoint_path(tmp_path, 2).mkdir()
     ((best, reason, inspected),) = read_all([checkpoint_path(tmp_path, 3)])
-    assert best == str(good) and "not a regular file" in reason and "not a regular file" in inspected
+    assert best == str(good) and "not a regular file" in reason and "must be a regular file" in inspected
 
 
 def test_values_of_frozen_parameters_may_be_infinite_and_nothing_else(tmp_path: Path) -> None:

@@ -187,3 +187,13 @@ def test_parts_of_a_mapped_array_are_the_array(tmp_path: Path, monkeypatch: pyte
     assert [first for first, _ in parts] == list(range(0, 60, 5))
     assert np.array_equal(np.concatenate([part for _, part in parts]), values)
     assert mapped(tmp_path / "a.npy").flags.writeable is False
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [("hiden_size = 16", "hiden_size: .* did you mean hidden_size"), ("num_hiden_layers = 1", "did you mean num_hidden"),
+     ("rope = 1", "rope: no key of the llama family's configuration")],
+)  # fmt: skip
+def test_a_key_that_the_models_family_does_not_know_is_refused(job: Path, line: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        prepared(job, TEXT.replace("hidden_size = 16", f"hidden_size = 16\n{line}", 1))

@@ -251,7 +251,7 @@ def test_unreadable_files(tmp_path: Path, content: bytes | None, expected: str) 
         path.write_bytes(content)
     with pytest.raises(UserError, match=expected):
         load_job(path)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="must be a regular file, and is a directory"):
         load_job(tmp_path)
 
 

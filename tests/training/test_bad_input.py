@@ -192,7 +192,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "corrupt-header": (corrupt_header, ("corrupt-header-model/model.safetensors", "header", "Download it again")),
     "missing-shard": (missing_shard, ("1 of the 1 files", "model-00001-of-00002.safetensors", "Download them")),
     "unproven-family": (unproven_family, ("'gpt2'", "refused", "llama")),
-    "other-shapes": (other_shapes, ("other-shapes-model", "mlp", "(32, 64)", "(32, 48)", "mixes two models")),
+    "other-shapes": (other_shapes, ("other-shapes-model", "mlp", "(32, 64)", "(32, 48)", "of two models")),
     "fits-nowhere": (
         lambda s, n: s.entry(n, cluster={"memory_bytes": 100_000}),
         ("does not fit in memory", "rank 0", "rank 1", "is short by", " bytes: it needs", "more ranks"),

@@ -7,6 +7,7 @@ a family that is not proven is refused by name, not run on hope. So are the sett
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,24 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
     _refuse_settings(config)
     config.use_cache = False
     return config
+
+
+def check_keys(keys: Mapping[str, Any]) -> None:
+    """Refuse a key of a configuration written by hand that its family does not know: transformers would keep it and not read it.
+
+    :raises UserError: with the nearest key.
+    """
+    family = str(keys.get("model_type"))
+    if family not in CONFIG_MAPPING:
+        return  # who reads it refuses the family
+    known = CONFIG_MAPPING[family]()
+    for key in keys:
+        if key not in ("model_type", "transformers_version", "architectures", "torch_dtype") and not hasattr(
+            known, key
+        ):
+            near = difflib.get_close_matches(key, [*known.to_dict(), *known.attribute_map], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"[model.config] {key}: no key of the {family} family's configuration{hint}")
 
 
 def require_proven(family: str) -> None:

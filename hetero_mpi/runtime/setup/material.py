@@ -32,7 +32,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import JobConfig, LoadedJob
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.families import check_keys, read_config
 from hetero_mpi.model.transformers.generation import end_tokens, model_stops, read_generation, with_end
 from hetero_mpi.model.transformers.record_rotary import depends_on_length
 from hetero_mpi.model.transformers.stored_model import stored_model
@@ -292,6 +292,7 @@ def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | Non
         config, notes, generation = stored.config, stored.notes, read_generation(path)
     elif isinstance(model.config, dict):
         config = dict(model.config)
+        check_keys(config)
     else:
         assert model.config is not None
         config = read_config(loaded.resolve(model.config)).to_dict()
