@@ -119,10 +119,10 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
     with ModelDirectoryWriter(source.chain.model, target, source.job.output.shard_bytes, generation) as writer:
         for state in layers:
             writer.add(state)
-        _copy_tokenizer(source, writer.path)
+        lacking = _copy_tokenizer(source, writer.path)
     base = source.reader.told("base_model")
     added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter added"
-    return f"a model in {ModelFiles(target).config['dtype']}{added}"
+    return f"a model in {ModelFiles(target).config['dtype']}{added}{lacking}"
 
 
 def _write_adapter(source: ExportSource, target: Path) -> str:
@@ -130,8 +130,8 @@ def _write_adapter(source: ExportSource, target: Path) -> str:
     base = source.reader.told("base_model")
     with adapter_directory(target) as whole:
         write_adapter(whole.path, source.tuning, state, base)
-        _copy_tokenizer(source, whole.path)
-    return "a PEFT adapter"
+        lacking = _copy_tokenizer(source, whole.path)
+    return f"a PEFT adapter{lacking}"
 
 
 def _trained_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
@@ -165,13 +165,14 @@ def _read(source: ExportSource, name: str) -> torch.Tensor:
     return torch.from_numpy(source.reader.read("parameters", name)[0])
 
 
-def _copy_tokenizer(source: ExportSource, target: Path) -> None:
-    """The tokenizer of the run's own result, or of the base weights; none where neither is there."""
+def _copy_tokenizer(source: ExportSource, target: Path) -> str:
+    """The tokenizer of the run's own result, or of the base weights; returns what is told where neither is there."""
     run = source.path.parent.parent
     for directory in (*(run / name for name in _RESULTS), source.base):
         if directory is not None and (directory / "tokenizer.json").is_file():
             save_tokenizer(load_tokenizer(directory), target)
-            return
+            return ""
+    return f"; without a tokenizer, as none is in {run} or in the base's directory: copy its files there"
 
 
 def push(directory: Path, name: str) -> str:
