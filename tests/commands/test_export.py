@@ -91,6 +91,16 @@ def test_an_earlier_checkpoint_np2(runs: Path, tmp_path: Path) -> None:
     assert not torch.equal(logits(ours), logits(AutoModelForCausalLM.from_pretrained(runs / "full" / "model")))
 
 
+def test_a_lacking_tokenizer_is_told_np2(runs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run" / "checkpoints"
+    run.mkdir(parents=True)
+    newest = max((runs / "full" / "checkpoints").glob("step-*.h5"))
+    (run / newest.name).write_bytes(newest.read_bytes())
+    assert "without a tokenizer, as none is in" in export(run.parent, tmp_path / "bare", merge=False)
+    assert not (tmp_path / "bare" / "tokenizer.json").exists()
+    assert "without a tokenizer" not in export(runs / "full", tmp_path / "whole", merge=False)
+
+
 def test_an_adapter_np2(runs: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hetero_mpi", "export", str(runs / "tuned"), str(tmp_path / "out")],
