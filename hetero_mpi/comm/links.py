@@ -51,6 +51,11 @@ class LinkSamples:
     sample_bytes: tuple[int, ...]
     sample_s: tuple[float, ...]
 
+    @property
+    def pair(self) -> Pair:
+        """Both ranks, the lower one first."""
+        return min(self.source, self.destination), max(self.source, self.destination)
+
 
 @dataclass(frozen=True)
 class HostFlows:
@@ -106,14 +111,13 @@ def agreed(
 ) -> dict[tuple[str, str], LinkSamples] | None:
     """(source's host, destination's host) -> the samples that stand for all of these pairs; None where they do not agree."""
     chosen, wanted = {}, set(pairs)
-    own = [one for one in found if (min(one.source, one.destination), max(one.source, one.destination)) in wanted]
+    own = [one for one in found if one.pair in wanted]
     for direction in {(hosts[one.source], hosts[one.destination]) for one in own}:
         some = [one for one in own if (hosts[one.source], hosts[one.destination]) == direction]
         some.sort(key=lambda one: (-len(one.sample_s), one.sample_s[-1:]))
         best: dict[Pair, float] = {}  # a pair within a host has two directions, and noise only adds to its time
         for one in some:
-            ends = min(one.source, one.destination), max(one.source, one.destination)
-            best[ends] = min(one.sample_s[-1], best.get(ends, math.inf))
+            best[one.pair] = min(one.sample_s[-1], best.get(one.pair, math.inf))
         if len({one.sample_bytes for one in some}) > 1 or max(best.values()) > ALIKE * min(best.values()):
             return None
         chosen[direction] = some[len(some) // 2]

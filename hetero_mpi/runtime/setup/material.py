@@ -147,7 +147,8 @@ def _from_records(loaded: LoadedJob) -> Material:
         every = [record for source in read() for record in source.records]
         form = choose_form(tokenizer, data.template, every)
         # What the template refuses is told as early as a broken line, if it is no rare exception.
-        for _ in tokenize_records(tokenizer, form, every[:: 1 + len(every) // _SAMPLED], BadRecords(data.skip_bad)):
+        sample = every[:: len(every) // _SAMPLED] if len(every) > _SAMPLED else ()  # few are all read soon
+        for _ in tokenize_records(tokenizer, form, sample, BadRecords(data.skip_bad)):
             pass
         sources = {name: source for (name, _), source in zip(named, read(), strict=True)}
         evaluation = sources.pop(_EVALUATION, None)
