@@ -123,9 +123,10 @@ class Backend:
         self.synchronize()
 
     def mark(self) -> Mark:
-        """The moment at which the device has computed what this thread gave it so far; in general it lies ahead."""
+        """The moment at which the device has computed what this thread gave it so far; in general it lies ahead. On the CPU by the
+        thread's processor time: what it waits for a core is no work."""
         self.finish_compute()
-        return Mark(time.perf_counter())
+        return Mark(time.thread_time())
 
     def copying(self) -> Copying:
         """A new queue of copies between host memory and the device."""

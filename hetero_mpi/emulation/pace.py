@@ -60,10 +60,11 @@ class ActionPacer:
         sleeper: Sleeper,
         speeds: Sequence[tuple[int, int, float]] = (),
     ) -> None:
-        self._plan, self._profile, self._scale, self._sleeper = plan, profile, time_scale, sleeper
+        self._plan, self._scale, self._sleeper = plan, time_scale, sleeper
         self._speeds = sorted(speeds, key=lambda change: change[1])
         self._step = 0
         self._known = Durations(plan, profile)
+        self._profile = self._known.profile
         self._finished_s: dict[Action, dict[int, float]] = {}
         self.actions, self.late, self.late_s = 0, 0, 0.0
         self._layer = 0

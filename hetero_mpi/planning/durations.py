@@ -14,6 +14,7 @@ from hetero_mpi.planning.group_costs import broadcast_s, device_of, member_train
 from hetero_mpi.planning.memory import STREAMED_LAYERS
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
+from hetero_mpi.planning.shared_cores import while_computing
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
@@ -368,10 +369,14 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
 
 
 class Durations:
-    """``duration`` remembered by operation, stage and size: most micro-batches are alike."""
+    """``duration`` remembered by operation, stage and size: most micro-batches are alike.
+
+    Attributes:
+        profile: with the times that the plan's ranks take while all of them compute.
+    """
 
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
-        self.plan, self.profile = plan, profile
+        self.plan, self.profile = plan, while_computing(profile, plan.ranks)
         self.stages: list[StagePlan] = [stage for _, _, stage in plan.numbered]
         self.summed = reduced_layers(plan, profile.model)
         self.tied_heads = tied_heads(plan, profile.model)

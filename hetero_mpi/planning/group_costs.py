@@ -61,7 +61,6 @@ def _together(profile: ClusterProfile, group: StagePlan) -> DeviceProfile:
         forward_overhead_s=max(one.forward_overhead_s for one in members),
         backward_overhead_s=max(one.backward_overhead_s for one in members),
         activation_ratio=max(one.activation_ratio for one in members),
-        alone={},
         halved={},
         without_experts={},
     )

@@ -37,7 +37,7 @@ def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
             if costs.tied_heads or any(layer in costs.summed for layer in range(stage.first, stage.last)):
                 op = Op.W if pipeline.split_backward and place > 0 else Op.B
                 last = Action(op, number + place, pipeline.micro_batches - 1)
-                for layer, after_s in finished_layers_s(last, plan, profile).items():
+                for layer, after_s in finished_layers_s(last, plan, costs.profile).items():
                     whole[rank, layer] = begun[place] + after_s
         number += len(pipeline.stages)
     _sum(costs, clock, whole)

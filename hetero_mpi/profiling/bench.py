@@ -138,10 +138,9 @@ class Bench:
 
     def _seconds(self, action: Callable[[], object]) -> float:
         self.backend.synchronize()
-        start = time.perf_counter()
+        start = self.backend.mark()
         action()
-        self.backend.synchronize()
-        return time.perf_counter() - start
+        return self.backend.mark().seconds_since(start)
 
     def _inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         stage, length = self.stage, self.subject.sequence_length

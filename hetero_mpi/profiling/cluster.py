@@ -20,7 +20,7 @@ from hetero_mpi.model.optimizer import StepDecider
 from hetero_mpi.planning.analysis.plausible import rank_doubts
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, LinkProfile
+from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, HostProfile, LinkProfile
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles, measure_memory, measure_sums
 from hetero_mpi.profiling.subject import Subject, sampled_rows
@@ -70,6 +70,7 @@ def profile_cluster(
         for (device, _), ratio in zip(gathered, ratios, strict=True)
     )
     versions = own_versions(world.library)
+    hosts = host_profiles(world.hosts, memories, _cores(world, backend, subject), flows, sums)
     profile = ClusterProfile(
         source=MEASURED,
         date=world.broadcast_json(_now()),
@@ -79,8 +80,8 @@ def profile_cluster(
         model=model,
         devices=devices,
         links=tuple(map(_link, samples)),
-        hosts=host_profiles(world.hosts, memories, flows, sums),
-        notes=_notes(devices, tables, subject),
+        hosts=hosts,
+        notes=_notes(devices, hosts, tables, subject),
     )
     return with_memory(profile, subject.memory_bytes)
 
@@ -155,24 +156,21 @@ def _say_doubts(found: Sequence[Sequence[str]], then: str, say: Say, numbers: Se
 
 
 def _measure(world: World, benchmark: DeviceBenchmark, say: Say) -> DeviceTimes:
-    """All ranks at once; then, on hosts with several, each alone. Collective over the ranks that measure."""
+    """All ranks at once. Collective over the ranks that measure."""
     begin = time.perf_counter()
     world.meet_asleep()
     with world.together("timing layers"):
         times = benchmark.run(_now())
         if world.local_size > 1:
             times = benchmark.with_member_times(times)
-    alone = {}
-    turns = max(world.hosts.count(host) for host in world.hosts)
-    if turns > 1:
-        say(f"  {time.perf_counter() - begin:.1f} s; each rank alone, while the others of its host are still ...")
-    for turn in range(turns if turns > 1 else 0):
-        world.meet_asleep()
-        if turn == world.local_rank and world.local_size > 1:
-            alone = benchmark.run_alone()
     world.meet_asleep()
     say(f"  layers took {time.perf_counter() - begin:.1f} s")
-    return replace(times, alone=alone)
+    return times
+
+
+def _cores(world: World, backend: Backend, subject: Subject) -> list[float]:
+    """Cores that each rank can compute on; 0 of those that compute on an accelerator. Collective."""
+    return world.all_gather_json(subject.cores if backend.name == "cpu" else 0.0)
 
 
 def _decision_s(world: World, subject: Subject) -> float:
@@ -219,7 +217,7 @@ def _device_profile(
         memory_reason=memory.reason,
         dtypes=backend.dtypes(),
         optimizer_fixed_s=decision_s,
-        cores=subject.cores,
+        threads=subject.threads,
         shares_host_memory=memory.shares_host_memory,
         **{name: value for name, value in vars(times).items() if name in names},
     )
@@ -250,24 +248,20 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' if number > 1 else ''}"
 
 
-def _notes(devices: Sequence[DeviceProfile], tables: Sequence[DeviceTimes], subject: Subject) -> tuple[str, ...]:
+def _notes(
+    devices: Sequence[DeviceProfile], hosts: Sequence[HostProfile], tables: Sequence[DeviceTimes], subject: Subject
+) -> tuple[str, ...]:
     """How the figures came about, for a reader."""
     rows = sorted({count for table in tables for count in table.rows})
     notes = [f"layers were timed with {', '.join(map(str, rows))} sequences of {subject.sequence_length} tokens"]
-    if any(device.alone for device in devices):
-        notes.append(
-            "layers: on all ranks at once, as they mostly are in a pipeline; planning uses these. alone: while the other "
-            "ranks of the host were still"
-        )
-    else:
-        notes.append("layers: on all ranks at once; no two share a host, so each would take as long alone")
-    for host in sorted({device.host for device in devices if device.cores < 1}):
-        ranks = [device.rank for device in devices if device.host == host]
-        cores = round(devices[ranks[0]].cores * len(ranks))
-        notes.append(
-            f"{len(ranks)} ranks share {cores} core{'s' if cores > 1 else ''} on {host}: times hold for when all of them "
-            f"compute, and are stretched by how long each waited for a core"
-        )
+    for host in hosts:
+        sharing = [device.rank for device in devices if device.host == host.name and device.backend == "cpu"]
+        threads = sum(devices[rank].threads for rank in sharing)
+        if host.cores is not None and threads > host.cores:
+            notes.append(
+                f"{host.name}: {units.plural(threads, 'thread')} of {_ranks(len(sharing))} have {host.cores:g} cores; times are "
+                f"those of threads with cores of their own"
+            )
     for date in sorted({table.measured for table in tables if table.kept}):
         ranks = [rank for rank, table in enumerate(tables) if table.kept and table.measured == date]
         notes.append(f"device times of rank {', '.join(map(str, ranks))} were measured {date}; links and memory anew")

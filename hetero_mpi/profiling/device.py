@@ -30,7 +30,7 @@ from hetero_mpi.profiling.timings import Seconds, TimedPart, TimingSamples, laye
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
 """Benches, sequences per micro-batch, where the times go."""
 _FEW = 2
-"""Repetitions of what planning uses less often: backward with recompute and in two parts, and each rank alone."""
+"""Repetitions of what planning uses less often: backward with recompute and in two parts, and members of groups."""
 _LONG_ENOUGH_S = 1.0
 """So long the repetitions at one token count take at most (one at least, after one that warms up)."""
 _WARM_UP_S = 0.5
@@ -49,7 +49,6 @@ class DeviceTimes:
     rows: tuple[int, ...]
     """Sequences per micro-batch that were timed."""
     layers: dict[str, LayerTimes]
-    alone: dict[str, LayerTimes]
     forward_overhead_s: float
     backward_overhead_s: float
     activation_bytes: dict[str, float]
@@ -76,19 +75,17 @@ class DeviceBenchmark:
         self.subject, self.backend, self.chain = subject, backend, subject.chain
         self.rows = sampled_rows(subject.micro_batches)
         self.repeats, self.few = repeats, min(repeats, _FEW)
-        self.crowded = backend.name == "cpu" and subject.cores < 1
         self.groups = layer_groups(self.chain.kinds, cold_by_itself(subject))
         self._activations: dict[str, float] = {}
         self._deferred: dict[str, float] = {}
         self._slow_s = 0.0
 
     def run(self, today: str) -> DeviceTimes:
-        """Measure everything but ``alone``; a few seconds for small models.
+        """Measure everything but members of groups; a few seconds for small models.
 
         :raises UserError: the device has no memory for a layer with the smallest micro-batch.
         """
-        samples, crowd = TimingSamples(), _Crowd(self.crowded)
-        steps = []
+        samples, steps = TimingSamples(), []
         with self._shortage_explained():
             for group in self.groups:
                 measured, slow = self._measure(group, samples)
@@ -97,31 +94,24 @@ class DeviceBenchmark:
                 if self.subject.tuning.full and not slow:
                     self._measure_split(group, samples)
                     self.backend.free_unused()
-            stretch = crowd.stretch()
             latency_s, out, back = copy_speeds(self.backend, self.repeats)
             in_host_memory = host_optimizer_s(self.backend, self.subject.train) if self.subject.tuning.full else None
         parameters = sum(count for count, _ in steps)
         return DeviceTimes(
             measured=today,
             rows=tuple(rows for rows in self.rows if samples.has(rows)),
-            layers=self._layer_times(samples, stretch),
-            alone={},
-            forward_overhead_s=samples.overhead_s(TimedPart.FORWARD, stretch),
-            backward_overhead_s=samples.overhead_s(TimedPart.BACKWARD, stretch),
+            layers=self._layer_times(samples),
+            forward_overhead_s=samples.overhead_s(TimedPart.FORWARD),
+            backward_overhead_s=samples.overhead_s(TimedPart.BACKWARD),
             activation_bytes=self._activations,
             deferred_bytes={kind: self._deferred.get(kind, 0.0) for kind in self._activations},
-            optimizer_s_per_parameter=stretch * sum(seconds for _, seconds in steps) / max(1, parameters),
+            optimizer_s_per_parameter=sum(seconds for _, seconds in steps) / max(1, parameters),
             copy_latency_s=latency_s,
             device_to_host_bytes_per_s=out,
             host_to_device_bytes_per_s=back,
             host_optimizer_s_per_parameter=in_host_memory,
             slow_s=self._slow_s,
         )
-
-    def run_alone(self) -> dict[str, LayerTimes]:
-        """Forward and backward once more, for when the other ranks of this host are still; nothing of a slow device. Raises: as
-        ``run``."""
-        return {} if self._slow_s else self._there_and_back(None)
 
     def with_member_times(self, times: DeviceTimes) -> DeviceTimes:
         """``times`` with what a member of a group takes, as far as there could be a group. Raises: as ``run``."""
@@ -134,10 +124,9 @@ class DeviceBenchmark:
         some, none = (StageGroup(halves, _NobodyElse(), (own, experts - own)) for own in (experts // 2, 0))
         return replace(times, halved=self._there_and_back(some), without_experts=self._there_and_back(none))
 
-    def _there_and_back(self, member_of: StageGroup | None) -> dict[str, LayerTimes]:
-        """Seconds of forward and backward, of the whole layers while the other ranks of this host are still, or of a group's first
-        member while they compute too."""
-        samples, crowd = TimingSamples(), _Crowd(self.crowded and member_of is not None)
+    def _there_and_back(self, member_of: StageGroup) -> dict[str, LayerTimes]:
+        """Seconds of forward and backward of a group's first member."""
+        samples = TimingSamples()
         with self._shortage_explained():
             for group in self.groups:
                 benches = [Bench(self.subject, self.backend, *layers, group=member_of) for layers in group]
@@ -145,7 +134,7 @@ class DeviceBenchmark:
                 self._count_by_count(self.few, samples, benches, self._pass)
                 del benches
                 self.backend.free_unused()
-        return self._layer_times(samples, crowd.stretch())
+        return self._layer_times(samples)
 
     @contextlib.contextmanager
     def _shortage_explained(self) -> Iterator[None]:
@@ -264,9 +253,9 @@ class DeviceBenchmark:
             kind = self.chain.kinds[layer]
             largest[kind] = max(largest.get(kind, 0.0), size / (self.rows[0] * self.subject.sequence_length))
 
-    def _layer_times(self, samples: TimingSamples, stretch: float) -> dict[str, LayerTimes]:
+    def _layer_times(self, samples: TimingSamples) -> dict[str, LayerTimes]:
         kinds = dict.fromkeys(self.chain.kinds)
-        return {kind: layer_times(samples, kind, self.subject.sequence_length, stretch) for kind in kinds}
+        return {kind: layer_times(samples, kind, self.subject.sequence_length) for kind in kinds}
 
 
 class _NobodyElse:
@@ -279,21 +268,3 @@ class _NobodyElse:
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
-
-
-class _Crowd:
-    """How much longer this rank takes since others use its cores.
-
-    A rank that shares its core runs for some milliseconds and then waits as long, so that most layers are timed without waiting
-    and a few with all of it. The median does not see that, and a mean over so few is chance; the whole benchmark's seconds over
-    the processor's seconds are neither.
-    """
-
-    def __init__(self, crowded: bool) -> None:
-        self._crowded = crowded
-        self._begin = time.perf_counter(), time.thread_time()
-
-    def stretch(self) -> float:
-        """Seconds per second of computing since the start; 1 for ranks with cores of their own."""
-        passed_s, computed_s = time.perf_counter() - self._begin[0], time.thread_time() - self._begin[1]
-        return max(1.0, passed_s / computed_s) if self._crowded and computed_s > 0 else 1.0

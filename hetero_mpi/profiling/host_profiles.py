@@ -47,16 +47,22 @@ def sharing_ranks(world: World, backend: Backend) -> int:
 
 
 def host_profiles(
-    hosts: Sequence[str], memories: Sequence[MeasuredMemory], flows: Sequence[HostFlows], sums: Sums | None = None
+    hosts: Sequence[str],
+    memories: Sequence[MeasuredMemory],
+    cores: Sequence[float],
+    flows: Sequence[HostFlows],
+    sums: Sums | None = None,
 ) -> tuple[HostProfile, ...]:
-    """Every host, in the order of its first rank. ``hosts`` and ``memories``: of every rank."""
+    """Every host, in the order of its first rank. ``hosts``, ``memories`` and ``cores`` (0: an accelerator's rank): of every
+    rank."""
     together = {flow.host: (flow.shared, flow.together[0]) for flow in flows}
     found = []
     for name in dict.fromkeys(hosts):
         own = (memory for host, memory in zip(hosts, memories, strict=True) if host == name)
         least = min(own, key=lambda memory: memory.host_bytes)
         nic, added = together.get(name, (False, float("inf"))), (sums or {}).get(name, (0.0, None))
-        found.append(HostProfile(name, least.host_bytes, least.host_reason, *nic, *added))
+        own_cores = round(sum(count for host, count in zip(hosts, cores, strict=True) if host == name), 3) or None
+        found.append(HostProfile(name, least.host_bytes, least.host_reason, *nic, *added, own_cores))
     return tuple(found)
 
 

@@ -130,29 +130,29 @@ class TimingSamples:
     def has(self, rows: int) -> bool:
         return any(known == rows for _, _, known in self._seconds)
 
-    def curve(self, part: TimedPart, kind: str, sequence_length: int, stretch: float) -> Curve | None:
-        """Median seconds over tokens, times ``stretch``, with their spread; None where nothing was timed."""
+    def curve(self, part: TimedPart, kind: str, sequence_length: int) -> Curve | None:
+        """Median seconds over tokens, with their spread; None where nothing was timed."""
         rows = sorted(known for found, of, known in self._seconds if (found, of) == (part, kind))
         if not rows:
             return None
         lists = [self._seconds[part, kind, count] for count in rows]
         return Curve(
             tuple(count * sequence_length for count in rows),
-            tuple(stretch * statistics.median(times) for times in lists),
+            tuple(map(statistics.median, lists)),
             tuple(spread(times) for times in lists),
         )
 
-    def overhead_s(self, part: TimedPart, stretch: float) -> float:
+    def overhead_s(self, part: TimedPart) -> float:
         """What a stage spends besides its layers with the fewest sequences: it hardly depends on their number."""
         outside = {key: times for key, times in self._seconds.items() if key[0] is part and isinstance(key[1], int)}
         fewest = min((rows for _, _, rows in outside), default=0)
         stages = [times for (_, _, rows), times in outside.items() if rows == fewest]
-        return stretch * statistics.fmean(map(statistics.median, stages)) if stages else 0.0
+        return statistics.fmean(map(statistics.median, stages)) if stages else 0.0
 
 
-def layer_times(samples: TimingSamples, kind: str, sequence_length: int, stretch: float) -> LayerTimes:
-    """The curves of one kind, times ``stretch``. Parts of a split backward come together or not at all."""
-    curves = {part: samples.curve(part, kind, sequence_length, stretch) for part in TimedPart}
+def layer_times(samples: TimingSamples, kind: str, sequence_length: int) -> LayerTimes:
+    """The curves of one kind. Parts of a split backward come together or not at all."""
+    curves = {part: samples.curve(part, kind, sequence_length) for part in TimedPart}
     forward, backward, input_part = curves[TimedPart.FORWARD], curves[TimedPart.BACKWARD], curves[TimedPart.INPUT]
     assert forward is not None and backward is not None, f"{kind} was not timed"
     weight_part = curves[TimedPart.WEIGHT]

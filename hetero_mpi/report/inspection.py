@@ -35,7 +35,7 @@ MOST_LINKS = 12
 """Largest number of links listed one by one; of more, those that fit their line worst."""
 
 _CURVE_HEADERS = (
-    "layer", "tokens", "forward", "spread", "backward", "spread", "again", "input", "weights", "forward alone", "backward alone"
+    "layer", "tokens", "forward", "spread", "backward", "spread", "again", "input", "weights"
 )  # fmt: skip
 LIMITS = {
     "device": "the speed of the devices",
@@ -68,10 +68,8 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
         name = f"{device.name} ({device.backend}), {units.size(device.memory_bytes)} usable"
         lines += ["", *wrapped("", f"{units.ranks(ranks).capitalize()}: {name}{of}")]
         lines += table(_CURVE_HEADERS, _curve_rows(device))
-        if any(times.recompute_s or times.input_s for times in device.layers.values()) or device.alone:
-            lines.append(
-                "  again: backward that repeats the forward; input, weights: backward in two parts; alone: the others still"
-            )
+        if any(times.recompute_s or times.input_s for times in device.layers.values()):
+            lines.append("  again: backward that repeats the forward; input, weights: backward in two parts")
         in_host = device.host_optimizer_s_per_parameter
         also = "" if in_host is None else f" ({units.seconds(in_host * 1e6)} in host memory, of streamed stages)"
         lines.append(f"  optimizer: {units.seconds(device.optimizer_fixed_s)} + "
@@ -179,13 +177,11 @@ def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DevicePro
 def _curve_rows(device: DeviceProfile) -> list[tuple[str, ...]]:
     rows = []
     for kind, times in device.layers.items():
-        alone = device.alone.get(kind)
         more = (times.recompute_s, times.input_s, times.weight_s)
-        others = (alone.forward_s, alone.backward_s) if alone is not None else (None, None)
         tokens = sorted({*times.forward_s.tokens, *times.backward_s.tokens})
         for count in tokens:
             cells = [*_sample(times.forward_s, count), *_sample(times.backward_s, count)]
-            cells += [_sample(curve, count)[0] for curve in (*more, *others)]
+            cells += [_sample(curve, count)[0] for curve in more]
             rows.append((kind if count == tokens[0] else "", f"{count:,}", *cells))
     return rows
 

@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 
 from hetero_mpi.host_limits import usable_cores
-from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
@@ -117,7 +116,7 @@ def _last_plan_lines(
     line += f"; {units.seconds(report.predicted_step_s)} predicted, so {units.percent(abs(difference))} {word} than predicted"
     if abs(difference) <= TOLERANCE:
         return [line]
-    lines = [line, f"  {_difference_reason(report.plan, profile, changes, difference)}"]
+    lines = [line, f"  {_difference_reason(profile, changes, difference)}"]
     if profile.source == "measured" and misled(measured, report.predicted_step_s):
         lines.append(
             "  so far off that these device times are not kept for other runs: --reprofile measures for this one"
@@ -125,9 +124,9 @@ def _last_plan_lines(
     return lines
 
 
-def _difference_reason(plan: Plan, profile: ClusterProfile, changes: SpeedChanges, difference: float) -> str:
-    sharing = [device for device in profile.devices if device.rank in plan.ranks and device.cores < 1]
-    crowd = crowding(sum(device.cores for device in profile.devices if device.host == socket.gethostname()))
+def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, difference: float) -> str:
+    here = next((host for host in profile.hosts if host.name == socket.gethostname()), None)
+    crowd = crowding(0.0 if here is None or here.cores is None else here.cores)
     if changes:
         told = ", ".join(f"rank {rank} at {share:g} from step {step + 1}" for rank, step, share in changes)
         return f"devices changed their speed as [cluster] emulate_changes asks ({told}), which no prediction knows"
@@ -135,12 +134,6 @@ def _difference_reason(plan: Plan, profile: ClusterProfile, changes: SpeedChange
         return "the ranks did not keep the emulated times (see the line Emulation): raise [cluster] time_scale"
     if crowd and difference > 1:
         return f"{crowd}: end them, or leave this host fewer ranks or threads"
-    if sharing:
-        hosts = ", ".join(sorted({device.host for device in sharing}))
-        return (
-            f"ranks share cores on {hosts} ({min(device.cores for device in sharing):.2g} cores per rank): "
-            "they compute by turns, in an order that no prediction knows"
-        )
     if profile.source != "measured":
         return f"the profile was not measured here ({profile.source}): measure these machines (profile.path empty)"
     than = "not as fast as" if difference > 0 else "faster than"

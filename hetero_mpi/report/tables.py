@@ -9,6 +9,7 @@ from hetero_mpi.planning.analysis.plausible import profile_doubts
 from hetero_mpi.planning.durations import compute_s, stage_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.shared_cores import while_computing
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import PACKING, HostMemory, IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
@@ -92,6 +93,7 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
         every: a row for each stage, however many there are.
     """
     plan, report = (told, None) if isinstance(told, Plan) else (told.plan, told)
+    profile = while_computing(profile, plan.ranks) if profile is not None else None
     stages = len(plan.numbered)
     many = stages > MOST_STAGES and not every
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"

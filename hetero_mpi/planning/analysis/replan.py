@@ -23,10 +23,11 @@ from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.groups import improved
 from hetero_mpi.planning.decision.planner import complete_plan
+from hetero_mpi.planning.shared_cores import while_computing
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
+from hetero_mpi.planning.types.cluster_changes import renumbered, restricted, with_slowness
 from hetero_mpi.planning.types.codec import decode, encode
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 from hetero_mpi.planning.types.plan_report import IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -111,7 +112,7 @@ def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], 
         keeper, rank = max(ranks, key=lambda one: kept[one]), stage.ranks[0]
         if kept[keeper] > kept[rank]:
             exchanged = {rank: keeper, keeper: rank}
-            other = _renumbered(plan, [exchanged.get(one, one) for one in range(len(question.profile.devices))])
+            other = renumbered(plan, [exchanged.get(one, one) for one in range(len(question.profile.devices))])
             plan = other if seconds(other) <= most_s else plan
     return plan
 
@@ -120,7 +121,8 @@ def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[P
     plan = question.report.plan
     if plan.leader_of:
         yield improved(plan, profile, question.request)
-    pipelines = tuple(_alone(pipeline, plan, profile, question.request) for pipeline in plan.pipelines)
+    busy = while_computing(profile, plan.ranks)
+    pipelines = tuple(_alone(pipeline, plan, busy, question.request) for pipeline in plan.pipelines)
     yield replace(plan, pipelines=pipelines)
     if len(plan.pipelines) > 1:
         return
@@ -129,7 +131,7 @@ def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[P
     active = sorted(pipeline.held)
     staying = _decided(restricted(profile, active), replace(request, allow_idle=False))
     if staying is not None:
-        staying = _renumbered(staying, active)
+        staying = renumbered(staying, active)
         yield staying
     free = _decided(profile, request)
     if free is None:
@@ -163,7 +165,7 @@ def _alone(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request:
     unknown = pipeline.interleaved or any(stage.streamed or stage.grouped for stage in pipeline.stages)
     searched = _decided if unknown else partial(_annealed, alone)
     found = searched(restricted(profile, ranks), request)
-    return pipeline if found is None else replace(_renumbered(found, ranks).pipelines[0], sequences=pipeline.sequences)
+    return pipeline if found is None else replace(renumbered(found, ranks).pipelines[0], sequences=pipeline.sequences)
 
 
 def _annealed(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan | None:
@@ -179,16 +181,6 @@ def _decided(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
     except UserError:  # such as a micro-batch, given by hand, that does not divide the batch
         return None
     return decision.plan if decision is not None else None
-
-
-def _renumbered(plan: Plan, ranks: list[int]) -> Plan:
-    """A plan of a restricted cluster in the numbers of the whole one."""
-
-    def changed(stage: StagePlan) -> StagePlan:
-        return replace(stage, ranks=tuple(ranks[rank] for rank in stage.ranks))
-
-    pipelines = (replace(one, stages=tuple(map(changed, one.stages))) for one in plan.pipelines)
-    return replace(plan, pipelines=tuple(pipelines))
 
 
 def main() -> int:

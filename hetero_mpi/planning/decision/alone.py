@@ -5,25 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import optimizer_s, whole_model_s
 from hetero_mpi.planning.memory import stage_trainable, with_copies
 from hetero_mpi.planning.tables import rank_contents
-from hetero_mpi.planning.types.cluster_changes import restricted
+from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.plan_report import Alone
-from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import describe_bytes
 
 
 def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
     """``rank`` by itself: the fastest of all its micro-batches and of the request's choices of recompute, in any order of actions.
+    Copies of the trained state are counted as ``planner.make_plan`` counts them."""
+    try:
+        decision = decide_alone(profile, request, rank)
+    except UserError as error:
+        return Alone(rank, problem=str(error).splitlines()[0])
+    if decision is None:
+        return Alone(rank, problem=f"does not fit into its {describe_bytes(profile.devices[rank].memory_bytes)}")
+    return Alone(rank, decision.step_s)
 
-    Its layers take as long as they took while the other ranks were still, where that was measured. Copies of the trained state are
-    counted as ``planner.make_plan`` counts them.
-    """
+
+def decide_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Decision | None:
+    """The plan of ``alone``; None: it does not fit. Raises UserError: as ``decide``."""
     single = restricted(profile, [rank])
-    single = replace(single, devices=(_while_alone(single.devices[0]),))
     request = replace(
         request,
         micro_batch_choices=_sizes(request),
@@ -32,13 +39,8 @@ def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
         indifference=0.0,
         thorough=False,
     )
-    try:
-        decision = decide(with_copies(single, request), request) or decide(single, request)
-    except UserError as error:
-        return Alone(rank, problem=str(error).splitlines()[0])
-    if decision is None:
-        return Alone(rank, problem=f"does not fit into its {describe_bytes(profile.devices[rank].memory_bytes)}")
-    return Alone(rank, decision.step_s)
+    found = decide(with_copies(single, request), request) or decide(single, request)
+    return None if found is None else replace(found, plan=renumbered(found.plan, [rank]))
 
 
 def best_alone(profile: ClusterProfile, request: PlanRequest) -> Alone | None:
@@ -59,15 +61,9 @@ def _sizes(request: PlanRequest) -> tuple[int, ...]:
     return request.alone_micro_batch_choices or request.micro_batch_choices
 
 
-def _while_alone(device: DeviceProfile) -> DeviceProfile:
-    """With its times while the other ranks were still."""
-    quiet = {kind: LayerTimes(times.forward_s, times.backward_s) for kind, times in device.alone.items()}
-    return replace(device, layers=device.layers | quiet)
-
-
 def _least_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
     """What ``rank`` computes by itself at least, had it memory enough."""
-    device = _while_alone(profile.devices[rank])
+    device = profile.devices[rank]
     sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in _sizes(request))
     stepping_s = optimizer_s(profile, device, stage_trainable(profile.model, 0, len(profile.model.layers)))
     return request.global_batch * sequence_s + stepping_s

@@ -7,7 +7,7 @@ changed cluster asks here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
@@ -23,7 +23,9 @@ from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.pacing import scheduled_depths, with_classic_depths
 from hetero_mpi.planning.several import layouts
 from hetero_mpi.planning.several.fitting import Fitter
+from hetero_mpi.planning.shared_cores import spread_out, while_computing
 from hetero_mpi.planning.tables import may_split
+from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -56,6 +58,34 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
         plan = None if nearest is None else in_order(nearest.plan, profile, request)
         return None if plan is None else Decision(plan, outlined(plan, profile).step_s)
     check(profile, request)
+    everyone, few = range(len(profile.devices)), spread_out(profile)
+    if few is None:
+        return _decided(profile, request, everyone)
+    together = _decided(profile, request, everyone)
+    apart = _decided(profile, request, few) if request.allow_idle else None
+    if together is None or apart is None:
+        return together or apart
+    if together.step_s < (1 - request.indifference) * apart.step_s:
+        return together
+    return replace(apart, at_work_s=together.at_work_s)
+
+
+def _decided(profile: ClusterProfile, request: PlanRequest, ranks: Sequence[int]) -> Decision | None:
+    """The same for a plan in which only ``ranks`` may take part, with the times that they take while all of them compute."""
+    busy = while_computing(profile, ranks)
+    if len(ranks) == len(profile.devices):
+        found = _fastest(busy, request)
+        plan = None if found is None else found.plan
+    else:
+        found = _fastest(restricted(busy, ranks), request)
+        plan = None if found is None else renumbered(found.plan, ranks)
+    if found is None or plan is None or busy is profile:
+        return found
+    return replace(found, plan=plan, step_s=outlined(plan, profile).step_s)
+
+
+def _fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
+    """The same where ranks share no cores."""
     resident = _with_groups(profile, request, _resident(profile, request))
     timed = None if resident is None else (resident.plan, resident.step_s)
     streamed = with_streamed_stages(profile, request, timed, _searched)

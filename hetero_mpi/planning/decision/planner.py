@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decision.alone import best_alone
+from hetero_mpi.planning.decision.alone import best_alone, decide_alone
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons
 from hetero_mpi.planning.decision.group_rules import group_problems
@@ -58,13 +58,19 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
         remarks = (f"memory: {_copies(plain, request)} are counted",)
     if decision is None:
         raise UserError(explain_shortage(profile, request))
+    single = best_alone(plain, request)
+    faster = single is not None and single.step_s is not None and single.step_s < decision.step_s
+    if single is not None and faster and request.allow_idle:
+        by_itself = decide_alone(plain, request, single.rank)
+        assert by_itself is not None
+        decision = replace(by_itself, at_work_s=decision.at_work_s)
     plan = decision.plan
     assert not (problems := [*_chain_problems(plan, profile), *_rank_problems(plan, profile)]), problems
     simulation = outlined(plan, profile)
     idle = idle_ranks(decision, profile, request)
     told = (*reasons(decision, profile, request, simulation), *streamed_texts(plan, profile), *remarks)
     full = _figures(plan, profile, request, simulation)
-    return replace(full, alone=best_alone(plain, request), idle=idle, reasons=(*told, *_given_up(plan, plain)))
+    return replace(full, alone=single, idle=idle, reasons=(*told, *_given_up(plan, plain)))
 
 
 def _in_order(profile: ClusterProfile, request: PlanRequest) -> PlanReport:

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from hetero_mpi.planning.types.cost import INT8
+from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import (
     ANY_HOST,
     ITSELF,
@@ -21,7 +22,7 @@ from hetero_mpi.planning.types.profile import (
 
 AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
-TABLES = "layers", "alone", "halved", "without_experts"
+TABLES = "layers", "halved", "without_experts"
 """Of a device: times of layers."""
 SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter", "forward_overhead_s", "backward_overhead_s"
 """Of a device: what else its computing takes."""
@@ -95,6 +96,16 @@ def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
     known = there | {ANY_HOST, ITSELF}
     between = tuple(one for one in profile.host_links if one.source in known and one.destination in known)
     return replace(profile, devices=devices, links=links, host_links=between, hosts=hosts)
+
+
+def renumbered(plan: Plan, ranks: Sequence[int]) -> Plan:
+    """A plan of the cluster that was ``restricted`` to ``ranks``, in the numbers of the whole one."""
+
+    def changed(stage: StagePlan) -> StagePlan:
+        return replace(stage, ranks=tuple(ranks[rank] for rank in stage.ranks))
+
+    pipelines = (replace(one, stages=tuple(map(changed, one.stages))) for one in plan.pipelines)
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:

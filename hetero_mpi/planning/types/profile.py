@@ -89,7 +89,7 @@ class DeviceProfile:
     dtypes: tuple[str, ...]
     """Compute dtypes this device can use: ``fp32``, ``bf16``, ``fp16``."""
     layers: dict[str, LayerTimes]
-    """Layer kind -> times; what planning uses. Measured on all ranks at once where ranks share a host."""
+    """Layer kind -> times, as a rank takes whose threads have cores of their own."""
     optimizer_fixed_s: float
     optimizer_s_per_parameter: float
     """Seconds of one optimizer step = fixed + this * trainable parameters."""
@@ -97,13 +97,11 @@ class DeviceProfile:
     """Seconds of the smallest copy between device and host (0 on CPU ranks, which copy nothing)."""
     device_to_host_bytes_per_s: float = float("inf")
     host_to_device_bytes_per_s: float = float("inf")
-    cores: float = 1.0
-    """CPU cores this rank can count on (host cores / ranks on the host); under 1 the ranks share cores."""
+    threads: int = 1
+    """CPU threads on which it computes; those of a GPU's rank do not count."""
     forward_overhead_s: float = 0.0
     """Seconds every forward of a micro-batch costs a stage besides its layers (masks, rotary tables, calls)."""
     backward_overhead_s: float = 0.0
-    alone: dict[str, LayerTimes] = field(default_factory=dict)
-    """The same times while every other rank was still, where that was measured too."""
     shares_host_memory: bool = False
     """``memory_bytes`` are the host's own (CPU ranks, integrated GPUs): ranks that share it fit together or not at all."""
     host_optimizer_s_per_parameter: float | None = None
@@ -133,6 +131,8 @@ class HostProfile:
     """Two ranks of the host add up n bytes in host memory in ``sum_latency_s + n / sum_bytes_per_s``."""
     sum_bytes_per_s: float | None = None
     """None: not measured."""
+    cores: float | None = None
+    """Cores on which its CPU ranks compute, together; None: one for each of their threads."""
 
 
 @dataclass(frozen=True)

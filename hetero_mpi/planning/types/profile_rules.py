@@ -110,14 +110,14 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
     for dtype in device.dtypes:
         if dtype not in DTYPES:
             yield f"{path}.dtypes: {dtype!r} is not known; {_either(DTYPES)} are"
-    if device.cores <= 0:
-        yield f"{path}.cores = {device.cores}: must be above zero"
+    if device.threads < 1:
+        yield f"{path}.threads = {device.threads}: must be at least 1"
     if not device.activation_ratio >= 1:
         yield (
             f"{path}.activation_ratio = {device.activation_ratio}: must be at least 1, as the model's activation bytes are "
             f"those of the device that keeps the fewest"
         )
-    for name in ("layers", "alone", "halved", "without_experts"):
+    for name in ("layers", "halved", "without_experts"):
         table: dict[str, LayerTimes] = getattr(device, name)
         missing = [kind for kind in trained if kind not in table]
         if missing and (table or name == "layers"):
