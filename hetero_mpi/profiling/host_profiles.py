@@ -62,7 +62,7 @@ def host_profiles(
         least = min(own, key=lambda memory: memory.host_bytes)
         nic, added = together.get(name, (False, float("inf"))), (sums or {}).get(name, (0.0, None))
         own_cores = round(sum(count for host, count in zip(hosts, cores, strict=True) if host == name), 3) or None
-        found.append(HostProfile(name, least.host_bytes, least.host_reason, *nic, *added, own_cores))
+        found.append(HostProfile(name, least.host_bytes, least.host_reason, *nic, *added, cores=own_cores))
     return tuple(found)
 
 
