@@ -60,9 +60,11 @@ def host_profiles(
     for name in dict.fromkeys(hosts):
         own = (memory for host, memory in zip(hosts, memories, strict=True) if host == name)
         least = min(own, key=lambda memory: memory.host_bytes)
-        nic, added = together.get(name, (False, float("inf"))), (sums or {}).get(name, (0.0, None))
+        shared_nic, flows_bytes_per_s = together.get(name, (False, float("inf")))
+        latency_s, bytes_per_s = (sums or {}).get(name, (0.0, None))
         own_cores = round(sum(count for host, count in zip(hosts, cores, strict=True) if host == name), 3) or None
-        found.append(HostProfile(name, least.host_bytes, least.host_reason, *nic, *added, cores=own_cores))
+        figures = shared_nic, flows_bytes_per_s, latency_s, bytes_per_s, own_cores
+        found.append(HostProfile(name, least.host_bytes, least.host_reason, *figures))
     return tuple(found)
 
 
