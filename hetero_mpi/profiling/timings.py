@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -131,7 +131,7 @@ class TimingSamples:
         return any(known == rows for _, _, known in self._seconds)
 
     def curve(self, part: TimedPart, kind: str, sequence_length: int) -> Curve | None:
-        """Median seconds over tokens, with their spread; None where nothing was timed."""
+        """Median seconds over tokens, with the samples; None where nothing was timed."""
         rows = sorted(known for found, of, known in self._seconds if (found, of) == (part, kind))
         if not rows:
             return None
@@ -139,7 +139,8 @@ class TimingSamples:
         return Curve(
             tuple(count * sequence_length for count in rows),
             tuple(map(statistics.median, lists)),
-            tuple(spread(times) for times in lists),
+            tuple(count * sequence_length for count in rows),
+            tuple(map(tuple, lists)),
         )
 
     def overhead_s(self, part: TimedPart) -> float:
@@ -159,11 +160,3 @@ def layer_times(samples: TimingSamples, kind: str, sequence_length: int) -> Laye
     if input_part is not None and weight_part is None:  # a kind without matrices puts nothing off
         weight_part = Curve(input_part.tokens, (0.0,) * len(input_part.tokens))
     return LayerTimes(forward, backward, curves[TimedPart.RECOMPUTE], input_part, weight_part)
-
-
-def spread(seconds: Sequence[float]) -> float:
-    """(p75 - p25) / median; 0 of fewer than three, which have no quartiles."""
-    if len(seconds) < 3:
-        return 0.0
-    low, middle, high = statistics.quantiles(seconds, n=4)
-    return (high - low) / middle if middle > 0 else 0.0

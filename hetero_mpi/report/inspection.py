@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.analysis.what_if import NO_CHANGE, Losses, WhatIf
-from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan_report import PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ANY_HOST, ClusterProfile, Curve, DeviceProfile, LinkProfile
@@ -169,7 +168,7 @@ def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DevicePro
     """Devices that differ in more than rank and host, each with the ranks that have such a device."""
 
     def figures(device: DeviceProfile) -> str:
-        return repr(encode(replace(device, rank=0, host="", memory_reason="")))
+        return repr(replace(device, rank=0, host="", memory_reason=""))
 
     return [([device.rank for device in like], like[0]) for like in grouped(profile.devices, figures).values()]
 
@@ -178,7 +177,8 @@ def _curve_rows(device: DeviceProfile) -> list[tuple[str, ...]]:
     rows = []
     for kind, times in device.layers.items():
         more = (times.recompute_s, times.input_s, times.weight_s)
-        tokens = sorted({*times.forward_s.tokens, *times.backward_s.tokens})
+        both = (times.forward_s, times.backward_s)
+        tokens = sorted({count for curve in both for count in curve.sample_tokens or curve.tokens})
         for count in tokens:
             cells = [*_sample(times.forward_s, count), *_sample(times.backward_s, count)]
             cells += [_sample(curve, count)[0] for curve in more]
@@ -187,11 +187,11 @@ def _curve_rows(device: DeviceProfile) -> list[tuple[str, ...]]:
 
 
 def _sample(curve: Curve | None, tokens: int) -> tuple[str, str]:
-    """(seconds, spread) at one token count; empty where it was not measured."""
-    if curve is None or tokens not in curve.tokens:
+    """(seconds, spread of the samples) at one token count; empty where it was not measured."""
+    if curve is None or tokens not in (curve.sample_tokens or curve.tokens):
         return "", ""
-    place = curve.tokens.index(tokens)
-    return units.seconds(curve.seconds[place]), units.percent(curve.spread[place]) if curve.spread else ""
+    spread = dict(zip(curve.sample_tokens, curve.spread, strict=True))
+    return units.seconds(curve.at(tokens)), units.percent(spread[tokens]) if spread else ""
 
 
 def _host_table(profile: ClusterProfile, every: bool) -> list[str]:

@@ -99,7 +99,7 @@ def test_a_plan_is_read_without_what_is_predicted_of_it(tmp_path: Path) -> None:
 
 def test_figures_of_one_curve_stay_on_one_line(tmp_path: Path) -> None:
     save_profile(make_profile(), tmp_path / "p.toml")
-    assert "forward_s = { tokens = [10], seconds = [0.1], spread = [] }" in (tmp_path / "p.toml").read_text()
+    assert "forward_s = { tokens = [10], seconds = [0.1] }" in (tmp_path / "p.toml").read_text()
 
 
 def test_a_hand_written_plan_may_leave_out_what_planning_fills_in(tmp_path: Path) -> None:
@@ -135,12 +135,26 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: 
         ("memory_bytes = 10000000", "memory_bytes = -1", "devices[0].memory_bytes = -1: must not be negative"),
         ("rank = 1", "rank = 0", "devices.rank = [0, 0]"),
         ("source = 1\n", "source = 0\n", "missing the link 1 -> 0"),
-        ("schema_version = 2", "schema_version = 9", "version 2"),
+        ("schema_version = 3", "schema_version = 9", "version 3"),
         ("memory_bytes = 10000000", "memory_bytes = 1e7", "without a decimal point"),
         ("[devices.layers.head]", "[devices.layers.tail]", "no times for head"),
         ("[devices.layers.head]", "[devices.layers.tail]", "devices[0].layers.tail: the model has no such layer"),
         ("latency_s = 0.0", "latency_s = inf", "latency_s = inf: must be finite"),
-        ("spread = []", "spread = [0.1, 0.2]", "as many as tokens, or none (tokens: 1, spread: 2)"),
+        (
+            "seconds = [0.1] }",
+            "seconds = [0.1], samples = [[0.1]] }",
+            "as many (there are 0 and 1); both may be left out",
+        ),
+        (
+            "0.1] }",
+            "0.1], samples = [[]], sample_tokens = [8] }",
+            "forward_s.samples: at least one repetition is timed",
+        ),
+        (
+            "0.1] }",
+            "0.1], samples = [[1.0], [2.0]], sample_tokens = [8, 8] }",
+            "sample_tokens = [8, 8]: must be positive",
+        ),
         (
             "same_host = false",
             "same_host = true",

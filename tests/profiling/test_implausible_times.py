@@ -14,7 +14,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report.tables import doubt_remarks, profile_lines
 from tests.support.mpi import ROOT
-from tests.support.planning_samples import make_model, make_profile
+from tests.support.planning_samples import make_model, make_profile, with_spread
 from tests.support.small_jobs import Workshop
 
 KINDS = ["embedding", *["block"] * 6, "head"]
@@ -25,8 +25,9 @@ def table(
     forward: tuple[float, ...] = (0.01, 0.018, 0.03), spread: tuple[float, ...] = (0.6, 0.2, 0.1)
 ) -> dict[str, LayerTimes]:
     """Of a rank whose blocks take most of the time."""
-    block = LayerTimes(Curve(TOKENS, forward, spread), Curve(TOKENS, (0.02, 0.036, 0.06), spread))
-    end = LayerTimes(Curve(TOKENS, (1e-4, 5e-5, 3e-4)), Curve(TOKENS, (2e-4, 2e-5, 4e-4), (9.0, 9.0, 9.0)))
+    curves = Curve(TOKENS, forward), Curve(TOKENS, (0.02, 0.036, 0.06))
+    block = LayerTimes(*(with_spread(curve, *spread) for curve in curves))
+    end = LayerTimes(Curve(TOKENS, (1e-4, 5e-5, 3e-4)), with_spread(Curve(TOKENS, (2e-4, 2e-5, 4e-4)), 9.0))
     return {"embedding": end, "block": block, "head": end}
 
 

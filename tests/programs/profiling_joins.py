@@ -18,6 +18,7 @@ from hetero_mpi.job.load import ProfileTable, TrainTable
 from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
 from hetero_mpi.planning.types.toml_files import save_profile
+from tests.support.planning_samples import with_spread
 
 with eager_imports():  # as a rank of ``profile`` does
     import torch
@@ -45,7 +46,7 @@ def unsteady(times: DeviceTimes) -> DeviceTimes:
     """The repetitions of whose measurement lie far apart."""
 
     def spread(curve: Curve) -> Curve:
-        return replace(curve, spread=(9.0,) * len(curve.tokens))
+        return with_spread(curve, 9.0)
 
     layers = {
         kind: replace(one, forward_s=spread(one.forward_s), backward_s=spread(one.backward_s))

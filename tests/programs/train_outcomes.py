@@ -30,7 +30,7 @@ from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import Curve
 from hetero_mpi.planning.types.toml_files import load_plan
 from tests.programs.pooled import forget
-from tests.support.planning_samples import reported
+from tests.support.planning_samples import reported, with_spread
 
 with eager_imports():  # as a rank of ``train`` does
     import torch
@@ -227,7 +227,7 @@ def _measuring(change: Callable[[Curve], Curve]) -> Breaking:
 @contextlib.contextmanager
 def times_are_unsteady(world: World, entry: dict[str, Any]) -> Iterator[None]:
     """The repetitions of every measurement lie far apart."""
-    with _measuring(lambda curve: replace(curve, spread=(9.0,) * len(curve.tokens))):
+    with _measuring(lambda curve: with_spread(curve, 9.0)):
         yield
 
 
@@ -238,10 +238,7 @@ def member_times_are_unsteady(world: World, entry: dict[str, Any]) -> Iterator[N
 
     def changed(self: DeviceBenchmark, times: DeviceTimes) -> DeviceTimes:
         found = measure(self, times)
-        halved = {
-            kind: replace(one, forward_s=replace(one.forward_s, spread=(99.0,) * len(one.forward_s.tokens)))
-            for kind, one in found.halved.items()
-        }
+        halved = {kind: replace(one, forward_s=with_spread(one.forward_s, 99.0)) for kind, one in found.halved.items()}
         return replace(found, halved=halved) if world.rank == 1 else found
 
     with mock.patch.object(DeviceBenchmark, "with_member_times", changed):

@@ -11,7 +11,7 @@ from hetero_mpi.cli import main
 from hetero_mpi.planning.types.profile import ClusterProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import save_profile
-from tests.support.planning_samples import JOB_TOML, make_model, make_profile
+from tests.support.planning_samples import JOB_TOML, make_model, make_profile, with_spread
 
 JOB = JOB_TOML + "[plan]\npipelines = 1\n"
 REQUEST = PlanRequest(8, 10, (1, 2), recompute_choices=(False, True), split_choices=(False, True), indifference=0.005)
@@ -30,8 +30,8 @@ def cluster() -> ClusterProfile:
 
 
 def spread(times: LayerTimes) -> LayerTimes:
-    """Quartiles 5 % apart."""
-    return LayerTimes(replace(times.forward_s, spread=(0.05,)), replace(times.backward_s, spread=(0.05,)))
+    """With repetitions whose quartiles are 5 % apart."""
+    return LayerTimes(with_spread(times.forward_s, 0.05), with_spread(times.backward_s, 0.05))
 
 
 def fill(directory: Path) -> Path:

@@ -76,6 +76,14 @@ def make_device(rank: int, slowness: float = 1.0, memory_bytes: int = 10_000_000
     return replace(device, **other)  # type: ignore[arg-type]
 
 
+def with_spread(curve: Curve, *spread: float) -> Curve:
+    """With three repetitions at every knot, whose quartiles are so far apart: relative, one for all knots or one for each."""
+    each = spread * len(curve.tokens) if len(spread) == 1 else spread
+    low = [middle * (1 - min(width, 1.9) / 2) for middle, width in zip(curve.seconds, each, strict=True)]
+    timed = tuple((a, m, a + width * m) for a, m, width in zip(low, curve.seconds, each, strict=True))
+    return replace(curve, sample_tokens=curve.tokens, samples=timed)
+
+
 def make_profile(
     slowness: Sequence[float] = (1.0, 1.0),
     model: ModelCost | None = None,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Protocol
 
+from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.words import describe_seconds
 
@@ -41,7 +42,7 @@ def doubts(layers: Mapping[str, LayerTimes], kinds: Sequence[str]) -> list[str]:
         share, text = max(odd, default=(0.0, ""))
         if share >= NOTABLE:
             found.append(f"{kind}, {name}: {text}")
-    for tokens in sorted({tokens for _, _, curve in both for tokens in curve.tokens}):
+    for tokens in sorted({tokens for _, _, curve in both for tokens in curve.sample_tokens}):
         spreads = [(number[kind] * s * r, f"{kind}, {name}", s, r) for kind, name, c in both for s, r in _at(c, tokens)]
         if sum(one[0] for one in spreads) > MOST_SPREAD * chain_s(tokens):
             _, where, seconds, spread = max(spreads)
@@ -76,7 +77,7 @@ def profile_doubts(profile: ClusterProfile) -> list[str]:
     known: dict[str, list[str]] = {}
     ranks: dict[str, list[int]] = {}
     for device in profile.devices:
-        content = repr(replace(device, rank=0, host=""))
+        content = repr(encode(replace(device, rank=0, host="")))
         if content not in known:  # of hundreds of ranks most are alike
             known[content] = rank_doubts(device, kinds)
         for doubt in known[content]:
@@ -104,7 +105,6 @@ def _odd(curve: Curve) -> Iterator[tuple[float, int, str]]:
 
 
 def _at(curve: Curve, tokens: int) -> Iterator[tuple[float, float]]:
-    """(seconds, spread) of the sample at ``tokens``, where there is one with a spread."""
-    if curve.spread and tokens in curve.tokens:
-        place = curve.tokens.index(tokens)
-        yield curve.seconds[place], curve.spread[place]
+    """(seconds, spread) of the samples at ``tokens``, where there are any."""
+    if tokens in curve.sample_tokens:
+        yield curve.at(tokens), curve.spread[curve.sample_tokens.index(tokens)]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.analysis.correction import Measured, corrected
 from hetero_mpi.planning.analysis.drift import Prospect, moving_s
 from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
@@ -25,7 +26,7 @@ from hetero_mpi.planning.decision.groups import improved
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.shared_cores import while_computing
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.cluster_changes import renumbered, restricted, with_slowness
+from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 from hetero_mpi.planning.types.plan_report import IdleRank, PlanReport
@@ -66,8 +67,10 @@ class ReplanAnswer:
 def answer(question: ReplanQuestion) -> ReplanAnswer:
     """The plan with which the remaining steps and the change to it take the least time. Deterministic."""
     now = question.report.plan
-    leads = {rank: question.ratios[leader] for rank, leader in now.leader_of.items() if leader in question.ratios}
-    profile = with_slowness(question.profile, {**question.ratios, **leads})  # a group is measured as one
+    # What is not told is as it was: a machine that has changed says nothing of its like.
+    ratios = dict.fromkeys(range(len(question.profile.devices)), 1.0) | question.ratios
+    computing = {rank: (ratio,) for rank, ratio in ratios.items() if rank not in now.leader_of}
+    profile = corrected(question.profile, now, Measured(computing))
 
     def step_s(plan: Plan) -> float:
         return simulate(plan, profile).step_s

@@ -23,9 +23,10 @@ T = TypeVar("T")
 def encode(value: Any, infinity_as_text: bool = False) -> Any:
     """``value`` as dictionaries, lists and scalars. ``infinity_as_text``: ``"inf"``, since JSON has no infinity."""
     if dataclasses.is_dataclass(value):
-        values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        # TOML has no null: what is not known is left out.
-        return {name: encode(item, infinity_as_text) for name, item in values.items() if item is not None}
+        values = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+        # TOML has no null: what is not known is left out; so are remarks (what no comparison looks at) that there are none of.
+        told = {field.name: item for field, item in values.items() if item is not None and (item or field.compare)}
+        return {name: encode(item, infinity_as_text) for name, item in told.items()}
     if isinstance(value, Mapping):
         return {str(key): encode(item, infinity_as_text) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

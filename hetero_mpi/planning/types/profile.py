@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.cost import ModelCost
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MEASURED = "measured"
 """The ``source`` of a profile that the program has made of the cluster as it is."""
 EMULATED = "emulated"
@@ -22,28 +23,37 @@ EMULATED = "emulated"
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over token counts: piecewise linear between samples, extended by the nearest segment's line outside them.
+    """Seconds over token counts: piecewise linear between its knots, extended by the nearest segment's line outside them.
 
-    ``tokens`` is strictly increasing. With one sample the line runs through the origin. Outside the samples noise must not make
-    work free: more tokens take no less than the last sample, fewer no less than their share of the first.
+    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Outside the knots noise must not make work
+    free: more tokens take no less than the last knot, fewer no less than their share of the first.
     """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
-    spread: tuple[float, ...] = ()
-    """Relative spread of each sample, (p75 - p25) / median; empty when unknown."""
+    sample_tokens: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """What ``samples`` were timed with; strictly increasing."""
+    samples: tuple[tuple[float, ...], ...] = field(default=(), compare=False, repr=False)
+    """Seconds of the repetitions at each of ``sample_tokens``, which the curve was fitted to (``planning.fit``). Empty: derived or
+    written by hand. They are the measurement: curves with the same line are equal, and planning does not look at them."""
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.seconds):
             raise UserError(
-                f"a curve needs at least one sample and as many seconds as tokens "
+                f"a curve needs at least one knot and as many seconds as tokens "
                 f"(tokens: {list(self.tokens)}, seconds: {list(self.seconds)})"
             )
         if any(low >= high for low, high in zip((0, *self.tokens), self.tokens, strict=False)):
             raise UserError(f"the tokens of a curve are positive and strictly increasing (tokens: {list(self.tokens)})")
 
+    @property
+    def spread(self) -> tuple[float, ...]:
+        """Relative spread of the repetitions at each of ``sample_tokens``: (p75 - p25) / median; 0 of fewer than three, which have
+        no quartiles."""
+        return tuple(_spread(times) for times in self.samples)
+
     def at(self, tokens: float) -> float:
-        """Seconds for a micro-batch of ``tokens`` tokens; a sample's own to the last bit."""
+        """Seconds for a micro-batch of ``tokens`` tokens; a knot's own to the last bit."""
         place = bisect.bisect_left(self.tokens, tokens)
         if place < len(self.tokens) and self.tokens[place] == tokens:
             return self.seconds[place]
@@ -56,6 +66,13 @@ class Curve:
         if place == len(self.tokens):
             return max(line, y1)
         return max(line, y0 * tokens / x0) if place == 0 else line
+
+
+def _spread(times: Sequence[float]) -> float:
+    if len(times) < 3:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / middle if middle > 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
 from hetero_mpi.planning.types.profile import ANY_HOST, ITSELF, ClusterProfile, Curve, DeviceProfile, LayerTimes
 
@@ -32,7 +33,7 @@ def profile_problems(profile: ClusterProfile) -> list[str]:
         trained[layer.kind] = trained.get(layer.kind, 0) + layer.trainable_parameters
     told = set()
     for device in profile.devices:
-        content = repr(replace(device, rank=0, host=""))
+        content = repr(encode(replace(device, rank=0, host="")))
         if content not in told:  # devices like an earlier one have its problems
             problems += _device_problems(device, trained, f"devices[{device.rank}]")
         told.add(content)
@@ -135,11 +136,7 @@ def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str
         yield f"{path}: input_s and weight_s are the two parts of one backward: give both or neither"
     for field in fields(times):
         curve: Curve | None = getattr(times, field.name)
-        if curve is not None and len(curve.spread) not in (0, len(curve.tokens)):
-            yield (
-                f"{path}.{field.name}.spread: as many as tokens, or none "
-                f"(tokens: {len(curve.tokens)}, spread: {len(curve.spread)})"
-            )
+        yield from _sample_problems(curve, f"{path}.{field.name}") if curve is not None else ()
         nothing = field.name == "weight_s" or (field.name in ("backward_s", "input_s") and not trained)
         if curve is not None and min(curve.seconds) == 0 and not (nothing and max(curve.seconds) == 0):
             yield (
@@ -148,6 +145,19 @@ def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str
             )
         if curve is not None and max(curve.seconds) > LONGEST_S:
             yield f"{path}.{field.name} = {list(curve.seconds)}: no layer takes more than {LONGEST_S:,.0f} s; correct it"
+
+
+def _sample_problems(curve: Curve, path: str) -> Iterator[str]:
+    counts = curve.sample_tokens
+    if len(counts) != len(curve.samples):
+        yield (
+            f"{path}: sample_tokens and samples must be as many (there are {len(counts)} and {len(curve.samples)}); both may be "
+            f"left out"
+        )
+    if any(low >= high for low, high in itertools.pairwise((0, *counts))):
+        yield f"{path}.sample_tokens = {list(counts)}: must be positive and strictly increasing"
+    if any(not times for times in curve.samples):
+        yield f"{path}.samples: at least one repetition is timed at each of sample_tokens; leave out those without"
 
 
 def _host_problems(profile: ClusterProfile) -> Iterator[str]:

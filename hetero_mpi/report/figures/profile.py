@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import grouped
@@ -55,7 +55,7 @@ def profile_picture(profile: ClusterProfile) -> Figure:
 
 def _distinct(profile: ClusterProfile) -> list[tuple[str, DeviceProfile]]:
     """Devices with equal curves once, as (their ranks and name, one of them)."""
-    groups = grouped(profile.devices, lambda device: repr(encode(device.layers)))
+    groups = grouped(profile.devices, lambda device: repr(device.layers))
     return [
         (f"{units.ranks([d.rank for d in members])}: {units.device_name(members[0].name, 28)}", members[0])
         for members in groups.values()
@@ -63,7 +63,7 @@ def _distinct(profile: ClusterProfile) -> list[tuple[str, DeviceProfile]]:
 
 
 def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfile]]) -> None:
-    """Forward solid, backward dashed; error bars show the quartiles."""
+    """Forward solid, backward dashed; points are what was timed, error bars its quartiles."""
     for index, (name, device) in enumerate(devices):
         colour = LINES[min(index, len(LINES) - 1)]
         known = len(devices) <= len(LINES) or index < len(LINES) - 1
@@ -75,7 +75,8 @@ def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfi
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.seconds(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    counts = sorted({t for _, d in devices for t in d.layers[kind].forward_s.tokens})
+    curves = [device.layers[kind].forward_s for _, device in devices]
+    counts = sorted({count for curve in curves for count in curve.sample_tokens or curve.tokens})
     axes.set_xticks(_apart(counts))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -94,19 +95,20 @@ def _apart(counts: Sequence[int]) -> list[int]:
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: str, line: str, label: str | None) -> None:
-    spreads = curve.spread or [0.0] * len(curve.tokens)
-    rows = zip(curve.tokens, curve.seconds, spreads, strict=True)
-    points = [row for row in rows if row[1] > 0]  # a logarithmic axis has no zero
-    if not points:
+    """The line that planning uses, and what was timed: medians with their quartiles."""
+    if min(curve.seconds) <= 0:  # a logarithmic axis has no zero
         return
-    tokens, seconds, spread = zip(*points, strict=True)
-    # Below by the same factor as above: a spread of more than the median must not lead under zero.
-    above = [second * width / 2 for second, width in zip(seconds, spread, strict=True)]
-    below = [second - second / (1 + width / 2) for second, width in zip(seconds, spread, strict=True)]
-    axes.errorbar(
-        tokens, seconds, yerr=(below, above) if any(above) else None,
-        color=colour, linestyle=line, linewidth=1.2, marker="o", markersize=3, capsize=2, label=label,
-    )  # fmt: skip
+    tokens = np.geomspace(curve.tokens[0], curve.tokens[-1], 33)
+    axes.plot(tokens, [curve.at(count) for count in tokens], color=colour, linestyle=line, linewidth=1.2, label=label)
+    if not curve.samples:
+        axes.plot(curve.tokens, curve.seconds, color=colour, linestyle="none", marker="o", markersize=3)
+    timed = [
+        row for row in zip(curve.sample_tokens, map(median, curve.samples), curve.spread, strict=True) if row[1] > 0
+    ]
+    for count, middle, width in timed:
+        # Below by the same factor as above: a spread of more than the median must not lead under zero.
+        ends = (middle - middle / (1 + width / 2),), (middle * width / 2,)
+        axes.errorbar(count, middle, yerr=ends, color=colour, marker="o", markersize=3, capsize=2)
 
 
 def _heat_map(

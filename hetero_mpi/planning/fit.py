@@ -1,0 +1,265 @@
+"""Few parameters from many noisy samples: lines through the times of a layer, and one set of them for all ranks that are alike.
+
+A micro-batch takes ``a + b * tokens`` seconds: calls, and work. Samples scatter around that line, partly by what repetitions show
+and partly by what they have in common (a burst of load, a clock that rises), so a planner that believes every point finds
+plans for the luckiest ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hetero_mpi.planning.types.cluster_changes import SECONDS, TABLES
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
+
+LEAST_NOISE = 0.03
+"""No point is trusted to better than this share."""
+FAR = 4.0
+"""A point that is so many times the noise away from the line is left out ..."""
+FAR_POINTS = 4
+"""... where there are so many; of them at most every fourth."""
+BENT_POINTS = 3
+"""A line bends where so many points are further from it than ``BEYOND`` times the noise; the bent one is within that, and at most
+half as far."""
+BEYOND = 2.0
+AGREEMENT = 0.08
+"""Ranks whose times differ by less are alike, however exactly they were timed: so much a room's temperature does."""
+ERRORS = 3.0
+"""Ranks agree that differ by less than so many standard errors of what was seen ..."""
+MOST_APART = 0.5
+"""... and by no more than this share."""
+FIGURES = (
+    *SECONDS,
+    "host_optimizer_s_per_parameter",
+    "copy_latency_s",
+    "device_to_host_bytes_per_s",
+    "host_to_device_bytes_per_s",
+)
+"""Of a device: what like ranks share besides their tables, where it agrees within ``MOST_APART``."""
+
+
+class _Point(NamedTuple):
+    """The median of repetitions."""
+
+    tokens: int
+    seconds: float
+
+
+def fitted_curve(samples: Mapping[int, Sequence[float]], noise: float = 0.0) -> Curve:
+    """The line through the medians of the repetitions, which it keeps as its samples: tokens -> seconds.
+
+    Args:
+        noise: relative scatter of a point besides what its repetitions show, where it is known from elsewhere.
+    """
+    counts = sorted(samples)
+    points = [_Point(count, statistics.median(samples[count])) for count in counts]
+    knots = _knots(points, max(noise, _noise_of(samples.values())))
+    tokens, seconds = zip(*knots, strict=True)
+    return Curve(tokens, seconds, tuple(counts), tuple(tuple(samples[count]) for count in counts))
+
+
+def _noise_of(samples: Iterable[Sequence[float]]) -> float:
+    """Relative standard error of the medians, by the scatter of the repetitions; ``LEAST_NOISE`` at least."""
+    errors = []
+    for times in samples:
+        middle = statistics.median(times)
+        if len(times) > 2 and middle > 0:
+            # Half of normal values lie within 0.674 sigma; the median of n of them scatters by 1.25 sigma / sqrt(n).
+            sigma = statistics.median(abs(one - middle) for one in times) / 0.674
+            errors.append(1.25 * sigma / math.sqrt(len(times)) / middle)
+    return max(LEAST_NOISE, statistics.median(errors) if errors else 0.0)
+
+
+def _knots(points: Sequence[_Point], noise: float) -> list[_Point]:
+    """Of the line, or the bent line, through ``points`` in order of their tokens, which repeat where several ranks were timed."""
+    counts = sorted({point.tokens for point in points})
+    if len(counts) == 1:
+        return [_Point(counts[0], statistics.median(point.seconds for point in points))]
+    ends = [counts[0], counts[-1]]
+    points = [point for point in points if point.seconds > 0]  # others were too short for the clock
+    if not points:  # no gradient reaches the layer
+        return [_Point(count, 0.0) for count in ends]
+    straight = _line(points, ends)
+    if len(counts) > BENT_POINTS + 1 and _beyond(straight, points, noise) >= BENT_POINTS:
+        between = {round(math.sqrt(a * b)) for a, b in itertools.pairwise(counts)} | {*counts}
+        bent = [_line(points, [ends[0], count, ends[1]]) for count in sorted(between - {*ends})]
+        best = min((one for one in bent if one), key=lambda one: _scatter(one, points), default=straight)
+        if _scatter(best, points) < min(BEYOND * noise, _scatter(straight, points) / 2):
+            return best
+    return _line(_near(points, ends, noise), ends)
+
+
+def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
+    """Least squares of relative errors, by lines between ``knots``. Between two they neither fall nor begin under zero; none ([])
+    where they would fall between three."""
+    x = np.array([point.tokens for point in points], dtype=float)
+    y = np.array([point.seconds for point in points])
+    if len(knots) == 2:
+        shapes = {(0, 1): np.stack([np.ones_like(x), x], axis=1), (1,): x[:, None], (0,): np.ones_like(x)[:, None]}
+        found, least = np.zeros(2), math.inf
+        for pick, shape in shapes.items():
+            own = np.zeros(2)
+            own[[*pick]] = np.linalg.lstsq(shape / y[:, None], np.ones_like(y), rcond=None)[0]
+            error = float(np.sum(((own[0] + own[1] * x) / y - 1) ** 2))
+            if own.min() >= 0 and error < least:
+                found, least = own, error
+        return [_Point(count, float(found[0] + found[1] * count)) for count in knots]
+    hats = np.stack([np.interp(x, knots, row) for row in np.eye(len(knots))], axis=1)
+    heights = np.linalg.lstsq(hats / y[:, None], np.ones_like(y), rcond=None)[0]
+    if heights[0] <= 0 or any(np.diff(heights) < 0):
+        return []
+    return [_Point(count, float(height)) for count, height in zip(knots, heights, strict=True)]
+
+
+def _near(points: Sequence[_Point], ends: Sequence[int], noise: float) -> Sequence[_Point]:
+    """``points`` without those far from the line that most are near."""
+    if len(points) < FAR_POINTS:
+        return points
+    middles = [
+        _Point(count, statistics.median(seconds for _, seconds in same))
+        for count, same in itertools.groupby(points, key=lambda point: point.tokens)
+    ]
+    lines = [_line(pair, ends) for pair in itertools.combinations(middles, 2)]
+    best = min(lines, key=lambda line: statistics.median(map(abs, _errors(line, points))))
+    errors = [abs(error) for error in _errors(best, points)]
+    # What most points scatter is noise too, whatever was known of it.
+    limit = FAR * max(noise, statistics.median(errors) / 0.674)
+    limit = max(limit, sorted(errors)[-1 - len(points) // FAR_POINTS])
+    far = [point for point, error in zip(points, errors, strict=True) if error > limit]
+    times = Counter(point.tokens for point in far)
+    # What several ranks show of a count is so.
+    shown = {count for count, number in times.items() if 1 < number == sum(p.tokens == count for p in points)}
+    return [point for point in points if point not in far or point.tokens in shown]
+
+
+def _errors(line: Sequence[_Point], points: Sequence[_Point]) -> list[float]:
+    curve = Curve(*zip(*line, strict=True))
+    return [math.log(seconds / max(curve.at(tokens), 1e-12)) for tokens, seconds in points]
+
+
+def _scatter(line: Sequence[_Point], points: Sequence[_Point]) -> float:
+    return math.sqrt(statistics.fmean(error * error for error in _errors(line, points)))
+
+
+def _beyond(line: Sequence[_Point], points: Sequence[_Point], noise: float) -> int:
+    return sum(abs(error) > BEYOND * noise for error in _errors(line, points))
+
+
+def pooled(profile: ClusterProfile) -> ClusterProfile:
+    """``profile`` with its curves fitted anew to their samples, and one curve for like ranks that agree within the noise seen.
+
+    Like: the same device and dtypes on hosts whose ranks are the same devices. Curves without samples are exact by construction;
+    they stay, and so do the samples. What else is measured of a device is the median of such ranks, where they agree.
+    """
+    found: dict[int, DeviceProfile] = {}
+    for like in like_ranks(profile):
+        for agreeing in _agreeing([profile.devices[rank] for rank in like]):
+            shared = _shared(agreeing)
+            for device in agreeing:
+                found[device.rank] = _with(device, shared)
+    return replace(profile, devices=tuple(found[rank] for rank in range(len(profile.devices))))
+
+
+def like_ranks(profile: ClusterProfile) -> list[list[int]]:
+    """Ranks with the same device on like hosts: those whose ranks are the same devices."""
+    there: dict[str, list[str]] = {}
+    for one in profile.devices:
+        there.setdefault(one.host, []).append(f"{one.backend} {one.name}")
+    classes: dict[tuple[Any, ...], list[int]] = {}
+    for one in profile.devices:
+        key = (one.backend, one.name, one.dtypes, one.shares_host_memory, tuple(sorted(there[one.host])))
+        classes.setdefault(key, []).append(one.rank)
+    return list(classes.values())
+
+
+_Place = tuple[str, str, str]
+"""(table, layer kind, part)"""
+
+
+def _curves(device: DeviceProfile) -> dict[_Place, Curve]:
+    """All that have samples."""
+    places = (
+        (table, kind, part.name) for table in TABLES for kind in getattr(device, table) for part in fields(LayerTimes)
+    )
+    found = {place: getattr(getattr(device, place[0])[place[1]], place[2]) for place in places}
+    return {place: curve for place, curve in found.items() if curve is not None and curve.samples}
+
+
+def _points(curve: Curve) -> list[_Point]:
+    return [_Point(*one) for one in zip(curve.sample_tokens, map(statistics.median, curve.samples), strict=True)]
+
+
+def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
+    """Like devices in order of their speed, apart where they differ by more than was seen of noise."""
+    every = [_curves(device) for device in like]
+    places = [place for place in every[0] if all(place in curves for curves in every)]
+    if len(like) == 1 or not places:
+        return [[device] for device in like]
+    levels = np.array([[_level(curves[place]) for place in places] for curves in every])
+    levels -= np.median(levels, axis=0)
+    own = np.median(levels, axis=1)
+    # What is left is seen of noise: of a curve, whose points may have it in common.
+    rest = np.abs(levels - own[:, None]) * math.sqrt(len(like) / (len(like) - 1))
+    error = 1.25 * float(np.median(rest)) / 0.674 * math.sqrt(2 / len(places))
+    apart = math.log1p(min(MOST_APART, max(AGREEMENT, ERRORS * error)))
+    found: list[list[DeviceProfile]] = []
+    first = -math.inf
+    for place in np.argsort(own, kind="stable"):
+        if own[place] - first > apart:
+            found.append([])
+            first = float(own[place])
+        found[-1].append(like[place])
+    return found
+
+
+def _level(curve: Curve) -> float:
+    """The logarithm of its times."""
+    return statistics.median(math.log(max(1e-12, seconds)) for _, seconds in _points(curve))
+
+
+def _shared(agreeing: Sequence[DeviceProfile]) -> tuple[dict[_Place, Sequence[_Point]], dict[str, float]]:
+    """What such devices have in common: knots of their curves, and figures."""
+    points: dict[_Place, list[_Point]] = {}
+    for device in agreeing:
+        for place, curve in _curves(device).items():
+            points.setdefault(place, []).extend(_points(curve))
+    noise = max(LEAST_NOISE, _roughness([curve for device in agreeing for curve in _curves(device).values()]))
+    figures = {}
+    for name in FIGURES:
+        values = [getattr(device, name) for device in agreeing]
+        if points and None not in values and max(values) <= (1 + MOST_APART) * min(values):
+            figures[name] = statistics.median(values)
+    return {place: _knots(sorted(own), noise) for place, own in points.items()}, figures
+
+
+def _roughness(curves: Sequence[Curve]) -> float:
+    """Relative scatter of a point, by how far it is from the line between its neighbours: a bend touches few of them."""
+    found = []
+    for curve in curves:
+        for left, own, right in zip(*(_points(curve)[begin:] for begin in range(3)), strict=False):
+            share = (own.tokens - left.tokens) / (right.tokens - left.tokens)
+            parts = (1 - share) * left.seconds, share * right.seconds
+            if own.seconds > 0 and sum(parts) > 0:
+                error = abs(math.log(own.seconds / sum(parts)))
+                found.append(error / math.hypot(1.0, *(part / sum(parts) for part in parts)))
+    return statistics.median(found) / 0.674 if found else 0.0
+
+
+def _with(
+    device: DeviceProfile, shared: tuple[Mapping[_Place, Sequence[_Point]], Mapping[str, float]]
+) -> DeviceProfile:
+    knots, figures = shared
+    tables: dict[str, dict[str, LayerTimes]] = {name: dict(getattr(device, name)) for name in TABLES}
+    for (table, kind, part), curve in _curves(device).items():
+        tokens, seconds = zip(*knots[table, kind, part], strict=True)
+        fitted = replace(curve, tokens=tokens, seconds=seconds)
+        tables[table][kind] = replace(tables[table][kind], **{part: fitted})
+    return replace(device, **tables, **figures)  # type: ignore[arg-type]
