@@ -9,6 +9,7 @@ names below (PEP 562), and planning needs none of the three.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from hetero_mpi.runtime.result import TrainResult as TrainResult
 
 __version__ = "0.1.0"
+
+_WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+"""Threads of a rank that wait for each other sleep, after some 10 microseconds under GCC's OpenMP: its default of some milliseconds
+makes steps 2 to 15 times as long as soon as anything else runs, and passes for work. LLVM's and Intel's OpenMP sleep at once,
+without their default of 200 ms. These libraries read it when torch loads them."""
+if not any(name in os.environ for name in (*_WAITING, "KMP_BLOCKTIME")):
+    os.environ.update(_WAITING)
 
 _NAMES = {
     "api": "Job Simulation profile plan simulate train",
