@@ -10,17 +10,16 @@ import pytest
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide, fits
-from hetero_mpi.planning.decision.natural import smoothed
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.decision.room import closest
 from hetero_mpi.planning.decision.shortage import is_packed, with_adapters
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.tables import rank_classes, stage_bytes
+from hetero_mpi.planning.tables import stage_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.search.pipeline_bound import pipeline_bound_s
-from tests.support.planning_samples import SEQUENCE, make_model, make_profile, with_split
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 from tests.support.seeds import seeds
 
 EQUAL = 1 + 1e-9
@@ -62,36 +61,6 @@ def many(seed: int = 0) -> tuple[ClusterProfile, PlanRequest]:
     slowness = [speed for speed in (1, 4, 1, 2, 2, 4) for _ in range(4)]
     profile = on_hosts(make_profile(slowness, make_model(30), latency_s=0.05, bytes_per_s=1e4), 4)
     return noisy(profile, seed), PlanRequest(48, SEQUENCE, (1, 2), recompute_choices=(False, True))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_alike_but_for_noise_are_one_class(seed: int) -> None:
-    exact = on_hosts(make_profile([1] * 4 + [2] * 4 + [1] * 4, latency_s=0.1, bytes_per_s=1e4), 4)
-    measured = noisy(exact, seed)
-    assert len(rank_classes(measured)) == 12
-    assert sorted(map(sorted, rank_classes(smoothed(measured)))) == sorted(map(sorted, rank_classes(exact)))
-
-
-def test_smoothing_keeps_unlike_ranks_apart_and_takes_the_least_memory() -> None:
-    profile = make_profile((1.0, 1.05, 1.3), memory_bytes=(1000, 1010, 1000))
-    profile = replace(profile, devices=tuple(replace(d, name="one name") for d in profile.devices))
-    calm = smoothed(profile)
-    assert calm.devices[0].layers == calm.devices[1].layers != calm.devices[2].layers
-    assert [device.memory_bytes for device in calm.devices] == [1000, 1000, 1000]
-    assert calm.devices[0].layers["block"].forward_s.seconds[0] == pytest.approx(1.025)
-    assert calm.devices[2].layers == profile.devices[2].layers
-    assert smoothed(calm) == calm
-
-
-def test_smoothing_keeps_curves_that_every_rank_has() -> None:
-    profile = with_split(make_profile((1.0, 1.04)))
-    profile = replace(profile, devices=tuple(replace(d, name="one name") for d in profile.devices))
-    times = smoothed(profile).devices[0].layers["block"]
-    assert times.input_s is not None and times.input_s.seconds[0] == pytest.approx(1.02)
-    first = profile.devices[0]
-    layers = {kind: replace(t, input_s=None) for kind, t in first.layers.items()}
-    partly = replace(profile, devices=(replace(first, layers=layers), profile.devices[1]))
-    assert smoothed(partly).devices[1].layers["block"].input_s is None
 
 
 def test_a_plan_for_many_noisy_ranks_is_simulated_with_their_own_figures_and_repeatable() -> None:
