@@ -14,7 +14,7 @@ from hetero_mpi import toml
 from hetero_mpi.disk import require_regular, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_directory
-from hetero_mpi.job.plan_request import micro_batch_choices, request_of, with_memory
+from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_choices, with_memory
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
@@ -32,7 +32,7 @@ from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load
 from hetero_mpi.report import units
 from hetero_mpi.report.inspection import costed_plan_lines, idling_lines, inspection_lines, network_lines, what_if_lines
 from hetero_mpi.report.lines import wrapped
-from hetero_mpi.report.tables import doubt_remarks, plan_lines
+from hetero_mpi.report.tables import plan_lines
 from hetero_mpi.shipped import profile_file
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -252,7 +252,7 @@ def question(
     settled = train.model_copy(update={"dtype": profile.model.dtype})
     loaded = replace(loaded, job=loaded.job.model_copy(update={"train": settled}))
     profile = with_wire(with_memory(profile, loaded.job.cluster.memory_bytes), train.wire)
-    remarks = [f"Profile: {named} ({profile.source}, {profile.date})", *doubt_remarks(profile, named)]
+    remarks = [f"Profile: {named} ({profile.source}, {profile.date})"]
     if config is None:
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
     if train.optimizer == EIGHT_BIT and not profile.model.eight_bit and profile.model.trained_whole:
@@ -272,7 +272,8 @@ def question(
         )
     ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
     _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
-    return PlanQuestion(loaded, profile, request_of(loaded, ranks, dropout), (*remarks, reason))
+    request, untimed = timed_choices(request_of(loaded, ranks, dropout), profile)
+    return PlanQuestion(loaded, profile, request, (*remarks, reason, *untimed))
 
 
 def _said(question: PlanQuestion) -> list[str]:

@@ -33,6 +33,12 @@ def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropou
     return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
 
 
+def timed_micro_batches(global_batch: int, wanted: int | str, ranks: int, dropout: bool) -> tuple[int, ...]:
+    """All that the planner may choose from, those of a rank by itself included, increasing."""
+    counts = (ranks, 1)
+    return tuple(sorted({size for n in counts for size in micro_batch_choices(global_batch, wanted, n, dropout)[0]}))
+
+
 def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) -> PlanRequest:
     """The job as planning sees it.
 
@@ -65,6 +71,41 @@ def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) 
         indifference=INDIFFERENCE,
         copy_bytes_per_trainable_parameter=COPY_BYTES * (snapshots + 2 * versions),
     )
+
+
+def within_timed(request: PlanRequest, profile: ClusterProfile) -> PlanRequest:
+    """``request`` without micro-batches that are larger than any rank has timed; the smallest choice stays.
+
+    Profiles without samples are derived, and their lines go on.
+    """
+    largest = _largest_timed(profile)
+    if largest is None:
+        return request
+
+    def timed(choices: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(size for size in choices if size <= largest) or choices[:1]
+
+    return replace(
+        request,
+        micro_batch_choices=timed(request.micro_batch_choices),
+        alone_micro_batch_choices=timed(request.alone_micro_batch_choices),
+    )
+
+
+def timed_choices(request: PlanRequest, profile: ClusterProfile) -> tuple[PlanRequest, tuple[str, ...]]:
+    """``within_timed``, and a remark where that leaves some out."""
+    within = within_timed(request, profile)
+    out = {*request.micro_batch_choices, *request.alone_micro_batch_choices}
+    out -= {*within.micro_batch_choices, *within.alone_micro_batch_choices}
+    text = f"micro-batch: none of {', '.join(map(str, sorted(out)))}, which the profile did not time"
+    return within, (text,) if out else ()
+
+
+def _largest_timed(profile: ClusterProfile) -> int | None:
+    """Sequences; None: nothing was timed."""
+    curves = [times.forward_s for device in profile.devices for times in device.layers.values()]
+    counts = [curve.sample_tokens[-1] for curve in curves if curve.sample_tokens]
+    return max(counts) // profile.model.sequence_length if counts else None
 
 
 def with_memory(profile: ClusterProfile, given_bytes: int | None) -> ClusterProfile:

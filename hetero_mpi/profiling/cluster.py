@@ -17,14 +17,15 @@ from hetero_mpi.job.load import ProfileTable
 from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import StepDecider
-from hetero_mpi.planning.analysis.plausible import rank_doubts
+from hetero_mpi.planning.fit import pooled
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, HostProfile, LinkProfile
+from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles, measure_memory, measure_sums
 from hetero_mpi.profiling.subject import Subject, sampled_rows
-from hetero_mpi.profiling.time_cache import device_key, forget_times, key_of, load_times, save_times, subject_content
+from hetero_mpi.profiling.time_cache import device_key, key_of, load_times, save_times, subject_content
 from hetero_mpi.report import units
 
 _SMALLEST_MESSAGE = 1024
@@ -63,27 +64,31 @@ def profile_cluster(
     sums = measure_sums(world, settings.largest_message_bytes) if subject.groups and world.size > 1 else {}
     own = _device_profile(world, backend, subject, times, memories[world.rank], decision_s)
     gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(times, infinity_as_text=True)])
-    tables = [decode(DeviceTimes, known, "profile") for _, known in gathered]
-    model, ratios = _model_cost(subject, tables)
-    devices = tuple(
-        replace(decode(DeviceProfile, device, "profile"), activation_ratio=ratio)
-        for (device, _), ratio in zip(gathered, ratios, strict=True)
-    )
-    versions = own_versions(world.library)
-    hosts = host_profiles(world.hosts, memories, _cores(world, backend, subject), flows, sums)
-    profile = ClusterProfile(
-        source=MEASURED,
-        date=world.broadcast_json(_now()),
-        key=key,
-        mpi_library=world.library,
-        versions=versions if world.size == 1 else world.broadcast_json(versions),
-        model=model,
-        devices=devices,
-        links=tuple(map(_link, samples)),
-        hosts=hosts,
-        notes=_notes(devices, hosts, tables, subject),
-    )
-    return with_memory(profile, subject.memory_bytes)
+    cores = _cores(world, backend, subject)
+    made = None
+    with world.led("fitting the profile"):
+        if world.rank == 0:  # unlike processors fit lines to other last bits
+            tables = [decode(DeviceTimes, known, "profile") for _, known in gathered]
+            model, ratios = _model_cost(subject, tables)
+            devices = tuple(
+                replace(decode(DeviceProfile, device, "profile"), activation_ratio=ratio)
+                for (device, _), ratio in zip(gathered, ratios, strict=True)
+            )
+            hosts = host_profiles(world.hosts, memories, cores, flows, sums)
+            profile = ClusterProfile(
+                source=MEASURED,
+                date=_now(),
+                key=key,
+                mpi_library=world.library,
+                versions=own_versions(world.library),
+                model=model,
+                devices=devices,
+                links=tuple(map(_link, samples)),
+                hosts=hosts,
+                notes=_notes(devices, hosts, tables, subject),
+            )
+            made = profile_to_dict(pooled(with_memory(profile, subject.memory_bytes)))
+    return profile_from_dict(world.broadcast_json(made))
 
 
 def _now() -> str:
@@ -95,17 +100,13 @@ def _device_times(
 ) -> DeviceTimes:
     """This rank's times: kept ones, or measured together with the other ranks of its host. Collective.
 
-    Ranks of one host are timed all at once and then each while the others are still, so they are measured anew together. What
-    other hosts do changes nothing.
+    Ranks of one host are timed all at once, so they are measured anew together. What other hosts do changes nothing.
     """
     world.doing = "timing layers"
     key = device_key(world, backend, subject, settings.repeats)
     known = load_times(key) if use_cache else None
-    doubtful = rank_doubts(known, subject.chain.kinds) if known is not None else []
-    known = None if doubtful else known
-    gathered = world.all_gather_json([world.host, known is not None, doubtful])
-    _say_doubts([remarks for _, _, remarks in gathered], "kept from an earlier run, not used", say)
-    lacking = {host for host, has, _ in gathered if not has}
+    gathered = world.all_gather_json([world.host, known is not None])
+    lacking = {host for host, has in gathered if not has}
     ranks = [rank for rank, host in enumerate(world.hosts) if host in lacking]
     kept = world.size - len(ranks)
     if kept:
@@ -116,43 +117,14 @@ def _device_times(
     measuring = world.subset(ranks)
     counts = ", ".join(map(str, sampled_rows(subject.micro_batches)))
     say(f"Profiling {_ranks(len(ranks))}: layers with {counts} sequences, all ranks at once ...")
-    times, steady = known, True
+    times = known
     if measuring is not None:
-        times, steady = _measured(measuring, subject, backend, settings.repeats, say)
-        if not steady:
-            forget_times(key)
-        elif settings.cache:
+        times = _measure(measuring, DeviceBenchmark(subject, backend, settings.repeats), say)
+        if settings.cache:
             save_times(key, times)
     world.meet_asleep()
     assert times is not None
     return replace(times, kept=measuring is None)
-
-
-def _measured(world: World, subject: Subject, backend: Backend, repeats: int, say: Say) -> tuple[DeviceTimes, bool]:
-    """This rank's times, and whether they are plausible: where some rank's are not, those of its host are measured once more.
-
-    Collective over the ranks that measure.
-    """
-    times = _measure(world, DeviceBenchmark(subject, backend, repeats), say)
-    found = world.all_gather_json(rank_doubts(times, subject.chain.kinds))
-    hosts = {host for host, remarks in zip(world.hosts, found, strict=True) if remarks}
-    if not hosts:
-        return times, True
-    _say_doubts(found, "measured once more", say, world.numbers)
-    again = world.subset([rank for rank, host in enumerate(world.hosts) if host in hosts])
-    if again is not None:
-        times = _measure(again, DeviceBenchmark(subject, backend, repeats), say)
-    world.meet_asleep()
-    found = world.all_gather_json(rank_doubts(times, subject.chain.kinds))
-    _say_doubts(found, "used all the same, but not kept for other runs", say, world.numbers)
-    return times, not found[world.rank]
-
-
-def _say_doubts(found: Sequence[Sequence[str]], then: str, say: Say, numbers: Sequence[int] = ()) -> None:
-    """``found``: of every rank. ``numbers``: what the ranks are called, where not by their positions."""
-    for rank, remarks in enumerate(found):
-        for remark in remarks:
-            say(f"  implausible times of rank {numbers[rank] if numbers else rank}, {then}: {remark}")
 
 
 def _measure(world: World, benchmark: DeviceBenchmark, say: Say) -> DeviceTimes:
@@ -160,9 +132,7 @@ def _measure(world: World, benchmark: DeviceBenchmark, say: Say) -> DeviceTimes:
     begin = time.perf_counter()
     world.meet_asleep()
     with world.together("timing layers"):
-        times = benchmark.run(_now())
-        if world.local_size > 1:
-            times = benchmark.with_member_times(times)
+        times = benchmark.run(_now(), members=world.local_size > 1)
     world.meet_asleep()
     say(f"  layers took {time.perf_counter() - begin:.1f} s")
     return times

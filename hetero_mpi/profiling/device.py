@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -24,20 +24,19 @@ from hetero_mpi.model.model_cost import shareable_heads
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds, host_optimizer_s
-from hetero_mpi.profiling.subject import Subject, cold_by_itself, layer_groups, sampled_rows
+from hetero_mpi.profiling.rounds import LONGEST_S, Rounds, Way
+from hetero_mpi.profiling.subject import Group, Subject, cold_by_itself, layer_groups, light, sampled_rows
 from hetero_mpi.profiling.timings import Seconds, TimedPart, TimingSamples, layer_times
 
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
 """Benches, sequences per micro-batch, where the times go."""
 _FEW = 2
 """Repetitions of what planning uses less often: backward with recompute and in two parts, and members of groups."""
-_LONG_ENOUGH_S = 1.0
-"""So long the repetitions at one token count take at most (one at least, after one that warms up)."""
 _WARM_UP_S = 0.5
 """Accelerators raise their clocks for about so long."""
 _TOO_LONG_S = 20.0
-"""A token count is left out where one repetition would take longer than this. Where the first pass of all does, its times are
-taken, and nothing else of this group is measured: a device as slow as that gets layers only for its memory."""
+"""Where the first pass of all takes longer, its times are taken, and nothing else of this group is measured: a device as slow as
+that gets layers only for its memory."""
 
 
 @dataclass(frozen=True)
@@ -80,29 +79,30 @@ class DeviceBenchmark:
         self._deferred: dict[str, float] = {}
         self._slow_s = 0.0
 
-    def run(self, today: str) -> DeviceTimes:
-        """Measure everything but members of groups; a few seconds for small models.
+    def run(self, today: str, members: bool = False) -> DeviceTimes:
+        """Measure everything; a few seconds for small models.
+
+        Args:
+            members: also what a member of a group takes, as far as there could be a group.
 
         :raises UserError: the device has no memory for a layer with the smallest micro-batch.
         """
-        samples, steps = TimingSamples(), []
+        whole, halved, without = TimingSamples(), TimingSamples(), TimingSamples()
+        of_members = dict(zip(self._members(), (halved, without), strict=False)) if members else {}
+        steps = []
         with self._shortage_explained():
             for group in self.groups:
-                measured, slow = self._measure(group, samples)
-                steps += measured
+                steps += self._measure(group, whole, of_members)
                 self.backend.free_unused()
-                if self.subject.tuning.full and not slow:
-                    self._measure_split(group, samples)
-                    self.backend.free_unused()
             latency_s, out, back = copy_speeds(self.backend, self.repeats)
             in_host_memory = host_optimizer_s(self.backend, self.subject.train) if self.subject.tuning.full else None
         parameters = sum(count for count, _ in steps)
         return DeviceTimes(
             measured=today,
-            rows=tuple(rows for rows in self.rows if samples.has(rows)),
-            layers=self._layer_times(samples),
-            forward_overhead_s=samples.overhead_s(TimedPart.FORWARD),
-            backward_overhead_s=samples.overhead_s(TimedPart.BACKWARD),
+            rows=tuple(rows for rows in self.rows if whole.has(rows)),
+            layers=self._layer_times(whole),
+            forward_overhead_s=whole.overhead_s(TimedPart.FORWARD),
+            backward_overhead_s=whole.overhead_s(TimedPart.BACKWARD),
             activation_bytes=self._activations,
             deferred_bytes={kind: self._deferred.get(kind, 0.0) for kind in self._activations},
             optimizer_s_per_parameter=sum(seconds for _, seconds in steps) / max(1, parameters),
@@ -111,30 +111,19 @@ class DeviceBenchmark:
             host_to_device_bytes_per_s=back,
             host_optimizer_s_per_parameter=in_host_memory,
             slow_s=self._slow_s,
+            halved={} if self._slow_s else self._layer_times(halved),
+            without_experts={} if self._slow_s else self._layer_times(without),
         )
 
-    def with_member_times(self, times: DeviceTimes) -> DeviceTimes:
-        """``times`` with what a member of a group takes, as far as there could be a group. Raises: as ``run``."""
+    def _members(self) -> list[StageGroup]:
+        """The first members of groups that are timed: with half of the heads and of the experts, with none of the experts."""
         heads = shareable_heads(self.chain, self.subject.tuning) if self.subject.groups else None
-        if heads is None or heads < 2 or self._slow_s:
-            return times
+        if heads is None or heads < 2:
+            return []
         halves, experts = (heads // 2, heads - heads // 2), experts_to_share(language(self.chain))
         if experts is None or experts < 2:
-            return replace(times, halved=self._there_and_back(StageGroup(halves, _NobodyElse())))
-        some, none = (StageGroup(halves, _NobodyElse(), (own, experts - own)) for own in (experts // 2, 0))
-        return replace(times, halved=self._there_and_back(some), without_experts=self._there_and_back(none))
-
-    def _there_and_back(self, member_of: StageGroup) -> dict[str, LayerTimes]:
-        """Seconds of forward and backward of a group's first member."""
-        samples = TimingSamples()
-        with self._shortage_explained():
-            for group in self.groups:
-                benches = [Bench(self.subject, self.backend, *layers, group=member_of) for layers in group]
-                self._warm_up(benches)
-                self._count_by_count(self.few, samples, benches, self._pass)
-                del benches
-                self.backend.free_unused()
-        return self._layer_times(samples)
+            return [StageGroup(halves, _NobodyElse())]
+        return [StageGroup(halves, _NobodyElse(), (own, experts - own)) for own in (experts // 2, 0)]
 
     @contextlib.contextmanager
     def _shortage_explained(self) -> Iterator[None]:
@@ -150,26 +139,88 @@ class DeviceBenchmark:
             ) from error
 
     def _measure(
-        self, group: Sequence[tuple[int, int]], samples: TimingSamples
-    ) -> tuple[list[tuple[int, float]], bool]:
-        """Fill ``samples``; returns (parameters, seconds of an optimizer step) of each stage, and whether a pass takes too long."""
+        self, group: Group, samples: TimingSamples, of_members: Mapping[StageGroup, TimingSamples]
+    ) -> list[tuple[int, float]]:
+        """Fill ``samples`` and those of members; (parameters, seconds of an optimizer step) of each stage."""
         benches = [Bench(self.subject, self.backend, *layers) for layers in group]
         first, first_s = self._first_pass(benches)
         if first_s > _TOO_LONG_S and self.backend.name != "cpu":  # a GPU's kernels may have been made meanwhile
             first, first_s = self._first_pass(benches)
-        slow = first_s > _TOO_LONG_S
-        if slow:
+        if first_s > _TOO_LONG_S:
             self._slow_s = max(self._slow_s, first_s)
             samples.update(first)
-        else:
-            self._warm_up(benches)
-            self._count_by_count(self.repeats, samples, benches, self._pass)
+            return [bench.optimizer_step(self.rows[0], once=True) for bench in benches]
+        self._warm_up(benches)
+        self._grow(benches, first_s)
+        given = group, samples, of_members
+        if light(self.subject, group):
+            self._time([*self._whole(benches, samples), *(way for make in self._others(*given) for way in make())])
+        else:  # one after the other: together they might not fit
+            self._time(self._whole(benches, samples))
+        steps = [bench.optimizer_step(self.rows[0], once=False) for bench in benches]
+        del benches
+        if not light(self.subject, group):
+            for make in self._others(*given):
+                self.backend.free_unused()
+                self._time(make())
+        return steps
+
+    def _grow(self, benches: Sequence[Bench], first_s: float) -> None:
+        """Take the host memory that the largest micro-batch needs, which costs time only when a process first has it."""
+        within = [rows for rows in self.rows if first_s * rows / self.rows[0] <= LONGEST_S]
+        try:
             for bench in benches:
-                bench.recompute(True)
-            self._count_by_count(self.few, samples, benches, partial(self._pass, part=TimedPart.RECOMPUTE))
+                if self.backend.name == "cpu" and within:
+                    bench.forward(within[-1])
+        except (RuntimeError, MemoryError) as error:  # the rounds will find out how many fit
+            if not is_out_of_memory(error):
+                raise
+        for bench in benches:
+            bench.stage.forget()
+
+    def _time(self, ways: Sequence[Way]) -> None:
+        Rounds(self._clock, warms_up=self.backend.name != "cpu").time(ways)
+
+    def _clock(self) -> float:
+        """Seconds of the processor on a CPU: what it waits for a core is not spent."""
+        self.backend.synchronize()
+        return time.thread_time() if self.backend.name == "cpu" else time.perf_counter()
+
+    def _whole(self, benches: Sequence[Bench], samples: TimingSamples) -> list[Way]:
+        """Layers as a stage holds them, without and with recompute."""
+        return [
+            self._way(benches, self._pass, samples, self.repeats, ends=False),
+            self._way(benches, self._recomputing_pass, samples, self.few),
+        ]
+
+    def _others(
+        self, group: Group, samples: TimingSamples, of_members: Mapping[StageGroup, TimingSamples]
+    ) -> Iterator[Callable[[], list[Way]]]:
+        """What takes stages of its own: a backward in two parts, which all but the first of a pipeline may do, and members of
+        groups."""
+
+        def split() -> list[Way]:
+            benches = [Bench(self.subject, self.backend, *layers, split=True) for layers in group if layers[0] > 0]
             for bench in benches:
-                bench.recompute(False)
-        return [bench.optimizer_step(self.rows[0], once=slow) for bench in benches], slow
+                self._note(self._deferred, bench.deferred_bytes(self.rows[0]))
+            return [self._way(benches, self._split_pass, samples, self.few)] if benches else []
+
+        def member(member_of: StageGroup) -> list[Way]:
+            benches = [Bench(self.subject, self.backend, *layers, group=member_of) for layers in group]
+            return [self._way(benches, self._pass, of_members[member_of], self.few)]
+
+        if self.subject.tuning.full:
+            yield split
+        for member_of in of_members:
+            yield partial(member, member_of)
+
+    def _way(self, benches: Sequence[Bench], run: Pass, samples: TimingSamples, repeats: int, ends: bool = True) -> Way:
+        def forget() -> None:
+            for bench in benches:
+                bench.stage.forget()
+            self.backend.free_unused()
+
+        return Way(partial(run, benches), forget, self.rows, samples, repeats, ends)
 
     def _first_pass(self, benches: Sequence[Bench]) -> tuple[TimingSamples, float]:
         """The smallest micro-batch once, its activations noted: its times, and the seconds of all."""
@@ -182,40 +233,6 @@ class DeviceBenchmark:
         begin = time.perf_counter()
         while self.backend.name != "cpu" and time.perf_counter() - begin < _WARM_UP_S:
             self._pass(benches, self.rows[0], TimingSamples())
-
-    def _measure_split(self, group: Sequence[tuple[int, int]], samples: TimingSamples) -> None:
-        """The same for backward in two parts, which every stage of a pipeline but the first may do."""
-        benches = [Bench(self.subject, self.backend, *layers, split=True) for layers in group if layers[0] > 0]
-        self._count_by_count(self.few, samples, benches, self._split_pass)
-        for bench in benches:
-            self._note(self._deferred, bench.deferred_bytes(self.rows[0]))
-
-    def _count_by_count(self, repeats: int, samples: TimingSamples, benches: Sequence[Bench], run: Pass) -> None:
-        """``run`` the benches at every token count: once to warm up, then ``repeats`` times that count, unless it takes long.
-
-        A count for which the device has no memory is left out, and all larger ones.
-        """
-        warm_s, short = 0.0, False
-        for place, rows in enumerate(self.rows):
-            if place and warm_s * rows / self.rows[place - 1] > _TOO_LONG_S:
-                return
-            try:
-                begin = time.perf_counter()
-                run(benches, rows, TimingSamples())
-                warm_s = time.perf_counter() - begin
-                for repetition in range(repeats):
-                    if repetition and time.perf_counter() - begin > _LONG_ENOUGH_S:
-                        break
-                    run(benches, rows, samples)
-            except (RuntimeError, MemoryError) as error:
-                if place == 0 or not is_out_of_memory(error):
-                    raise
-                short = True
-            if short:  # here nothing refers to what the failed pass had got any more
-                for bench in benches:
-                    bench.stage.forget()
-                self.backend.free_unused()
-                return
 
     def _pass(
         self, benches: Sequence[Bench], rows: int, samples: TimingSamples, part: TimedPart = TimedPart.BACKWARD
@@ -232,6 +249,15 @@ class DeviceBenchmark:
                 layers = {layer: seconds for layer, seconds in layers.items() if 0 < layer < self.chain.layer_count - 1}
             self._add(samples, part, rows, layers)
             samples.add(part, bench.stage.first, rows, outside)
+
+    def _recomputing_pass(self, benches: Sequence[Bench], rows: int, samples: TimingSamples) -> None:
+        for bench in benches:
+            bench.recompute(True)
+        try:
+            self._pass(benches, rows, samples, TimedPart.RECOMPUTE)
+        finally:
+            for bench in benches:
+                bench.recompute(False)
 
     def _split_pass(self, benches: Sequence[Bench], rows: int, samples: TimingSamples) -> None:
         """Two micro-batches in the order of a pipeline: F0 I0 F1 I1 W0 W1."""
@@ -254,6 +280,9 @@ class DeviceBenchmark:
             largest[kind] = max(largest.get(kind, 0.0), size / (self.rows[0] * self.subject.sequence_length))
 
     def _layer_times(self, samples: TimingSamples) -> dict[str, LayerTimes]:
+        """Nothing where nothing was timed."""
+        if not any(map(samples.has, self.rows)):
+            return {}
         kinds = dict.fromkeys(self.chain.kinds)
         return {kind: layer_times(samples, kind, self.subject.sequence_length) for kind in kinds}
 

@@ -12,8 +12,10 @@ from hetero_mpi.planning.types.cost import DTYPE_BYTES
 
 CACHE_BYTES = 64 << 20
 """More than a processor's caches hold for one of its cores."""
-_COUNTS = 4
-"""Token counts to time, where there are so many."""
+Group = Sequence[tuple[int, int]]
+"""Stages ``[first, last)`` that are built at the same time."""
+_MOST, _FEWEST = 5, 4
+"""Numbers of sequences to time, where there are so many: a bend of a line shows among five."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +41,25 @@ class Subject:
 def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
     """Sequences per micro-batch to time.
 
-    Of the choices at most four, smallest and largest included; then others up to the largest until there are four, since the last
+    Of the choices at most five, smallest and largest included; then others up to the largest until there are four, since the last
     micro-batch of a step may be shorter than the rest.
 
     >>> sampled_rows((1, 2, 4)), sampled_rows((8,)), sampled_rows((1, 2, 3, 4, 6, 8, 12))
-    ((1, 2, 3, 4), (2, 4, 6, 8), (1, 3, 6, 12))
+    ((1, 2, 3, 4), (2, 4, 6, 8), (1, 3, 4, 6, 12))
     """
     ordered = sorted(set(choices))
     last = len(ordered) - 1
-    few = last < _COUNTS
-    chosen = set(ordered) if few else {ordered[round(i * last / (_COUNTS - 1))] for i in range(_COUNTS)}
-    spaced = [max(1, round(ordered[-1] * i / _COUNTS)) for i in range(1, _COUNTS)]
+    few = last < _MOST
+    chosen = set(ordered) if few else {ordered[round(i * last / (_MOST - 1))] for i in range(_MOST)}
+    spaced = [max(1, round(ordered[-1] * i / _FEWEST)) for i in range(1, _FEWEST)]
     for rows in (*spaced, *range(1, ordered[-1])):
-        if len(chosen) < _COUNTS:
+        if len(chosen) < _FEWEST:
             chosen.add(rows)
     return tuple(sorted(chosen))
 
 
 def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
-    """Stages ``[first, last)`` to build at the same time, one group after the other; every kind of the chain is in one.
+    """Groups of stages to build, one after the other; every kind of the chain is in one.
 
     ``one_by_one``: each kind in a stage of its own; else the front and the back of the chain, each with two blocks, or as many
     as it takes to show every kind.
@@ -75,6 +77,12 @@ def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int,
     if 2 * ends >= blocks:
         return [[(0, middle), (middle, layers)]]
     return [[(0, 1 + ends), (layers - 1 - ends, layers)]]
+
+
+def light(subject: Subject, group: Group) -> bool:
+    """Are the stages of a group so small that they fit several times beside each other?"""
+    parameters = (spec.count for layers in group for spec in subject.chain.specs(*layers))
+    return not subject.tuning.nf4 and sum(parameters) * DTYPE_BYTES[subject.train.dtype] <= CACHE_BYTES
 
 
 def cold_by_itself(subject: Subject) -> bool:

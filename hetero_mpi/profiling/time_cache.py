@@ -24,7 +24,7 @@ from hetero_mpi.planning.types.profile_rules import number_problems
 from hetero_mpi.profiling.device import DeviceTimes
 from hetero_mpi.profiling.subject import Subject, sampled_rows
 
-_LAYOUT = 5
+_LAYOUT = 6
 """Changes with what ``DeviceTimes`` holds or how it is measured."""
 
 
@@ -71,11 +71,6 @@ def load(key: str) -> Any:
         return json.loads((cache_folder("profiles") / f"{key}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def forget_times(key: str) -> None:
-    with contextlib.suppress(OSError):
-        (cache_folder("profiles") / f"{key}.json").unlink(missing_ok=True)
 
 
 def save_times(key: str, times: DeviceTimes) -> None:

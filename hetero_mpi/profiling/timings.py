@@ -18,11 +18,14 @@ from torch import nn
 
 from hetero_mpi.device.backend import Mark
 from hetero_mpi.model.stage import Stage
+from hetero_mpi.planning.fit import fitted_curve
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
 
 Seconds = dict[int, float]
 """Layer -> seconds."""
 _Marks = dict[int, Mark]
+_DIGITS = 4
+"""Of a sample, in a file: no repetition is as like another."""
 
 
 class LayerClock:
@@ -121,7 +124,7 @@ class TimingSamples:
         self._seconds: dict[tuple[TimedPart, str | int, int], list[float]] = defaultdict(list)
 
     def add(self, part: TimedPart, kind: str | int, rows: int, seconds: float) -> None:
-        self._seconds[part, kind, rows].append(seconds)
+        self._seconds[part, kind, rows].append(float(f"{seconds:.{_DIGITS}g}"))
 
     def update(self, others: TimingSamples) -> None:
         for key, seconds in others._seconds.items():
@@ -131,17 +134,11 @@ class TimingSamples:
         return any(known == rows for _, _, known in self._seconds)
 
     def curve(self, part: TimedPart, kind: str, sequence_length: int) -> Curve | None:
-        """Median seconds over tokens, with the samples; None where nothing was timed."""
+        """The line through the seconds over tokens, which it keeps; None where nothing was timed."""
         rows = sorted(known for found, of, known in self._seconds if (found, of) == (part, kind))
         if not rows:
             return None
-        lists = [self._seconds[part, kind, count] for count in rows]
-        return Curve(
-            tuple(count * sequence_length for count in rows),
-            tuple(map(statistics.median, lists)),
-            tuple(count * sequence_length for count in rows),
-            tuple(map(tuple, lists)),
-        )
+        return fitted_curve({count * sequence_length: self._seconds[part, kind, count] for count in rows})
 
     def overhead_s(self, part: TimedPart) -> float:
         """What a stage spends besides its layers with the fewest sequences: it hardly depends on their number."""

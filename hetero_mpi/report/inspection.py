@@ -34,7 +34,7 @@ MOST_LINKS = 12
 """Largest number of links listed one by one; of more, those that fit their line worst."""
 
 _CURVE_HEADERS = (
-    "layer", "tokens", "forward", "spread", "backward", "spread", "again", "input", "weights"
+    "layer", "tokens", "forward", "timed", "spread", "backward", "timed", "spread", "again", "input", "weights"
 )  # fmt: skip
 LIMITS = {
     "device": "the speed of the devices",
@@ -186,12 +186,17 @@ def _curve_rows(device: DeviceProfile) -> list[tuple[str, ...]]:
     return rows
 
 
-def _sample(curve: Curve | None, tokens: int) -> tuple[str, str]:
-    """(seconds, spread of the samples) at one token count; empty where it was not measured."""
+def _sample(curve: Curve | None, tokens: int) -> tuple[str, str, str]:
+    """(seconds of the line, by how much longer the median of the samples is, their spread) at one token count; empty where it was
+    not measured."""
     if curve is None or tokens not in (curve.sample_tokens or curve.tokens):
-        return "", ""
-    spread = dict(zip(curve.sample_tokens, curve.spread, strict=True))
-    return units.seconds(curve.at(tokens)), units.percent(spread[tokens]) if spread else ""
+        return "", "", ""
+    line_s = curve.at(tokens)
+    if not curve.samples or line_s <= 0:
+        return units.seconds(line_s), "", ""
+    place = curve.sample_tokens.index(tokens)
+    longer = units.change(statistics.median(curve.samples[place]) / line_s - 1)
+    return units.seconds(line_s), longer, units.percent(curve.spread[place])
 
 
 def _host_table(profile: ClusterProfile, every: bool) -> list[str]:

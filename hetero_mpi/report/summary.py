@@ -19,8 +19,6 @@ WARM_UP_STEPS = 2
 """Number of first steps under a plan that do not count for times, while caches, allocators and links warm up."""
 TOLERANCE = 0.15
 """Share by which a step may differ from its prediction without a reason being given."""
-MISLED = 3.0
-"""Factor between measured and predicted times from which on the device times are not kept for other runs."""
 _CROWDED = 0.7
 """Cores that others want; less is what a quiet machine does beside a run."""
 SpeedChanges = Sequence[tuple[int, int, float]]
@@ -67,12 +65,6 @@ def by_plan(steps: Sequence[StepMetrics]) -> list[list[StepMetrics]]:
     return [list(group) for _, group in groupby(steps, lambda step: step.predicted_step_s)]
 
 
-def misled(measured_s: float | None, predicted_s: float) -> bool:
-    """Was the prediction so wrong that the times it was made from should not be used again?"""
-    known = measured_s is not None and measured_s > 0 and predicted_s > 0
-    return known and not 1 / MISLED <= measured_s / predicted_s <= MISLED  # type: ignore[operator]
-
-
 def time_lines(
     report: PlanReport, profile: ClusterProfile, steps: Sequence[StepMetrics], speed_changes: SpeedChanges = ()
 ) -> list[str]:
@@ -116,12 +108,7 @@ def _last_plan_lines(
     line += f"; {units.seconds(report.predicted_step_s)} predicted, so {units.percent(abs(difference))} {word} than predicted"
     if abs(difference) <= TOLERANCE:
         return [line]
-    lines = [line, f"  {_difference_reason(profile, changes, difference)}"]
-    if profile.source == "measured" and misled(measured, report.predicted_step_s):
-        lines.append(
-            "  so far off that these device times are not kept for other runs: --reprofile measures for this one"
-        )
-    return lines
+    return [line, f"  {_difference_reason(profile, changes, difference)}"]
 
 
 def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, difference: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from hetero_mpi.planning.analysis.plausible import profile_doubts
 from hetero_mpi.planning.durations import compute_s, stage_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
@@ -52,19 +51,11 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
     lines += _link_lines(profile)
     for note in profile.notes:
         lines += wrapped("  ", note)
-    return [*lines, *(line for remark in doubt_remarks(profile) for line in wrapped("  ", remark))]
+    return lines
 
 
 def _how_many(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} ranks" if len(ranks) > 1 else f"rank {ranks[0]}"
-
-
-def doubt_remarks(profile: ClusterProfile, named: str = "this profile") -> list[str]:
-    """Implausible times of a profile, and what to do about them. ``named``: what the profile is called."""
-    found = profile_doubts(profile)
-    again = "measure again while the machines are quiet (--reprofile)" if profile.source == "measured" else "correct it"
-    told = [f"implausible times in {named}: {one}" for one in found]
-    return [*told, f"prediction and plan follow {named} all the same: {again}"] if found else []
 
 
 def headline(report: PlanReport) -> str:

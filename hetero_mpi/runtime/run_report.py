@@ -21,7 +21,6 @@ from hetero_mpi.job.load import job_to_dict
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
-from hetero_mpi.profiling.time_cache import device_key, forget_times
 from hetero_mpi.report import units
 from hetero_mpi.report.past_run import (
     REPORT_NAME,
@@ -35,13 +34,12 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter
 from hetero_mpi.report.run_files.trackers import Trackers
-from hetero_mpi.report.summary import final_lines, measured_step_s, misled
+from hetero_mpi.report.summary import final_lines, measured_step_s
 from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.generate.generate import write_sample
 from hetero_mpi.runtime.result import TrainResult
 from hetero_mpi.runtime.setup.material import base_name
-from hetero_mpi.runtime.setup.profile_and_plan import subject_of
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.runtime.watchdog import Standing, Watchdog
 from hetero_mpi.shipped import USED_PROFILE
@@ -152,10 +150,7 @@ def leave_result(context: RunContext, share: Share, state: TrainingState) -> Non
 
 
 def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> TrainResult:
-    """The run's ``TrainResult``, broadcast from rank 0. Collective over all ranks of the job.
-
-    Device times that misled the planner are removed from the cache.
-    """
+    """The run's ``TrainResult``, broadcast from rank 0. Collective over all ranks of the job."""
     world = context.world
     own = {
         "losses": state.losses,
@@ -165,7 +160,7 @@ def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> Tr
         "skipped": state.skipped,
     }
     told = world.broadcast_json(own if world.rank == 0 else None)
-    found = TrainResult(
+    return TrainResult(
         run_dir=context.run_dir,
         losses=tuple(told["losses"]),
         evaluations=tuple(Evaluation(**one) for one in told["evaluations"]),
@@ -176,10 +171,6 @@ def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> Tr
         checkpoint=Path(told["checkpoint"]) if told["checkpoint"] is not None else None,
         skipped=told["skipped"],
     )
-    if found.profile.source == "measured" and misled(found.step_s, found.report.predicted_step_s):
-        subject, _ = subject_of(context)
-        forget_times(device_key(world, context.backend, subject, context.job.profile.repeats))
-    return found
 
 
 def _write_result(context: RunContext, trainer: Trainer) -> Path:

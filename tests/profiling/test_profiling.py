@@ -67,10 +67,13 @@ def subject(chain: TransformersChain) -> Subject:
         ((1, 2, 4), (1, 2, 3, 4)),
         ((8,), (2, 4, 6, 8)),
         ((1, 2, 4, 8), (1, 2, 4, 8)),
-        ((1, 2, 3, 4, 6, 8, 12), (1, 3, 6, 12)),
+        ((1, 2, 4, 8, 16), (1, 2, 4, 8, 16)),
+        ((1, 2, 3, 4, 6, 8, 12), (1, 3, 4, 6, 12)),
     ],
 )
-def test_four_token_counts_up_to_the_largest_choice(choices: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_four_or_five_token_counts_up_to_the_largest_choice(
+    choices: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     assert sampled_rows(choices) == expected
 
 
@@ -136,9 +139,10 @@ def test_memory_of_a_host_counts_once() -> None:
     cpu, gpu = MeasuredMemory(50, "free", True, 50, "free"), MeasuredMemory(24, "on the card", False, 49, "free")
     alone = MeasuredMemory(8, "free", True, 8, "free")
     shared = HostFlows("a", (10.0, 10.0), (11.0, 12.0))
-    first, second = host_profiles(("a", "a", "b", "a"), (cpu, gpu, alone, cpu), [shared])
+    first, second = host_profiles(("a", "a", "b", "a"), (cpu, gpu, alone, cpu), (1.0, 0.0, 1.5, 0.5), [shared])
     assert (first.name, first.memory_bytes, first.shared_nic, first.flows_bytes_per_s) == ("a", 49, True, 11.0)
     assert (second.name, second.memory_bytes, second.shared_nic) == ("b", 8, False)
+    assert (first.cores, second.cores) == (1.5, 1.5), "of its ranks on CPUs, together"
     given = "given as [cluster] memory_bytes"
     devices = tuple(replace(make_device(i), host=host, shares_host_memory=host != "c") for i, host in enumerate("aabc"))
     hosts = (first, second, replace(second, name="c"))
@@ -151,7 +155,7 @@ def test_memory_of_a_host_counts_once() -> None:
 def test_the_clock_gives_every_layer_its_own_time(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block i takes 10 + i s forward and 100 + i s backward of a made-up time, the head's matrix 7 s and 70 s."""
     now = [0.0]
-    monkeypatch.setattr(backend, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(backend, "time", SimpleNamespace(thread_time=lambda: now[0]))
     timed = Bench(subject, Backend(), 1, BLOCKS + 2, split=True)
     model = timed.stage.model
 
@@ -176,7 +180,7 @@ def test_the_clock_gives_every_layer_its_own_time(subject: Subject, monkeypatch:
 
 def test_recomputing_is_part_of_a_blocks_backward(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(backend, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(backend, "time", SimpleNamespace(thread_time=lambda: now[0]))
     timed = Bench(subject, Backend(), 0, 3)
     for block in (0, 1):
         timed.stage.model.get_submodule(f"model.layers.{block}.self_attn").register_forward_hook(
@@ -196,8 +200,10 @@ def test_a_device_is_measured_in_every_way_planning_asks_for(subject: Subject) -
     assert times.rows == (1, 2, 3, 4)
     block = next(kind for kind in times.layers if kind not in ("embedding", "head"))
     of_block = times.layers[block]
-    for curve in (of_block.forward_s, of_block.backward_s, of_block.recompute_s, of_block.input_s, of_block.weight_s):
-        assert curve is not None and curve.tokens == tokens and min(curve.seconds) > 0
+    for curve in (of_block.forward_s, of_block.backward_s):
+        assert curve.sample_tokens == tokens and min(curve.seconds) > 0 and all(curve.samples)
+    for curve in (of_block.recompute_s, of_block.input_s, of_block.weight_s):
+        assert curve is not None and curve.sample_tokens == (tokens[0], tokens[-1]) and min(curve.seconds) > 0
     assert times.layers["head"].recompute_s is None, "only blocks are computed again"
     assert times.layers["embedding"].input_s is None, "the first stage has no input to give a gradient to"
     assert times.optimizer_s_per_parameter > 0
@@ -212,16 +218,15 @@ def test_half_of_the_heads_is_timed_where_a_group_can_hold_the_model(
     subject: Subject, dtype: Literal["fp32", "bf16"]
 ) -> None:
     subject = replace(subject, train=TrainTable(dtype=dtype, steps=3))
-    plain = DeviceBenchmark(subject, Backend(), 1).run("today")
 
     def of_members(subject: Subject) -> tuple[dict[str, LayerTimes], dict[str, LayerTimes]]:
-        times = DeviceBenchmark(subject, Backend(), 1).with_member_times(plain)
+        times = DeviceBenchmark(subject, Backend(), 1).run("today", members=True)
         return times.halved, times.without_experts
 
     halved, without = of_members(replace(subject, groups=True))
     assert halved.keys() == set(subject.chain.kinds) and without == {}
     for times in halved.values():
-        assert times.forward_s.tokens == tuple(rows * SEQUENCE for rows in (1, 2, 3, 4))
+        assert times.forward_s.sample_tokens == (SEQUENCE, 4 * SEQUENCE)
         assert min(times.forward_s.seconds) > 0 and min(times.backward_s.seconds) > 0
     assert of_members(subject) == ({}, {}), "nobody has asked for groups"
     config = AutoConfig.for_model("llama", **{**SIZES, "attention_dropout": 0.5})
@@ -245,8 +250,7 @@ def test_a_member_without_experts_is_timed_where_layers_have_some(
                 held.extend(len(p) for name, p in self.stage.parameters.items() if name.endswith("experts.down_proj"))
 
     monkeypatch.setattr(device, "Bench", NotedBench)
-    benchmark = DeviceBenchmark(subject, Backend(), 1)
-    times = benchmark.with_member_times(benchmark.run("today"))
+    times = DeviceBenchmark(subject, Backend(), 1).run("today", members=True)
     assert times.without_experts.keys() == times.halved.keys() == set(chain.kinds)
     assert held == [2], "half of five experts, then none at all"
 
@@ -287,7 +291,7 @@ def test_token_counts_without_memory_are_left_out(subject: Subject, monkeypatch:
     monkeypatch.setattr(bench.Bench, "forward", short)
     times = DeviceBenchmark(subject, Backend(), 1).run("today")
     assert times.rows == (1, 2)
-    assert all(layer.forward_s.tokens == (SEQUENCE, 2 * SEQUENCE) for layer in times.layers.values())
+    assert all(layer.forward_s.sample_tokens == (SEQUENCE, 2 * SEQUENCE) for layer in times.layers.values())
     most = 0
     with pytest.raises(UserError, match=r"no memory left for one layer with 1 sequences of 8 tokens; lower \[train\]"):
         DeviceBenchmark(subject, Backend(), 1).run("today")
@@ -305,37 +309,21 @@ def test_a_device_whose_first_pass_takes_too_long_is_timed_once(
 
     monkeypatch.setattr(bench.Bench, "forward", counted)
     monkeypatch.setattr(device, "_TOO_LONG_S", 0.0)
-    slow = DeviceBenchmark(subject, Backend(), 5)
-    times = slow.run("today")
+    times = DeviceBenchmark(replace(subject, groups=True), Backend(), 5).run("today", members=True)
     assert passes == [1, 1], "the front and the back of the chain, once each"
-    assert times.slow_s > 0 == whole.slow_s and times.rows == (1,) and slow.run_alone() == {}
+    assert times.slow_s > 0 == whole.slow_s and times.rows == (1,) and times.halved == {}
     for layer in times.layers.values():
         assert layer.forward_s.tokens == layer.backward_s.tokens == (SEQUENCE,)
         assert layer.recompute_s is layer.input_s is layer.weight_s is None
     assert times.activation_bytes == whole.activation_bytes and times.optimizer_s_per_parameter > 0
 
 
-def test_times_of_ranks_that_share_cores_are_stretched_by_their_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = {"wall": 0.0, "core": 0.0}
-    fake = SimpleNamespace(perf_counter=lambda: clocks["wall"], thread_time=lambda: clocks["core"])
-    monkeypatch.setattr(device, "time", fake)
-    crowded, apart = device._Crowd(True), device._Crowd(False)
-    clocks.update(wall=30.0, core=20.0)
-    assert (crowded.stretch(), apart.stretch()) == (1.5, 1.0)
-    samples = TimingSamples()
-    for part in (TimedPart.FORWARD, TimedPart.BACKWARD):
-        for seconds in (1.0, 2.0, 9.0):
-            samples.add(part, "a", 2, seconds)
-    curve = layer_times(samples, "a", 8, 1.5).forward_s
-    assert (curve.tokens, curve.seconds) == ((16,), (3.0,)) and curve.spread[0] > 0
-
-
 def kept_times() -> DeviceTimes:
     samples = TimingSamples()
     for part in (TimedPart.FORWARD, TimedPart.BACKWARD, TimedPart.INPUT):
         samples.add(part, "a", 1, 0.5)
-    layers = {"a": layer_times(samples, "a", 8, 1.0)}
-    return DeviceTimes("today", (1,), layers, {}, 0.1, 0.2, {"a": 1.0}, {"a": 0.0}, 1e-9, 0.0, float("inf"), 1e9)
+    layers = {"a": layer_times(samples, "a", 8)}
+    return DeviceTimes("today", (1,), layers, 0.1, 0.2, {"a": 1.0}, {"a": 0.0}, 1e-9, 0.0, float("inf"), 1e9)
 
 
 def test_device_tables_are_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +352,7 @@ def test_a_table_belongs_to_device_model_dtype_and_company(subject: Subject) -> 
         key({"local_size": 2}),
         key(repeats=6),
         key(threads=2),
+        key(cores=0.5),
         key(sequence_length=16),
         key(micro_batches=(1, 2)),
         key(train=TrainTable(dtype="bf16", steps=3)),

@@ -1,5 +1,4 @@
-"""A cluster is measured, and again after a rank has joined it on a host of its own, and once more in spite of what is known; then
-with a rank whose measurement is disturbed once, then always, then no longer.
+"""A cluster is measured, and again after a rank has joined it on a host of its own, and once more in spite of what is known.
 
 Three ranks of one machine pass for ranks of three hosts. Prints who measured each time, and what the profiles say of it.
 """
@@ -16,9 +15,8 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.job.load import ProfileTable, TrainTable
 from hetero_mpi.model.eager_imports import eager_imports
-from hetero_mpi.planning.types.profile import ClusterProfile, Curve
+from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_profile
-from tests.support.planning_samples import with_spread
 
 with eager_imports():  # as a rank of ``profile`` does
     import torch
@@ -42,41 +40,21 @@ CONFIG = {
 }
 
 
-def unsteady(times: DeviceTimes) -> DeviceTimes:
-    """The repetitions of whose measurement lie far apart."""
-
-    def spread(curve: Curve) -> Curve:
-        return with_spread(curve, 9.0)
-
-    layers = {
-        kind: replace(one, forward_s=spread(one.forward_s), backward_s=spread(one.backward_s))
-        for kind, one in times.layers.items()
-    }
-    return replace(times, layers=layers)
-
-
 def main(world: World) -> int:
     torch.set_num_threads(1)
     chain = TransformersChain(AutoConfig.for_model("llama", **CONFIG))
     subject = Subject(chain, full_training(chain), TrainTable(dtype="fp32", steps=1), 8, (1,), 1.0, 1, None, True)
     measured: list[str] = []
-    run, alone = DeviceBenchmark.run, DeviceBenchmark.run_alone
-    DeviceBenchmark.run_alone = lambda self: measured.append("alone") or alone(self)  # type: ignore[func-returns-value,method-assign,assignment]
     lines: list[Any] = []
-    disturbed = 0  # so many more measurements of this rank
+    run = DeviceBenchmark.run
 
-    def disturbing(self: DeviceBenchmark, today: str) -> DeviceTimes:
-        nonlocal disturbed
+    def noted(self: DeviceBenchmark, *arguments: Any, **keywords: Any) -> DeviceTimes:
         measured.append("together")
-        times = run(self, today)
-        disturbed -= 1
-        return unsteady(times) if disturbed >= 0 else times
+        return run(self, *arguments, **keywords)
 
-    DeviceBenchmark.run = disturbing  # type: ignore[method-assign]
+    DeviceBenchmark.run = noted  # type: ignore[method-assign]
 
-    def profiled(hosts: tuple[str, ...], fresh: bool = False, disturb: int = 0) -> ClusterProfile | None:
-        nonlocal disturbed
-        disturbed = disturb if world.rank == 1 else 0
+    def profiled(hosts: tuple[str, ...], fresh: bool = False) -> ClusterProfile | None:
         measured.clear()
         said: list[str] = []
         members = world.subset(range(len(hosts)))
@@ -93,9 +71,6 @@ def main(world: World) -> int:
     profiled(("a", "b", "c"))
     profile = profiled(("a", "b", "b"))
     profiled(("a", "b", "b"), fresh=True)
-    profiled(("a", "b", "c"), fresh=True, disturb=1)
-    profiled(("a", "b", "c"), fresh=True, disturb=2)
-    profiled(("a", "b", "c"))
     if world.rank == 0:
         assert profile is not None
         save_profile(profile, sys.argv[1])

@@ -13,7 +13,6 @@ import resource
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,10 +26,9 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
-from hetero_mpi.planning.types.profile import Curve
 from hetero_mpi.planning.types.toml_files import load_plan
 from tests.programs.pooled import forget
-from tests.support.planning_samples import reported, with_spread
+from tests.support.planning_samples import reported
 
 with eager_imports():  # as a rank of ``train`` does
     import torch
@@ -41,7 +39,6 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.model.files.model_files import ModelFiles
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
-    from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
     from hetero_mpi.runtime import build, run
     from hetero_mpi.runtime.build import Share
     from hetero_mpi.runtime.run import train
@@ -209,49 +206,6 @@ def no_room_to_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _measuring(change: Callable[[Curve], Curve]) -> Breaking:
-    """Every curve of forward and backward that is measured is changed."""
-    run_benchmark = DeviceBenchmark.run
-
-    def changed(self: DeviceBenchmark, today: str) -> DeviceTimes:
-        times = run_benchmark(self, today)
-        layers = {
-            kind: replace(one, forward_s=change(one.forward_s), backward_s=change(one.backward_s))
-            for kind, one in times.layers.items()
-        }
-        return replace(times, layers=layers)
-
-    return mock.patch.object(DeviceBenchmark, "run", changed)
-
-
-@contextlib.contextmanager
-def times_are_unsteady(world: World, entry: dict[str, Any]) -> Iterator[None]:
-    """The repetitions of every measurement lie far apart."""
-    with _measuring(lambda curve: with_spread(curve, 9.0)):
-        yield
-
-
-@contextlib.contextmanager
-def member_times_are_unsteady(world: World, entry: dict[str, Any]) -> Iterator[None]:
-    """The repetitions of what rank 1 measures of itself as a member of a group lie far apart."""
-    measure = DeviceBenchmark.with_member_times
-
-    def changed(self: DeviceBenchmark, times: DeviceTimes) -> DeviceTimes:
-        found = measure(self, times)
-        halved = {kind: replace(one, forward_s=with_spread(one.forward_s, 99.0)) for kind, one in found.halved.items()}
-        return replace(found, halved=halved) if world.rank == 1 else found
-
-    with mock.patch.object(DeviceBenchmark, "with_member_times", changed):
-        yield
-
-
-@contextlib.contextmanager
-def times_are_a_thousandfold(world: World, entry: dict[str, Any]) -> Iterator[None]:
-    """Everything was slow while it was measured."""
-    with _measuring(lambda curve: replace(curve, seconds=tuple(1000 * seconds for seconds in curve.seconds))):
-        yield
-
-
 WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
     way.__name__: way
     for way in (
@@ -265,9 +219,6 @@ WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
         loss_is_no_number_in_step_2,
         plans_change,
         no_room_to_change,
-        times_are_unsteady,
-        member_times_are_unsteady,
-        times_are_a_thousandfold,
     )
 }
 

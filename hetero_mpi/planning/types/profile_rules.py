@@ -143,6 +143,11 @@ def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str
                 f"{path}.{field.name} = {list(curve.seconds)}: a layer takes some time: every sample is above zero seconds; "
                 f"correct it, or measure again"
             )
+        if curve is not None and any(2 * more < less for less, more in itertools.pairwise(curve.seconds)):
+            yield (
+                f"{path}.{field.name} = {list(curve.seconds)} with {list(curve.tokens)} tokens: more tokens do not take half the "
+                f"time; correct it, or measure again"
+            )
         if curve is not None and max(curve.seconds) > LONGEST_S:
             yield f"{path}.{field.name} = {list(curve.seconds)}: no layer takes more than {LONGEST_S:,.0f} s; correct it"
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.emulation.pace import emulated_profile
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.plan_request import micro_batch_choices, request_of, with_memory
+from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_micro_batches, with_memory, within_timed
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.model.group.division import require_divisible
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.planning.analysis.plausible import profile_doubts
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.cluster_changes import with_wire
@@ -44,15 +43,19 @@ from hetero_mpi.state.copies import versions_in_memory
 def subject_of(setup: RunSetup) -> tuple[Subject, str]:
     """What is to be profiled, and the reason in words for the micro-batch sizes that the planner may choose from."""
     job = setup.job
-    choices, reason = micro_batch_choices(
-        job.train.global_batch, job.train.micro_batch, setup.world.size, setup.tuning.uses_dropout(setup.chain)
+    given = (
+        job.train.global_batch,
+        job.train.micro_batch,
+        setup.world.size,
+        setup.tuning.uses_dropout(setup.chain),
     )
+    reason = micro_batch_choices(*given)[1]
     subject = Subject(
         setup.chain,
         setup.tuning,
         job.train,
         job.data.sequence_length,
-        choices,
+        timed_micro_batches(*given),
         setup.cores,
         setup.threads,
         job.cluster.memory_bytes,
@@ -69,7 +72,8 @@ def planning_request(setup: RunSetup, profile: ClusterProfile, ranks: int = 0) -
     dropout = setup.tuning.uses_dropout(setup.chain)
     request = request_of(setup.loaded, ranks or setup.world.size, dropout, versions)
     groups = request.groups and _can_sum_in_groups(setup)
-    return replace(request, sequence_length=profile.model.sequence_length, groups=groups)
+    request = replace(request, sequence_length=profile.model.sequence_length, groups=groups)
+    return within_timed(request, profile)
 
 
 def _can_sum_in_groups(setup: RunSetup) -> bool:
@@ -172,12 +176,9 @@ def _given_plan(setup: RunSetup, given: Path | Plan, profile: ClusterProfile, re
 def _fitting(
     profile: ClusterProfile, path: str, subject: Subject, ranks: int, named: bool, key: str
 ) -> ClusterProfile | None:
-    """``profile`` if it is of this job; None if it is not, or if its times are implausible, and the user did not name it. Raises
+    """``profile`` if it is of this job; None if it is not, and the user did not name it. Raises
     UserError: the user named it, and it is of another model or number of ranks.
     """
-    if profile.key == key and not named and profile_doubts(profile):
-        say(f"Profile: {path} has implausible times: measured again", *profile_doubts(profile))
-        return None
     same = f"Profile: {path} (measured {profile.date}, same devices, model and versions)"
     if not named:
         if profile.key == key:
