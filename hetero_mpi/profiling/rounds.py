@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hetero_mpi.device.memory import is_out_of_memory
 from hetero_mpi.profiling.timings import TimingSamples
 
-SHARE_S = 0.4
+SHARE_S = 0.3
 """So long all repetitions of one way with one number of sequences take at most, after the first. A first one of half of it is long
 enough to count, on devices that need not warm up."""
 LONGEST_S = 5.0
