@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile
+from hetero_mpi.report import units
 from hetero_mpi.report.anonymous import anonymous
 from hetero_mpi.report.comparison import baseline_lines, comparison_lines
 from hetero_mpi.report.past_run import REPORT_NAME, PastRun, read_run
@@ -91,11 +93,12 @@ def _check_batch(request: PlanRequest, report: PlanReport | None, source: Path) 
 
 
 def _sharing(profile: ClusterProfile) -> list[str]:
-    hosts = [device.host for device in profile.devices if device.backend == "cpu"]
-    crowded = sorted({host for host in hosts if hosts.count(host) > 1})
-    if not crowded:
-        return []
+    """A rank alone is predicted with its own threads."""
+    computing = [device for device in profile.devices if device.backend == "cpu"]
+    several = Counter(device.host for device in computing)
+    threads = {device.host: device.threads for device in computing if several[device.host] > 1}
     return [
-        f"The CPU ranks on {', '.join(crowded)} share its cores: one process alone could use all of them, which this "
-        "prediction does not know. `launch -np 1 -- train JOB --run-dir DIR` measures it, and `compare` then tells."
+        f"A rank alone on {host} is predicted with the {units.plural(own, 'thread')} that it has beside others; one process could "
+        "compute on all cores: `launch -np 1 -- train JOB --run-dir DIR` measures that, and `compare` then tells."
+        for host, own in sorted(threads.items())
     ]

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hetero_mpi.planning.shared_cores import worth_of_all
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -39,6 +40,7 @@ def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
     For any prices y >= 0 of the ranks' time with sum(y) = 1, all ranks' time up to T is worth T, and a layer of kind k costs at
     least ``min over r of y_r work_rk``: so T is no less than the sum of these over all layers. The best of a few prices is taken:
     by the ranks' speeds at the whole model, and at each kind of layer. Where ranks differ alike at all kinds, that is exact.
+    Ranks that share cores have no more time together than the cores.
     """
     devices, layers = usable_devices(profile), profile.model.layers
     if not devices:
@@ -58,7 +60,8 @@ def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
     bounds_s = []
     for reference_s in (work @ counts, *work.T):
         prices = 1 / np.maximum(reference_s, SHORTEST_S)
-        bounds_s.append(float(counts @ (prices[:, None] / prices.sum() * work).min(axis=0)))
+        worth = worth_of_all(profile, {device.rank: price for device, price in zip(devices, prices, strict=True)})
+        bounds_s.append(float(counts @ (prices[:, None] / worth * work).min(axis=0)))
     # Every used rank also spends its optimizer's fixed time, and at least one rank is used.
     return max(bounds_s) + min(device.optimizer_fixed_s for device in devices)
 

@@ -363,6 +363,12 @@ def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> 
     return tuple(found)
 
 
+def fits_memory(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
+    """Do all ranks have the memory that the plan takes, and all hosts?"""
+    enough = all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, profile, reserve))
+    return enough and hosts_suffice(plan, profile, reserve)
+
+
 def hosts_suffice(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
     """Does every host hold what the plan asks of its memory? (That each rank's own suffices is another question.)"""
     return all(one.peak_bytes <= one.usable_bytes for one in predict_hosts(plan, profile, reserve))

@@ -7,8 +7,8 @@ the cores can.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from hetero_mpi.planning.types.cluster_changes import with_slowness
@@ -18,42 +18,48 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
     """``profile`` with the times that ``ranks`` take while all of them, and no other ranks, compute; its hosts then have a core for
     every thread. The same object where none share cores."""
-    if not any(host.cores is not None for host in profile.hosts):
-        return profile
-    slower = _slowness(profile, ranks)
+    slower = slowness(profile, ranks)
     if not slower:
         return profile
     hosts = tuple(replace(host, cores=None) for host in profile.hosts)
-    # Members of a group wait for each other in every layer: with less than a core each, for ranks that do not run.
-    devices = tuple(replace(one, halved={}) if one.rank in slower else one for one in profile.devices)
-    return with_slowness(replace(profile, devices=devices, hosts=hosts), slower)
+    return with_slowness(replace(profile, hosts=hosts), slower)
 
 
-def spread_out(profile: ClusterProfile) -> list[int] | None:
-    """The ranks that are left where no host has more threads than cores; None: all of them."""
-    left, used = [], Counter[str]()
-    for device in profile.devices:
-        host = profile.host(device.rank)
-        fits = host is None or host.cores is None or used[device.host] + device.threads <= max(1.0, host.cores)
-        if not _computes_on_cores(device) or fits or not used[device.host]:
-            left.append(device.rank)
-            used[device.host] += device.threads * _computes_on_cores(device)
-    return left if len(left) < len(profile.devices) else None
-
-
-def _slowness(profile: ClusterProfile, ranks: Collection[int]) -> dict[int, float]:
-    """Rank -> how many times as long it takes, for those that take longer."""
-    computing = [profile.devices[rank] for rank in ranks if _computes_on_cores(profile.devices[rank])]
-    threads = Counter[str]()
-    for device in computing:
-        threads[device.host] += device.threads
-    found = {}
-    for device in computing:
-        host = profile.host(device.rank)
-        if host is not None and host.cores is not None and threads[device.host] > host.cores:
-            found[device.rank] = threads[device.host] / host.cores
+def slowness(profile: ClusterProfile, ranks: Collection[int]) -> dict[int, float]:
+    """Rank -> how many times as long it takes while all of ``ranks`` compute, for those that have less than a core a thread."""
+    found: dict[int, float] = {}
+    for cores, members in _sharing(profile, ranks):
+        ratio = sum(device.threads for device in members) / cores
+        found |= {device.rank: ratio for device in members if ratio > 1}
     return found
 
 
-def _computes_on_cores(device: DeviceProfile) -> bool:
-    return device.backend == "cpu"
+def spread_out(profile: ClusterProfile) -> list[int]:
+    """The ranks that are left where of each host's CPU ranks only the first ones compute, as many as it has cores for, at least
+    one."""
+    left = set(range(len(profile.devices)))
+    for cores, members in _sharing(profile, left):
+        threads = itertools.accumulate(device.threads for device in members)
+        left -= {one.rank for one, used in zip(members, threads, strict=True) if used > max(cores, one.threads)}
+    return sorted(left)
+
+
+def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
+    """What a second of all ranks is worth at the most, where one of a rank with cores of its own is worth ``worth[rank]``."""
+    total = sum(worth.values())
+    for cores, members in _sharing(profile, worth):
+        own = [worth[device.rank] for device in members]
+        most = cores * max(worth[device.rank] / device.threads for device in members)
+        total -= max(0.0, sum(own) - most)
+    return total
+
+
+def _sharing(profile: ClusterProfile, ranks: Collection[int]) -> Iterator[tuple[float, list[DeviceProfile]]]:
+    """The cores of every host that has a number of them, and those of ``ranks`` that compute on them: a GPU's rank does not."""
+    by_host: dict[str, list[DeviceProfile]] = {}
+    for device in (profile.devices[rank] for rank in ranks):
+        if device.backend == "cpu":
+            by_host.setdefault(device.host, []).append(device)
+    for host in profile.hosts:
+        if host.cores is not None and host.name in by_host:
+            yield host.cores, by_host[host.name]

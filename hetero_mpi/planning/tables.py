@@ -80,7 +80,7 @@ def rank_contents(profile: ClusterProfile) -> dict[int, str]:
         if id(device.layers) not in known:
             known[id(device.layers)] = repr(sorted((k, repr(v)) for k, v in device.layers.items()))
         host = profile.host(device.rank)
-        limits = None if host is None else (host.memory_bytes, host.shared_nic, counts[device.host] == 1)
+        limits = None if host is None else (host.memory_bytes, host.shared_nic, host.cores, counts[device.host] == 1)
         plain = replace(device, rank=0, host="", memory_reason="", layers={})
         found[device.rank] = f"{limits} {known[id(device.layers)]} {plain}"
     return found

@@ -68,11 +68,12 @@ def headline(report: PlanReport) -> str:
         return text
     if best.step_s is None:
         return f"{text}; no rank can do it alone (rank {best.rank}: {best.problem})"
-    if plan.ranks == [best.rank]:
-        return f"{text}: rank {best.rank} alone, which the others would only slow down"
     gain = ratio(best.step_s, report.predicted_step_s)
+    if len(plan.ranks) == 1 and gain >= 1:
+        return f"{text}: rank {plan.ranks[0]} alone, which the others would only slow down"
     what = "the best one alone" if gain >= 1 else "one alone would be faster"
-    return f"{text}; {what}, rank {best.rank}, {units.seconds(best.step_s)} ({gain:.2f}x)"
+    why = f": {best.problem}" if best.problem else ""
+    return f"{text}; {what}, rank {best.rank}, {units.seconds(best.step_s)} ({gain:.2f}x){why}"
 
 
 def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: bool = False) -> list[str]:

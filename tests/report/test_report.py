@@ -63,13 +63,13 @@ MODEL = ModelCost(
 )
 
 
-def device(rank: int, host: str, name: str, block_s: float, reason: str, cores: float = 4.0) -> DeviceProfile:
+def device(rank: int, host: str, name: str, block_s: float, reason: str) -> DeviceProfile:
     def times(seconds: float) -> LayerTimes:
         return LayerTimes(Curve((128,), (seconds,)), Curve((128,), (2 * seconds,)))
 
     layers = {EMBEDDING: times(block_s / 10), "block": times(block_s), HEAD: times(block_s / 2)}
     backend = "cuda" if "NVIDIA" in name else "cpu"
-    return DeviceProfile(rank, host, backend, name, 8 * 10**9, reason, ("fp32",), layers, 0.0, 0.0, cores=cores)
+    return DeviceProfile(rank, host, backend, name, 8 * 10**9, reason, ("fp32",), layers, 0.0, 0.0)
 
 
 PROFILE = ClusterProfile(

@@ -17,14 +17,13 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import Alone
-from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_profile
 from hetero_mpi.report import units
 from hetero_mpi.report.tables import headline
 from tests.support.past_runs import WHOLE_JOB, make_run
 from tests.support.planning_folder import cluster, fill, run
-from tests.support.planning_samples import SEQUENCE, make_plan_of, make_profile, random_instance
+from tests.support.planning_samples import SEQUENCE, make_plan_of, make_profile, on_cores, random_instance
 from tests.support.seeds import seeds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,19 +95,8 @@ def test_one_rank_alone_is_the_fastest_of_all_it_could_do(seed: int) -> None:
     assert best_alone(profile, scheduled) == best, "one machine needs no pipeline's order"
 
 
-def sharing(together: float = 2.0) -> ClusterProfile:
-    """Two ranks that share cores: while both compute, each takes ``together`` times as long."""
-    profile = make_profile((1.0, 1.0))
-    slow = with_slowness(profile, {0: together, 1: together})
-    devices = tuple(
-        replace(device, alone=quiet.layers, host="box")
-        for device, quiet in zip(slow.devices, profile.devices, strict=True)
-    )
-    return replace(slow, devices=devices, links=tuple(replace(link, same_host=True) for link in profile.links))
-
-
-def test_ranks_that_share_cores_are_alone_as_fast_as_they_were_measured_alone() -> None:
-    profile, request = sharing(), PlanRequest(8, SEQUENCE, (1,))
+def test_ranks_that_share_cores_are_alone_as_fast_as_with_cores_of_their_own() -> None:
+    profile, request = on_cores(1.5, (1.0, 1.0)), PlanRequest(8, SEQUENCE, (1,))
     report = make_plan(profile, request)
     still = simulate(make_plan_of((0, 4), (0,), 8), make_profile((1.0, 1.0))).step_s
     assert report.alone == Alone(0, still)

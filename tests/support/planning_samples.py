@@ -106,6 +106,15 @@ def make_profile(
     )
 
 
+def on_cores(cores: float, slowness: Sequence[float], **other: object) -> ClusterProfile:
+    """The same with all ranks on one host, whose cores they share."""
+    profile = make_profile(slowness)
+    devices = tuple(replace(device, host="box", **other) for device in profile.devices)  # type: ignore[arg-type]
+    links = tuple(replace(link, same_host=True) for link in profile.links)
+    host = HostProfile("box", 10_000_000 * len(slowness), "made up", cores=cores)
+    return replace(profile, devices=devices, links=links, hosts=(host,))
+
+
 def make_plan_of(
     cuts: Sequence[int], ranks: Sequence[int], micro_batches: int, warm_up: Sequence[int] | None = None
 ) -> Plan:

@@ -11,8 +11,7 @@ from functools import partial
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
-from hetero_mpi.planning.decision.alone import alone
-from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.decision.alone import alone, fastest
 from hetero_mpi.planning.durations import whole_model_s
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
@@ -186,7 +185,7 @@ def _representatives(used: Sequence[int], profile: ClusterProfile) -> list[int]:
 
 
 def _step_s(profile: ClusterProfile, request: PlanRequest) -> float:
-    decision = decide(profile, request)
+    decision = fastest(profile, request)
     if decision is None:
         raise UserError("the model does not fit in memory")
     return decision.step_s

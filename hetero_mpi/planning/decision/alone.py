@@ -7,7 +7,7 @@ from dataclasses import replace
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import optimizer_s, whole_model_s
-from hetero_mpi.planning.memory import stage_trainable, with_copies
+from hetero_mpi.planning.memory import fits_memory, stage_trainable, with_copies
 from hetero_mpi.planning.tables import rank_contents
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.plan_report import Alone
@@ -20,7 +20,7 @@ def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
     """``rank`` by itself: the fastest of all its micro-batches and of the request's choices of recompute, in any order of actions.
     Copies of the trained state are counted as ``planner.make_plan`` counts them."""
     try:
-        decision = decide_alone(profile, request, rank)
+        decision = _decided(profile, request, rank)
     except UserError as error:
         return Alone(rank, problem=str(error).splitlines()[0])
     if decision is None:
@@ -28,7 +28,7 @@ def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
     return Alone(rank, decision.step_s)
 
 
-def decide_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Decision | None:
+def _decided(profile: ClusterProfile, request: PlanRequest, rank: int) -> Decision | None:
     """The plan of ``alone``; None: it does not fit. Raises UserError: as ``decide``."""
     single = restricted(profile, [rank])
     request = replace(
@@ -55,6 +55,30 @@ def best_alone(profile: ClusterProfile, request: PlanRequest) -> Alone | None:
         if best is None or (other.step_s is not None and (best.step_s is None or other.step_s < best.step_s)):
             best = other
     return best
+
+
+def fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
+    """The fastest plan of any ranks, or of one by itself; None: nothing fits. Raises UserError: as ``decide``."""
+    decision = decide(profile, request)
+    if decision is None or decision.step_s <= min(_least_s(profile, request, rank) for rank in rank_contents(profile)):
+        return decision
+    return or_alone(decision, best_alone(profile, request), profile, request, profile)
+
+
+def or_alone(
+    decision: Decision, best: Alone | None, profile: ClusterProfile, request: PlanRequest, counted: ClusterProfile
+) -> Decision:
+    """``decision``, or the ``best`` rank by itself where that is faster and ranks may idle.
+
+    ``counted``: the profile with the copies of the trained state for which ``decision`` leaves room.
+    """
+    if best is None or best.step_s is None or best.step_s >= decision.step_s or not request.allow_idle:
+        return decision
+    single = _decided(profile, request, best.rank)
+    if single is None or not fits_memory(single.plan, counted, request.memory_reserve):
+        return decision
+    all_work = len(decision.plan.ranks) == len(profile.devices)
+    return replace(single, at_work_s=decision.step_s if all_work else decision.at_work_s)
 
 
 def _sizes(request: PlanRequest) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ changed cluster asks here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
@@ -23,7 +23,7 @@ from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.pacing import scheduled_depths, with_classic_depths
 from hetero_mpi.planning.several import layouts
 from hetero_mpi.planning.several.fitting import Fitter
-from hetero_mpi.planning.shared_cores import spread_out, while_computing
+from hetero_mpi.planning.shared_cores import slowness, spread_out, while_computing
 from hetero_mpi.planning.tables import may_split
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.plan import Plan
@@ -58,43 +58,34 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
         plan = None if nearest is None else in_order(nearest.plan, profile, request)
         return None if plan is None else Decision(plan, outlined(plan, profile).step_s)
     check(profile, request)
-    everyone, few = range(len(profile.devices)), spread_out(profile)
-    if few is None:
-        return _decided(profile, request, everyone)
-    together = _decided(profile, request, everyone)
-    apart = _decided(profile, request, few) if request.allow_idle else None
-    if together is None or apart is None:
-        return together or apart
-    if together.step_s < (1 - request.indifference) * apart.step_s:
+    together, few = _decided(profile, request), spread_out(profile)
+    if len(few) == len(profile.devices) or not request.allow_idle:
         return together
-    return replace(apart, at_work_s=together.at_work_s)
+    apart = _decided(restricted(profile, few), request)
+    if apart is None or (together is not None and together.step_s < (1 - request.indifference) * apart.step_s):
+        return together
+    at_work_s = math.inf if together is None else together.at_work_s
+    return replace(apart, plan=renumbered(apart.plan, few), at_work_s=at_work_s)
 
 
-def _decided(profile: ClusterProfile, request: PlanRequest, ranks: Sequence[int]) -> Decision | None:
-    """The same for a plan in which only ``ranks`` may take part, with the times that they take while all of them compute."""
-    busy = while_computing(profile, ranks)
-    if len(ranks) == len(profile.devices):
-        found = _fastest(busy, request)
-        plan = None if found is None else found.plan
-    else:
-        found = _fastest(restricted(busy, ranks), request)
-        plan = None if found is None else renumbered(found.plan, ranks)
-    if found is None or plan is None or busy is profile:
-        return found
-    return replace(found, plan=plan, step_s=outlined(plan, profile).step_s)
-
-
-def _fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    """The same where ranks share no cores."""
-    resident = _with_groups(profile, request, _resident(profile, request))
+def _decided(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
+    """The same, searched for with the times that ranks take while all of them compute, and timed with those of its own ranks."""
+    everyone = range(len(profile.devices))
+    busy = while_computing(profile, everyone)
+    resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))
     timed = None if resident is None else (resident.plan, resident.step_s)
-    streamed = with_streamed_stages(profile, request, timed, _searched)
-    return resident if streamed is None else Decision(*streamed)
+    streamed = with_streamed_stages(busy, request, timed, _searched)
+    found = resident if streamed is None else Decision(*streamed)
+    if found is None or busy is profile:
+        return found
+    return replace(found, step_s=outlined(found.plan, profile).step_s)
 
 
-def _with_groups(profile: ClusterProfile, request: PlanRequest, best: Decision | None) -> Decision | None:
-    """``best``, or a clearly shorter plan in which ranks of a host hold a stage together."""
-    found = with_groups(profile, request, None if best is None else best.step_s, _starts, _searched)
+def _with_groups(
+    profile: ClusterProfile, request: PlanRequest, best: Decision | None, crowded: Collection[int]
+) -> Decision | None:
+    """``best``, or a clearly shorter plan in which ranks of a host hold a stage together, which ``crowded`` ones do not."""
+    found = with_groups(profile, request, None if best is None else best.step_s, _starts, _searched, crowded)
     if found is None:
         return best
     one_pipeline_s, without_s = (None, math.inf) if best is None else (best.one_pipeline_s, best.step_s)

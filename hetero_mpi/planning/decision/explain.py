@@ -13,6 +13,7 @@ from hetero_mpi.planning.durations import Durations, whole_model_s
 from hetero_mpi.planning.pacing import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.several.fitting import Fitter
+from hetero_mpi.planning.shared_cores import slowness, while_computing
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -66,6 +67,8 @@ def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float
             text += f"{profile.model.heads} key/value heads"
             experts = f", {_listed(stage.experts)} of {profile.model.experts} experts" if stage.experts else ""
             yield text + experts
+        if stage.grouped and slowness(profile, plan.ranks).keys() & {*stage.ranks}:
+            yield f"ranks of stage {number} have less than a core a thread: they wait longer for each other than is predicted"
     if plan.leader_of and without_s is not None:
         yield (
             f"the best plan without ranks that hold a stage together: {ratio(without_s, step_s):.2f}x slower "
@@ -169,7 +172,8 @@ def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) ->
     """A pipeline for every rank in use, with as much of the batch as it is fast."""
     ranks = sorted(stage.ranks[0] for _, _, stage in plan.numbered)
     sizes = sorted(set(request.micro_batch_choices), reverse=True)
-    seconds = [whole_model_s(profile, profile.devices[rank], sizes[-1] * request.sequence_length) for rank in ranks]
+    devices = while_computing(profile, ranks).devices
+    seconds = [whole_model_s(profile, devices[rank], sizes[-1] * request.sequence_length) for rank in ranks]
     for rank, units in zip(ranks, _dealt(request.global_batch // sizes[-1], seconds), strict=True):
         share = units * sizes[-1]
         size = next(size for size in sizes if share % size == 0)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.group_rules import group_problems
 from hetero_mpi.planning.group_costs import contracted, member_chain_s
-from hetero_mpi.planning.memory import hosts_suffice, predict_memory
+from hetero_mpi.planning.memory import fits_memory, predict_memory
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile
@@ -59,17 +59,24 @@ Groups = tuple[StagePlan, ...]
 
 
 def with_groups(
-    profile: ClusterProfile, request: PlanRequest, best_s: float | None, starts: Starts, search: Search
+    profile: ClusterProfile,
+    request: PlanRequest,
+    best_s: float | None,
+    starts: Starts,
+    search: Search,
+    crowded: Collection[int] = (),
 ) -> Timed | None:
-    """A plan with groups at least ``GAIN`` shorter than ``best_s`` (None: nothing fits without); None: none was found."""
-    if not possible(profile, request):
+    """A plan with groups at least ``GAIN`` shorter than ``best_s`` (None: nothing fits without); None: none was found. ``crowded``:
+    ranks with less than a core a thread, which form none: members would wait in every layer for one that does not run."""
+    hosts = _by_host(profile, crowded)
+    if not _wanted(profile, request) or not hosts:
         return None
     limit_s = math.inf if best_s is None else best_s * (1 - GAIN)
     sizes = tuple({*request.micro_batch_choices, *request.alone_micro_batch_choices})
     least = replace(request, split_choices=(False,), micro_batch_choices=sizes)
     if limit_s < math.inf and fluid_bound_s(profile, least) >= limit_s:
         return None
-    return _Search(profile, request, starts, search).shorter_than(limit_s)
+    return _Search(profile, request, starts, search, hosts).shorter_than(limit_s)
 
 
 def improved(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
@@ -77,23 +84,20 @@ def improved(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
     return _improved(plan, outlined(plan, profile).step_s, profile, request)[0]
 
 
-def possible(profile: ClusterProfile, request: PlanRequest) -> bool:
-    """May a plan have groups, and are there ranks for one?"""
+def _wanted(profile: ClusterProfile, request: PlanRequest) -> bool:
+    """May a plan have groups?"""
     wanted = request.groups and request.schedule == "auto" and not profile.emulated
-    if not wanted or (profile.model.heads or 0) < 2 or len(profile.devices) > LARGEST:
-        return False
-    return any(len(devices) > 1 for devices in _by_host(profile))
+    return wanted and (profile.model.heads or 0) > 1 and len(profile.devices) <= LARGEST
 
 
-def _by_host(profile: ClusterProfile) -> list[list[DeviceProfile]]:
-    """The usable devices of every host. Of a cluster that was measured, those of which it is known what half the heads take: ranks
-    divide little of a small layer's time."""
+def _by_host(profile: ClusterProfile, crowded: Collection[int]) -> list[list[DeviceProfile]]:
+    """The devices that may form groups, of every host that has several. Of a cluster that was measured, those of which it is known
+    what half the heads take: ranks divide little of a small layer's time."""
     found: dict[str, list[DeviceProfile]] = {}
     for device in usable_devices(profile):
-        if profile.source == MEASURED and not device.halved:
-            continue
-        found.setdefault(device.host, []).append(device)
-    return list(found.values())
+        if device.rank not in crowded and (device.halved or profile.source != MEASURED):
+            found.setdefault(device.host, []).append(device)
+    return [devices for devices in found.values() if len(devices) > 1]
 
 
 def filling_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
@@ -119,8 +123,15 @@ def filling_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
 
 
 class _Search:
-    def __init__(self, profile: ClusterProfile, request: PlanRequest, starts: Starts, search: Search) -> None:
-        self.profile, self.request, self.starts, self.search = profile, request, starts, search
+    def __init__(
+        self,
+        profile: ClusterProfile,
+        request: PlanRequest,
+        starts: Starts,
+        search: Search,
+        hosts: Sequence[Sequence[DeviceProfile]],
+    ) -> None:
+        self.profile, self.request, self.starts, self.search, self.hosts = profile, request, starts, search, hosts
         self.heads = profile.model.heads or 0
         self.tokens = min(request.micro_batch_choices) * request.sequence_length
         self.chains = {device.rank: member_chain_s(profile, device, self.tokens) for device in usable_devices(profile)}
@@ -155,8 +166,7 @@ class _Search:
 
     def _groupings(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Ways to form groups: on all hosts in the same way, and on one host alone."""
-        hosts = [devices for devices in _by_host(self.profile) if len(devices) > 1]
-        options = [self._options([device.rank for device in devices]) for devices in hosts]
+        options = [self._options([device.rank for device in devices]) for devices in self.hosts]
         for name in dict.fromkeys(name for own in options for name in own):
             yield tuple(group for own in options for group in own.get(name, ()))
             yield from (own[name] for own in options if name in own)
@@ -291,18 +301,13 @@ class _Search:
         even so."""
         again = [replace(stage, recompute=True) for _, _, stage in plan.numbered]
         plans = [plan, _with_stages(plan, again)] if True in self.request.recompute_choices else [plan]
-        if _fits(plan, self.profile, self.request.memory_reserve):
+        if fits_memory(plan, self.profile, self.request.memory_reserve):
             return plan
         return self._shortest(_lightened(one, self.profile, self.request.memory_reserve) for one in plans)
 
     def _shortest(self, plans: Iterable[Plan | None]) -> Plan | None:
         found = (plan for plan in plans if plan is not None)
         return min(found, key=lambda plan: outlined(plan, self.profile).step_s, default=None)
-
-
-def _fits(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
-    enough = all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, profile, reserve))
-    return enough and hosts_suffice(plan, profile, reserve)
 
 
 def _lightened(plan: Plan, profile: ClusterProfile, reserve: float) -> Plan | None:
@@ -323,7 +328,7 @@ def _lightened(plan: Plan, profile: ClusterProfile, reserve: float) -> Plan | No
         if best[2] is plan:
             return None
         _, lacking, plan = best
-    return plan if _fits(plan, profile, reserve) else None
+    return plan if fits_memory(plan, profile, reserve) else None
 
 
 def _improved(plan: Plan, step_s: float, profile: ClusterProfile, request: PlanRequest) -> Timed:
@@ -333,7 +338,7 @@ def _improved(plan: Plan, step_s: float, profile: ClusterProfile, request: PlanR
         better = False
         for changed in (*_shared_otherwise(plan), *_cut_otherwise(plan)):
             changed_s = outlined(changed, profile).step_s
-            if changed_s < step_s * (1 - ROUNDING) and _fits(changed, profile, request.memory_reserve):
+            if changed_s < step_s * (1 - ROUNDING) and fits_memory(changed, profile, request.memory_reserve):
                 plan, step_s, better = changed, changed_s, True
                 break
     return plan, step_s

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decision.alone import best_alone, decide_alone
+from hetero_mpi.planning.decision.alone import best_alone, or_alone
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons
 from hetero_mpi.planning.decision.group_rules import group_problems
@@ -59,11 +59,10 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     if decision is None:
         raise UserError(explain_shortage(profile, request))
     single = best_alone(plain, request)
-    faster = single is not None and single.step_s is not None and single.step_s < decision.step_s
-    if single is not None and faster and request.allow_idle:
-        by_itself = decide_alone(plain, request, single.rank)
-        assert by_itself is not None
-        decision = replace(by_itself, at_work_s=decision.at_work_s)
+    decision = or_alone(decision, single, plain, request, profile)
+    if single is not None and single.step_s is not None and single.step_s < decision.step_s:
+        why = "it has no room for copies of the trained state" if request.allow_idle else "plan.allow_idle = false"
+        single = replace(single, problem=why)
     plan = decision.plan
     assert not (problems := [*_chain_problems(plan, profile), *_rank_problems(plan, profile)]), problems
     simulation = outlined(plan, profile)
@@ -151,9 +150,9 @@ def differences(plan: Plan, request: PlanRequest) -> list[str]:
     found = []
     if len(plan.pipelines) > request.max_pipelines:
         found.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")
+    sizes = _sizes(plan, request)
     for index, pipeline in enumerate(plan.pipelines):
-        sizes = {*request.micro_batch_choices, *(request.alone_micro_batch_choices if plan.leader_of else ())}
-        where, choices = f"pipelines[{index}]", ", ".join(map(str, sorted(sizes)))
+        where, choices = f"pipelines[{index}]", ", ".join(map(str, sizes))
         if pipeline.micro_batch not in sizes:
             found.append(f"{where}: micro_batch = {pipeline.micro_batch}: the job leaves {choices}")
         if pipeline.split_backward and True not in request.split_choices:
@@ -166,6 +165,12 @@ def differences(plan: Plan, request: PlanRequest) -> list[str]:
                 f"{where}: recompute = {does} of stages {stages_text}: train.recompute of the job says otherwise"
             )
     return found
+
+
+def _sizes(plan: Plan, request: PlanRequest) -> list[int]:
+    """The micro-batches that the request leaves to the plan: also larger ones where a rank is by itself or several hold a stage."""
+    larger = request.alone_micro_batch_choices if plan.leader_of or len(plan.ranks) == 1 else ()
+    return sorted({*request.micro_batch_choices, *larger})
 
 
 def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> PlanReport:
@@ -190,9 +195,9 @@ def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: fl
         )
         return fluid_bound_s(replace(profile, devices=quickest), request), FLUID
     unknown = any(pipeline.interleaved for pipeline in plan.pipelines)
-    if plan.leader_of:  # micro-batches may be those of a rank by itself
-        sizes = tuple({*request.micro_batch_choices, *request.alone_micro_batch_choices})
-        return fluid_bound_s(profile, replace(request, micro_batch_choices=sizes)), FLUID
+    request = replace(request, micro_batch_choices=tuple(_sizes(plan, request)))
+    if plan.leader_of:
+        return fluid_bound_s(profile, request), FLUID
     if len(profile.devices) > CLOSELY_BOUND or unknown or differences(plan, request):
         return fluid_bound_s(profile, request), FLUID
     return packing_bound_s(profile, request, step_s), PACKING

@@ -24,6 +24,7 @@ class Alone:
     step_s: float | None = None
     """Predicted; None: it cannot, for the reason ``problem``."""
     problem: str = ""
+    """Also why it does not train alone although it would be faster."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class PlanReport:
     """Which bound that is: ``PACKING`` or ``FLUID``."""
     alone: Alone | None = None
     """The rank that is fastest by itself; None: not known."""
+    tried_step_s: float | None = None
+    """A step as it was measured before the run, with made-up weights and data; None: not tried."""
     memory: tuple[RankMemory, ...] = ()
     hosts: tuple[HostMemory, ...] = ()
     idle: tuple[IdleRank, ...] = ()

@@ -172,6 +172,9 @@ def _host_problems(profile: ClusterProfile) -> Iterator[str]:
             yield f"hosts.name = {name!r}: given {times} times"
         if name not in used:
             yield f"hosts.name = {name!r}: no device is on it; devices are on {', '.join(used)}"
+    for place, host in enumerate(profile.hosts):
+        if host.cores is not None and not host.cores > 0:
+            yield f"hosts[{place}].cores = {host.cores}: must be above zero"
     listed = {host.name for host in profile.hosts}
     for device in profile.devices:
         if device.shares_host_memory and device.host not in listed:

@@ -32,9 +32,11 @@ PROFILE_HEADING = """\
 # Profile of a cluster: what every rank and every directed link was measured to do, and the model it was measured with.
 # Edit it to ask "what if?". Seconds end in _s, bytes in _bytes, speeds in _per_s; a message of n bytes takes
 # latency_s + n / bytes_per_s on a link. Under a device's layers are seconds per micro-batch of so many tokens: forward_s,
-# backward_s, recompute_s (backward that repeats the forward), input_s and weight_s (backward in two parts). Samples are for
-# the reader: what was timed before lines were fitted to it. The model's costs are part of the file, so that planning needs
-# nothing else. count = n: so many equal items follow each other; like = r: what a device does not say itself is as rank r says.
+# backward_s, recompute_s (backward that repeats the forward), input_s and weight_s (backward in two parts), for a rank whose
+# threads have cores of their own; where those of CPU ranks share the cores of their host, planning makes them longer. Samples
+# are for the reader: what was timed before lines were fitted to it. The model's costs are part of the file, so that planning
+# needs nothing else. count = n: so many equal items follow each other; like = r: what a device does not say itself is as rank
+# r says.
 """
 PLAN_HEADING = """\
 # Plan of a run. Stages hold the layers [first, last) of the chain embedding = 0, blocks = 1 to layers - 2, head = last.
