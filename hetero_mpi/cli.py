@@ -404,6 +404,7 @@ def _add_train(commands: Commands) -> None:
     add("--profile", type=Path, metavar="FILE|NAME|RUN", help=profile)
     add("--reprofile", action="store_true", help="measure anew, whatever was measured before")
     add("--dry-run", action="store_true", help="validate, profile, plan and predict, then stop")
+    add("--verbose", action="store_true", help="show the whole profile and plan, with the reasons")
     _add_schedule(add)
 
 

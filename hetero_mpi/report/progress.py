@@ -21,8 +21,10 @@ from hetero_mpi.text import is_terminal, write_text
 if TYPE_CHECKING:
     from rich.console import Group
 
-LINE_EVERY_S = 5.0
+LINE_EVERY_S, LINE_AT_LEAST_EVERY_S = 5.0, 600.0
 LINES_PER_RUN = 10
+LATER = 0.25
+"""The next line comes after this share of the time so far, within those limits."""
 _RECENT = 20
 """Number of steps whose median is shown as the present speed."""
 
@@ -78,8 +80,8 @@ class ProgressDisplay:
     """Shows the steps of a run. A context manager; ``update`` is called once per step and only stores what is to be shown.
 
     ``first_step``: steps done before this run (0 unless resumed). On a terminal it is a screen. Otherwise a line for the first
-    step, the last, and in between after 5 s or a tenth of the run, whichever comes first. ``steps_per_epoch``: of a run that counts
-    epochs.
+    step, the last, and in between after a tenth of the run or a quarter of the time so far (5 s at least, 10 minutes at most),
+    whichever comes first: some twenty in a few minutes. ``steps_per_epoch``: of a run that counts epochs.
 
     Attributes:
         overview, standings: shown on the screen.
@@ -169,8 +171,11 @@ class ProgressDisplay:
             step == self.total_steps
             or self._shown_step == self.first_step
             or step - self._shown_step >= some_steps
-            or self._now_s() - self._shown_s >= LINE_EVERY_S
+            or self._now_s() - self._shown_s >= self._pause_s()
         )
+
+    def _pause_s(self) -> float:
+        return min(LINE_AT_LEAST_EVERY_S, max(LINE_EVERY_S, LATER * (self._shown_s - self._started_s)))
 
     def _line(self, line: StepMetrics) -> str:
         width = len(str(self.total_steps))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from hetero_mpi.host_limits import usable_cores
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
@@ -19,8 +16,6 @@ WARM_UP_STEPS = 2
 """Number of first steps under a plan that do not count for times, while caches, allocators and links warm up."""
 TOLERANCE = 0.15
 """Share by which a step may differ from its prediction without a reason being given."""
-_CROWDED = 0.7
-"""Cores that others want; less is what a quiet machine does beside a run."""
 SpeedChanges = Sequence[tuple[int, int, float]]
 """(rank, number of the step from 0, share of the profile's speed) of emulated changes of speed."""
 
@@ -34,12 +29,14 @@ def final_lines(
     written: Mapping[str, Path] | None = None,
     speed_changes: SpeedChanges = (),
     preference: bool = False,
+    others: str = "",
 ) -> list[str]:
     """The summary as lines. ``steps`` and ``evaluations``: of this run, without those of the run it resumed.
 
     ``unigram_entropy``: of the training targets, nats per token. ``written``: what -> path, in the order to be shown.
+    ``others``: what other programs took of the cores, in words.
     """
-    lines = time_lines(report, profile, steps, speed_changes)
+    lines = time_lines(report, profile, steps, speed_changes, others)
     per = "nats per token" if units.unit_of(report.plan.sequence_length) == "tokens" else "per sample"
     lines += _loss_lines(steps, evaluations, unigram_entropy, "per pair" if preference else per)
     if written:
@@ -66,11 +63,15 @@ def by_plan(steps: Sequence[StepMetrics]) -> list[list[StepMetrics]]:
 
 
 def time_lines(
-    report: PlanReport, profile: ClusterProfile, steps: Sequence[StepMetrics], speed_changes: SpeedChanges = ()
+    report: PlanReport,
+    profile: ClusterProfile,
+    steps: Sequence[StepMetrics],
+    speed_changes: SpeedChanges = (),
+    others: str = "",
 ) -> list[str]:
     """Measured beside predicted step time, with the likely reason where they are far apart; then the earlier plans."""
     *before, last = by_plan(steps) or [[]]
-    lines = _last_plan_lines(report, profile, last, _since(last, bool(before), speed_changes))
+    lines = _last_plan_lines(report, profile, last, _since(last, bool(before), speed_changes), others)
     if before and len(last) > WARM_UP_STEPS:
         lines[0] += f" (since the plan changed after step {last[0].step - 1})"
     for former in before:
@@ -91,7 +92,7 @@ def _since(last: Sequence[StepMetrics], replanned: bool, changes: SpeedChanges) 
 
 
 def _last_plan_lines(
-    report: PlanReport, profile: ClusterProfile, steps: Sequence[StepMetrics], changes: SpeedChanges
+    report: PlanReport, profile: ClusterProfile, steps: Sequence[StepMetrics], changes: SpeedChanges, others: str
 ) -> list[str]:
     """The lines about the last plan. ``changes``: speed changes that it did not know."""
     measured = measured_step_s(steps)
@@ -102,40 +103,29 @@ def _last_plan_lines(
     rate = f"{tokens_per_s:,.0f} {units.unit_of(report.plan.sequence_length)}/s"
     line = f"{what}: {units.seconds(measured)} measured (median), {rate}"
     if report.predicted_step_s <= 0:
-        return [line]
-    difference = measured / report.predicted_step_s - 1
-    word = "longer" if difference >= 0 else "shorter"
-    line += f"; {units.seconds(report.predicted_step_s)} predicted, so {units.percent(abs(difference))} {word} than predicted"
-    if abs(difference) <= TOLERANCE:
-        return [line]
-    return [line, f"  {_difference_reason(profile, changes, difference)}"]
+        return [line, *([f"  {others}"] if others else [])]
+    line += f"; {units.seconds(report.predicted_step_s)} predicted"
+    line += f", {units.seconds(report.tried_step_s)} when tried" if report.tried_step_s is not None else ""
+    ratio = measured / report.predicted_step_s
+    if abs(ratio - 1) <= TOLERANCE:
+        return [line, *([f"  {others}"] if others else [])]
+    word = f"{units.percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
+    word = f"{ratio:.2g} times as long" if ratio >= 2 else word
+    return [line, f"  {word}: {_difference_reason(profile, changes, ratio, others)}"]
 
 
-def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, difference: float) -> str:
-    here = next((host for host in profile.hosts if host.name == socket.gethostname()), None)
-    crowd = crowding(0.0 if here is None or here.cores is None else here.cores)
+def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, ratio: float, others: str) -> str:
     if changes:
         told = ", ".join(f"rank {rank} at {share:g} from step {step + 1}" for rank, step, share in changes)
         return f"devices changed their speed as [cluster] emulate_changes asks ({told}), which no prediction knows"
     if profile.emulated:
         return "the ranks did not keep the emulated times (see the line Emulation): raise [cluster] time_scale"
-    if crowd and difference > 1:
-        return f"{crowd}: end them, or leave this host fewer ranks or threads"
+    if others and ratio > 1:
+        return others
     if profile.source != "measured":
         return f"the profile was not measured here ({profile.source}): measure these machines (profile.path empty)"
-    than = "not as fast as" if difference > 0 else "faster than"
+    than = "not as fast as" if ratio > 1 else "faster than"
     return f"the machines are {than} when they were measured: measure again (--reprofile)"
-
-
-def crowding(own_cores: float) -> str:
-    """What else takes the cores of this host, on which ranks count on ``own_cores``; "": nothing that shows."""
-    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if threads.isdigit() and int(threads) > usable_cores():
-        return f"OMP_NUM_THREADS asks for {threads} threads a rank on {usable_cores()} cores, which wait for each other"
-    others = os.getloadavg()[0] - own_cores  # processes that ran or wanted to, in the last minute
-    if others > _CROWDED:
-        return f"other programs want about {others:.1f} cores on {socket.gethostname()}, which has {usable_cores()}"
-    return ""
 
 
 def _loss_lines(

@@ -36,15 +36,15 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
     kind of device do.
     """
     ranks, tokens = len(profile.devices), profile.model.sequence_length
-    block_s = {device.rank: [_block_s(profile, device, op) for op in (Op.F, Op.B)] for device in profile.devices}
+    own_s = {device.rank: [block_s(profile, device, op) for op in (Op.F, Op.B)] for device in profile.devices}
 
     def looks(device: DeviceProfile) -> tuple[str, ...]:
-        texts = (*map(units.seconds, block_s[device.rank]), units.size(device.memory_bytes), device.memory_reason)
+        texts = (*map(units.seconds, own_s[device.rank]), units.size(device.memory_bytes), device.memory_reason)
         return str(device.rank) if ranks <= MOST_ROWS else "", device.host, device_text(device), *texts
 
-    rows = rank_rows(profile, block_s, looks, units.numbers)
+    rows = rank_rows(profile, own_s, looks, units.numbers)
     if len(rows) > MOST_ROWS:
-        rows = rank_rows(profile, block_s, device_text, _how_many)
+        rows = rank_rows(profile, own_s, device_text, _how_many)
     lines = [f"Ranks: {ranks}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
     lines += table(("rank", *_places(profile), "forward", "backward", "memory", "why so much"), rows)
     lines += wrapped("  ", f"forward and backward: one block, one sequence of {tokens:,} tokens, {profile.model.dtype}")
@@ -59,11 +59,13 @@ def _how_many(ranks: Sequence[int]) -> str:
 
 
 def headline(report: PlanReport) -> str:
-    """``3 ranks, 389 ms per step; the best one alone, rank 1, 489 ms (1.26x)``: the gain over the best single device."""
+    """``3 ranks, 389 ms per step (395 ms when tried); the best one alone, rank 1, 489 ms (1.26x)``: the gain over the best single
+    device."""
     plan, best = report.plan, report.alone
     used, there = len(plan.ranks), len(report.memory) + len(report.idle)
     text = f"{units.plural(used, 'rank')}" if used >= there else f"{used} of {units.plural(there, 'rank')}"
     text += f", {units.seconds(report.predicted_step_s)} per step"
+    text += f" ({units.seconds(report.tried_step_s)} when tried)" if report.tried_step_s is not None else ""
     if best is None or there <= 1:
         return text
     if best.step_s is None:
@@ -86,18 +88,10 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
     """
     plan, report = (told, None) if isinstance(told, Plan) else (told.plan, told)
     profile = while_computing(profile, plan.ranks) if profile is not None else None
-    stages = len(plan.numbered)
-    many = stages > MOST_STAGES and not every
-    pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
-    emulated = " on emulated devices" if profile is not None and profile.emulated else ""
+    many = len(plan.numbered) > MOST_STAGES and not every
     lines = wrapped("", headline(report)) if report is not None else []
-    on = (
-        f" on {units.plural(len(plan.ranks), 'rank')}"
-        if any(pipeline.interleaved for pipeline in plan.pipelines)
-        else ""
-    )
-    lines += [f"Plan: {units.plural(stages, 'stage')}{on}{pipelines}{emulated}{schedule_text(plan)}"]
-    lines += table(*_stage_table(plan, profile, report.memory if report is not None else (), many))
+    lines += [plan_title(plan, profile)]
+    lines += table(*stage_table(plan, profile, report.memory if report is not None else (), many))
     tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
     shown = f"weights: parameters; compute: forward + backward of {tokens} tokens; " if profile is not None else ""
     lines.append(f"  {shown}warm-up: micro-batches ahead of the first backward")
@@ -109,9 +103,18 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
             lines += wrapped("  ", line)
         for reason in report.reasons:
             lines += wrapped("  because: ", reason)
-    lines += [f"Batch: {line}" for line in _batch_lines(plan)]
+    lines += [f"Batch: {line}" for line in batch_lines(plan)]
     lines += wrapped("", _prediction(report, profile is None)) if report is not None else [f"  {NOT_PREDICTED}"]
     return lines
+
+
+def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
+    """``Plan: 4 stages in 2 pipelines, schedule 1F1B``."""
+    interleaved = any(pipeline.interleaved for pipeline in plan.pipelines)
+    on = f" on {units.plural(len(plan.ranks), 'rank')}" if interleaved else ""
+    pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
+    emulated = " on emulated devices" if profile is not None and profile.emulated else ""
+    return f"Plan: {units.plural(len(plan.numbered), 'stage')}{on}{pipelines}{emulated}{schedule_text(plan)}"
 
 
 def schedule_text(plan: Plan) -> str:
@@ -181,10 +184,10 @@ def heads_text(stage: StagePlan) -> str:
     return heads if stage.experts is None else f"{heads}, {' + '.join(map(str, stage.experts))} experts"
 
 
-def _stage_table(
+def stage_table(
     plan: Plan, profile: ClusterProfile | None, memory: Sequence[RankMemory], many: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and rows. ``many``: stages on one kind of device (without a profile: of as many layers) share a row."""
+    """Headings, and rows of stages. ``many``: stages on one kind of device (without a profile: of as many layers) share a row."""
     groups: dict[object, list[tuple[PipelinePlan, StagePlan]]] = {}
     for number, index, stage in plan.numbered:
         kind = (_devices(stage, profile) or stage.last - stage.first) if many else number
@@ -254,7 +257,7 @@ def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile
     return sum(stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B))
 
 
-def _batch_lines(plan: Plan) -> list[str]:
+def batch_lines(plan: Plan) -> list[str]:
     """``64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step``."""
     shares: dict[str, int] = {}
     row = "sample" if units.unit_of(plan.sequence_length) == "samples" else "sequence"
@@ -314,7 +317,7 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
     return min(values), statistics.median(values), max(values)
 
 
-def _block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
+def block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
     """Mean seconds of a block (kinds may differ) over one sequence."""
     layers = len(profile.model.layers)
     total = compute_s(profile, device, 1, layers - 1, profile.model.sequence_length, op)

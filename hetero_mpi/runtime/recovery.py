@@ -38,8 +38,8 @@ from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.report import units
+from hetero_mpi.report.first_screen import planned_lines
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.tables import plan_lines
 from hetero_mpi.runtime.setup.material import prepare
 from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request
@@ -250,7 +250,7 @@ def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile, pe
     # Every rank waits for it.
     request = replace(planning_request(setup, profile, history.profiled_ranks), thorough=False)
     report = obtain_plan(setup, profile, request, pending)
-    say(*plan_lines(report, profile))
+    say(*planned_lines(report, profile, setup.run_dir))
     return report
 
 

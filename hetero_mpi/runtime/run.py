@@ -34,6 +34,7 @@ from hetero_mpi.runtime.build import Share, build, start_adapter, start_layers
 from hetero_mpi.runtime.emulation_check import check_emulated_times
 from hetero_mpi.runtime.loop import Loop, Shown
 from hetero_mpi.runtime.origin import bring_back, origin
+from hetero_mpi.runtime.other_programs import OtherPrograms
 from hetero_mpi.runtime.rebalance import Rebalancer, rebalancer_of
 from hetero_mpi.runtime.reconfigure import change, join
 from hetero_mpi.runtime.recovery import RunHistory, beside_steps, outlive, plan_again
@@ -150,20 +151,21 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
         if rebalancer is not None:
             stack.callback(rebalancer.close)
         shown = _open_display(context, state, stack)
+        others = OtherPrograms()
         steps = _Steps(context, history, metadata, lambda: stop() or world.asked(), shown, rebalancer)
         share, state = steps.take(share, state)
     if share.members is not None:
         with _passed_on(world, share):
-            _leave_result(context, share, state)
+            _leave_result(context, share, state, others)
         world.release(_idle_ranks(world, share), None)
     remove_shards(context.run_dir)  # the last checkpoint holds everything
     return outcome(context, share.report, state)
 
 
-def _leave_result(context: RunContext, share: Share, state: TrainingState) -> None:
+def _leave_result(context: RunContext, share: Share, state: TrainingState, others: OtherPrograms) -> None:
     """As ``leave_result``. Raises UserError: rank 0 cannot write it; with the newest checkpoint."""
     try:
-        leave_result(context, share, state)
+        leave_result(context, share, state, others)
     except OSError as error:
         newest = state.newest_checkpoint
         left = f"{newest} is whole: make room, and `--resume` goes on from it" if newest else "there is no checkpoint"

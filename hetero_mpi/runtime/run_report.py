@@ -38,6 +38,7 @@ from hetero_mpi.report.summary import final_lines, measured_step_s
 from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.generate.generate import write_sample
+from hetero_mpi.runtime.other_programs import OtherPrograms
 from hetero_mpi.runtime.result import TrainResult
 from hetero_mpi.runtime.setup.material import base_name
 from hetero_mpi.runtime.setup.setup import RunContext
@@ -136,9 +137,13 @@ def files_of(context: RunContext) -> dict[str, Path]:
     return {what: context.run_dir / name for what, name in files.items() if (context.run_dir / name).exists()}
 
 
-def leave_result(context: RunContext, share: Share, state: TrainingState) -> None:
-    """Write the result and print the summary. Collective over the active ranks."""
+def leave_result(context: RunContext, share: Share, state: TrainingState, others: OtherPrograms) -> None:
+    """Write the result and print the summary. Collective over the active ranks.
+
+    ``others``: watched while steps were taken.
+    """
     assert share.members is not None and share.trainer is not None
+    taken = others.told(share.members)
     if share.emulation is not None:
         say(*punctuality_lines(share.members, share.emulation))
     share.members.doing = "writing the result"
@@ -146,7 +151,7 @@ def leave_result(context: RunContext, share: Share, state: TrainingState) -> Non
     if context.world.rank == 0:
         with unharmed("run.json"):
             note_result(context.run_dir, state.step)
-        _say_end(context, share.report, state, result_directory)
+        _say_end(context, share.report, state, result_directory, taken)
 
 
 def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> TrainResult:
@@ -190,7 +195,9 @@ def _result_directory(context: RunContext) -> Path:
     return context.run_dir / ("model" if context.tuning.full else "adapter")
 
 
-def _say_end(context: RunContext, report: PlanReport, state: TrainingState, result_directory: Path) -> None:
+def _say_end(
+    context: RunContext, report: PlanReport, state: TrainingState, result_directory: Path, others: str
+) -> None:
     assert context.dataset is not None
     written = {result_directory.name: result_directory}
     if state.newest_checkpoint is not None:
@@ -198,7 +205,7 @@ def _say_end(context: RunContext, report: PlanReport, state: TrainingState, resu
     written |= files_of(context) | {"metrics": context.run_dir / "metrics.jsonl", "logs": context.run_dir / "logs"}
     entropy = context.dataset.unigram_entropy()
     changes = context.job.cluster.speed_changes()
-    shown = state.metrics, state.evaluations, entropy, written, changes, context.job.train.preference != "none"
+    shown = state.metrics, state.evaluations, entropy, written, changes, context.job.train.preference != "none", others
     say(*final_lines(report, context.profile, *shown))
     if context.material is not None and context.material.skipped_records:
         say(

@@ -57,6 +57,12 @@ def say(*lines: str) -> None:
         logging.getLogger(SPEECH).info("%s", printable(line))
 
 
+def note(*lines: str) -> None:
+    """Write lines to the log file that the user need not see at once."""
+    for line in lines:
+        logging.getLogger(LOGGER).info("%s", printable(line))
+
+
 class _LogFile(logging.FileHandler):
     """A log file on a disk that may be full: lines stay in its buffer until there is room."""
 

@@ -32,8 +32,9 @@ from hetero_mpi.planning.types.toml_files import (
 )
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
 from hetero_mpi.profiling.subject import Subject
+from hetero_mpi.report.first_screen import measured_lines, planned_lines
 from hetero_mpi.report.run_files.line_files import unharmed
-from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.logs import note, say
 from hetero_mpi.report.tables import plan_lines, profile_lines
 from hetero_mpi.runtime.setup.pending import Pending, Write
 from hetero_mpi.runtime.setup.setup import RunSetup, TrainOptions
@@ -82,7 +83,7 @@ def _can_sum_in_groups(setup: RunSetup) -> bool:
 
 
 def plan_run(setup: RunSetup, options: TrainOptions, pending: Pending) -> tuple[ClusterProfile, PlanReport]:
-    """Profile and plan, and print both. The plan's schedule has passed a dry run. Collective."""
+    """Profile and plan, and print of both what a first look needs, or all. The plan's schedule has passed a dry run. Collective."""
     world = setup.world
     subject, reason = subject_of(setup)
     if setup.job.cluster.emulate is not None:
@@ -92,9 +93,14 @@ def plan_run(setup: RunSetup, options: TrainOptions, pending: Pending) -> tuple[
     else:
         profile = _obtain_profile(setup, subject, options, pending)
     profile = with_wire(profile, setup.job.train.wire)
-    say(*profile_lines(profile))
+    full = options.verbose or options.dry_run
+    say(*(profile_lines if full else measured_lines)(profile))
     report = obtain_plan(setup, profile, planning_request(setup, profile), pending, options.plan)
-    say(*plan_lines(report, profile), reason)
+    if full:
+        say(*plan_lines(report, profile), reason)
+    else:
+        say(*planned_lines(report, profile, setup.run_dir))
+        note(*profile_lines(profile), *plan_lines(report, profile), reason)
     return profile, report
 
 

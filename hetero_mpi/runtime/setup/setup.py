@@ -34,6 +34,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, tuning_of
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
 from hetero_mpi.runtime.setup.custom_model import custom_chain
@@ -53,6 +54,8 @@ class TrainOptions:
     profile: Path | ClusterProfile | None = None
     dry_run: bool = False
     reprofile: bool = False
+    verbose: bool = False
+    """Say all of the profile and the plan, with the reasons."""
 
 
 @dataclass(frozen=True)
@@ -277,5 +280,7 @@ def default_threads(cores: float) -> int:
 def _say_ranks(world: World, backend: Backend, threads: int) -> None:
     rows = world.all_gather_json([world.host, backend.name, backend.description(), threads])
     say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
+    alike: dict[str, list[int]] = {}
     for rank, (host, name, description, count) in enumerate(rows):
-        say(f"  rank {rank}: {host}, {name} ({description}), {count} thread{'s' if count > 1 else ''}")
+        alike.setdefault(f"{host}, {name} ({description}), {units.plural(count, 'thread')}", []).append(rank)
+    say(*(f"  {units.ranks(ranks)}: {text}{' each' if len(ranks) > 1 else ''}" for text, ranks in alike.items()))
