@@ -165,6 +165,7 @@ class Executor:
         current: the action that runs.
         evaluated: micro-batches of held-out sequences so far, of each stage.
         began_s: when the latest step began (``time.perf_counter``); its events count from then.
+        worked_s: of a CPU rank, the latest step's forwards and backwards by processor time: without waiting for a core.
     """
 
     def __init__(
@@ -188,11 +189,11 @@ class Executor:
         self.losses: list[torch.Tensor] = []
         self.current: Action | None = None
         self.evaluated = 0
-        self.began_s = self._decided_s = 0.0
+        self.began_s = self.worked_s = self._decided_s = 0.0
         self._transport, self._backend = transport, stages[0].backend
-        wire = wire if wire is not None else WireFormat(stages[0].dtype)
+        self.wire = wire if wire is not None else WireFormat(stages[0].dtype)
         self.stages = {
-            place.index: _StageLinks(stage, place, pipeline, self.actions, transport, emulation, wire, leads)
+            place.index: _StageLinks(stage, place, pipeline, self.actions, transport, emulation, self.wire, leads)
             for stage, place in zip(stages, places, strict=True)
         }
         """By number, in chain order."""
@@ -200,7 +201,8 @@ class Executor:
         # for it here, the time belongs to the action that took it. A rank that alone is a pipeline has nothing to send: its device
         # marks when it began and ended each action, and never runs out of work.
         self._synchronises = group is not None or any(own.inboxes for own in self.stages.values())
-        self._marks = not self._synchronises and self._backend.device != HOST
+        self._on_host = self._backend.device == HOST
+        self._marks = not self._synchronises and not self._on_host
         self._last_backwards = {own.last_backward for own in self.stages.values()}
         self._inputs: dict[Action, torch.Tensor] = {}
         """What RECV has received, or another stage of the rank has computed."""
@@ -219,26 +221,29 @@ class Executor:
         marked: list[tuple[int, Mark, Mark]] = []
         backend = self._backend
         origin = backend.mark() if self._marks else None
-        self.began_s = begin = time.perf_counter()
+        self.worked_s, self.began_s = 0.0, time.perf_counter()
+        begin = self.began_s
         for action in self.actions:
             self.current = action
             start = time.perf_counter()
-            first = backend.mark() if self._marks and action.op in COMPUTE else None
+            first = backend.mark() if (self._marks or self._on_host) and action.op in COMPUTE else None
             moved = 0
             if action.op in WHOLE_STEP:
                 self.whole_step[action.op](action)
                 start = max(start, self._decided_s) if action.op is Op.STEP else start
             else:
                 moved = self._perform(action, data)
+                if first is not None and self._on_host:
+                    self.worked_s += backend.mark().seconds_since(first)
                 if self._synchronises and action.op in COMPUTE:
-                    self._transport.idle = backend.device != HOST
+                    self._transport.idle = not self._on_host
                     backend.finish_compute()
                     self._transport.idle = False
                 if action.op in (Op.B, Op.I):
                     self.stages[action.stage].release()
                 if self.pace is not None:
                     self.pace.hold(action, start, self.finished if action in self._last_backwards else None)
-            if first is not None:
+            if first is not None and self._marks:
                 marked.append((len(events), first, backend.mark()))
             events.append(self._event(data.step, action, start - begin, time.perf_counter() - begin, moved))
         self.flush()

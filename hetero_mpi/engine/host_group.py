@@ -8,8 +8,10 @@ block.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -52,11 +54,13 @@ class HostGroup:
     Attributes:
         member: this rank's place in the group; 0 leads.
         size: number of members.
+        summed_s: seconds in sums and maxima so far, in which this member also waited for the others.
     """
 
     def __init__(self, world: World, backend: Backend) -> None:
         self._world, self._backend = world, backend
-        self.member, self.size = world.rank, world.size
+        self._among: World | _Nobody = world
+        self.member, self.size, self.summed_s = world.rank, world.size, 0.0
         self._rooms: dict[int, torch.Tensor] = {}
         """Host memory that is used again, by number."""
 
@@ -68,6 +72,19 @@ class HostGroup:
         """The largest of the members' elements."""
         return self._combined(tensor, lambda a, b: torch.maximum(a, b, out=a))
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """A block in which this member computes by itself: sums take the memory that they take, but nothing is exchanged."""
+        self._among = _Nobody()
+        try:
+            yield
+        finally:
+            self._among = self._world
+
+    def close(self) -> None:
+        """Nothing follows. All members call."""
+        self._world.dissolve()
+
     def shared(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The leader's tensor on every member's device; the others give None."""
         assert (tensor is None) == (self.member > 0)
@@ -76,9 +93,9 @@ class HostGroup:
                 # On a processor it stays with whoever computes; else it is copied, and the memory used again.
                 own = self._backend.device == HOST
                 host = self._backend.host_buffer(shape, dtype) if own else self._room(3, shape, dtype)
-                self._world.broadcast_bytes(host_bytes(host))
+                self._among.broadcast_bytes(host_bytes(host))
                 return host if own else host.to(self._backend.device)
-            self._world.broadcast_bytes(host_bytes(self._backend.to_host(tensor.contiguous())))
+            self._among.broadcast_bytes(host_bytes(self._backend.to_host(tensor.contiguous())))
             return tensor
 
     def assembled(
@@ -106,17 +123,19 @@ class HostGroup:
         self._world.send_bytes(host_bytes(self._backend.to_host(part.contiguous())), 0)
 
     def _combined(self, tensor: torch.Tensor, combine: Combine) -> torch.Tensor:
+        begin = time.perf_counter()
         flat = tensor.detach().contiguous().view(-1)
         each = -(-flat.numel() // self.size)
         given, taken, whole = (self._room(number, (self.size, each), flat.dtype) for number in range(3))
         given.view(-1)[: flat.numel()].copy_(flat)
         with self._world.waiting("the other ranks of its group"):
-            self._world.all_to_all_bytes(_rows(given), _rows(taken))
+            self._among.all_to_all_bytes(_rows(given), _rows(taken))
             total = taken[0].float()
             for row in taken[1:]:
                 combine(total, row.float())
-            self._world.all_gather_bytes(host_bytes(total.to(flat.dtype)), _rows(whole))
+            self._among.all_gather_bytes(host_bytes(total.to(flat.dtype)), _rows(whole))
         flat.copy_(whole.view(-1)[: flat.numel()])
+        self.summed_s += time.perf_counter() - begin
         return flat.view(tensor.shape)
 
     def _room(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -124,6 +143,19 @@ class HostGroup:
         if number not in self._rooms or self._rooms[number].numel() < size:
             self._rooms[number] = self._backend.host_buffer((size,), torch.uint8)
         return self._rooms[number][:size].view(dtype).view(shape)
+
+
+class _Nobody:
+    """In place of the members' world: each rank gives this one what it has itself."""
+
+    def broadcast_bytes(self, flat: NDArray[np.uint8]) -> None:
+        flat[:] = 0
+
+    def all_to_all_bytes(self, own: NDArray[np.uint8], received: NDArray[np.uint8]) -> None:
+        received[:] = own
+
+    def all_gather_bytes(self, own: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> None:
+        everyone[:] = own
 
 
 def _rows(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -73,6 +73,7 @@ class Trainer:
         held, optimizer: this rank's share of the model, all stages together; None without a stage.
         latest: the last step's result; None before the first.
         loss_scale: fp16's; every step decision changes it.
+        memory: what is predicted for this rank; None: not known.
         owner: trained parameter -> the rank that has its master and moments, counts its norm, steps it, and saves it.
     """
 
@@ -135,7 +136,7 @@ class Trainer:
         self.executor: Executor | None = None
         self.tied: TiedMatrix | None = None
         self._loss_slots = slots(micro_batches)
-        self._step, self._memory = 0, memory
+        self._step, self.memory = 0, memory
         self._asked: Callable[[], bool] = lambda: False
         self._along = _NOTHING
         self._decided: StepResult | None = None
@@ -239,11 +240,9 @@ class Trainer:
             return self.latest
         if self.emulation is not None:
             self.emulation.pace.begin_step(step)
-        share = training_share(self.plan, self.pipeline, batch)
         self.update.begin()
-        data = self._data(step, share.batch, share.sizes, share.first_samples, self.preference)
-        data = replace(data, routed=self._routed(share.batch, batch, 1))
-        with memory_explained(self._action, self._memory, self.backend):
+        data = self.step_data(step, batch)
+        with memory_explained(self._action, self.memory, self.backend):
             events = self.executor.run(data)
         assert self._decided is not None
         self.latest = replace(self._decided, events=tuple(events), began_s=self.executor.began_s, length=data.length)
@@ -292,7 +291,7 @@ class Trainer:
             return []
         first, sizes = shares[self.pipeline]
         rows = batch.rows(range(first, first + sum(sizes)))
-        with memory_explained(lambda: "evaluation", self._memory, self.backend):
+        with memory_explained(lambda: "evaluation", self.memory, self.backend):
             data = self._data(0, rows, sizes, (0,) * len(sizes), method)
             found = self.executor.evaluate(replace(data, routed=self._routed(rows, batch, batch.divisor)))
             return found if self.leads else []
@@ -317,6 +316,13 @@ class Trainer:
         assert 0 < rows <= self.plan.global_batch and 0 < length <= self.plan.sequence_length, (
             f"a batch has at most {self.plan.global_batch} rows of {self.plan.sequence_length} tokens, not {rows} x {length}"
         )
+
+    def step_data(self, step: int, batch: Batch) -> StepData:
+        """What the rank's pipeline computes on in a step."""
+        assert self.pipeline is not None
+        share = training_share(self.plan, self.pipeline, batch)
+        data = self._data(step, share.batch, share.sizes, share.first_samples, self.preference)
+        return replace(data, routed=self._routed(share.batch, batch, 1))
 
     def _data(
         self, step: int, batch: Batch, sizes: tuple[int, ...], first_samples: tuple[int, ...], method: Method | None

@@ -63,6 +63,7 @@ def contradictions(known: Known, name: str) -> Problems:
         rule = 'puts off the gradients of trained matrices, and an adapter leaves these frozen: use "auto" or "1f1b"'
         yield "plan.schedule", rule
     yield from _cluster(known)
+    yield from _profile(known)
     yield from _run_dir(known, name)
 
 
@@ -187,6 +188,12 @@ def _cluster(known: Known) -> Problems:
         for key in ("cluster.time_scale", "cluster.emulate_first", "cluster.emulate_changes"):
             if known.changed(key):
                 yield key, "applies to emulated clusters only: set cluster.emulate, or leave it out"
+
+
+def _profile(known: Known) -> Problems:
+    if known("profile.trial") is True and known("cluster.emulate") is not None:
+        rule = "emulated devices keep to their profile, so a trial would tell nothing of it: leave it out"
+        yield "profile.trial", rule
 
 
 def _run_dir(known: Known, name: str) -> Problems:

@@ -316,6 +316,11 @@ class ProfileTable(JobTable):
     """Timed repetitions of each measurement (the median counts)."""
     largest_message_bytes: Annotated[int, Field(ge=1024)] = 16_777_216
     """Links are measured with messages of 1 KiB up to this, each four times as large as the one before."""
+    trial: bool | Literal["auto"] = "auto"
+    """Run a few steps of the plan with made-up weights before any weight is read: what does not fit is found, the profile is
+    corrected by what was measured, and where another plan is faster by it and in steps of its own, that one is taken. "auto": where
+    it takes at most 5 % of the run (15 % of one that takes over a minute), but not of one rank, with a profile of another machine,
+    or where a run goes on with the plan that it has tried; true: whatever it takes; false: never."""
 
 
 class ClusterTable(JobTable):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_mpi.planning.types.cluster_changes import SECONDS, TABLES
+from hetero_mpi.planning.types.cluster_changes import SECONDS, STEP_SECONDS, TABLES
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
 
 LEAST_NOISE = 0.03
@@ -38,6 +38,7 @@ MOST_APART = 0.5
 """... and by no more than this share."""
 FIGURES = (
     *SECONDS,
+    *STEP_SECONDS,
     "host_optimizer_s_per_parameter",
     "copy_latency_s",
     "device_to_host_bytes_per_s",

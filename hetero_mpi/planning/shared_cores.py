@@ -1,8 +1,8 @@
 """What ranks take whose threads share the cores of a host.
 
 A profile has the work of each rank: seconds in which its threads compute, with cores of their own. Where the CPU ranks of a
-plan have more threads on a host than it has cores, each takes longer by that ratio. So no plan does more work per second than
-the cores can.
+plan have more threads on a host than it has cores, other programs' threads included, each takes longer by that ratio. So no plan
+does more work per second than the cores can.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from hetero_mpi.planning.types.cluster_changes import with_slowness
-from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile
 
 
 def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
@@ -28,8 +28,8 @@ def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterP
 def slowness(profile: ClusterProfile, ranks: Collection[int]) -> dict[int, float]:
     """Rank -> how many times as long it takes while all of ``ranks`` compute, for those that have less than a core a thread."""
     found: dict[int, float] = {}
-    for cores, members in _sharing(profile, ranks):
-        ratio = sum(device.threads for device in members) / cores
+    for host, cores, members in _sharing(profile, ranks):
+        ratio = (sum(device.threads for device in members) + host.other_threads) / cores
         found |= {device.rank: ratio for device in members if ratio > 1}
     return found
 
@@ -38,7 +38,7 @@ def spread_out(profile: ClusterProfile) -> list[int]:
     """The ranks that are left where of each host's CPU ranks only the first ones compute, as many as it has cores for, at least
     one."""
     left = set(range(len(profile.devices)))
-    for cores, members in _sharing(profile, left):
+    for _, cores, members in _sharing(profile, left):
         threads = itertools.accumulate(device.threads for device in members)
         left -= {one.rank for one, used in zip(members, threads, strict=True) if used > max(cores, one.threads)}
     return sorted(left)
@@ -47,19 +47,19 @@ def spread_out(profile: ClusterProfile) -> list[int]:
 def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
     """What a second of all ranks is worth at the most, where one of a rank with cores of its own is worth ``worth[rank]``."""
     total = sum(worth.values())
-    for cores, members in _sharing(profile, worth):
+    for _, cores, members in _sharing(profile, worth):
         own = [worth[device.rank] for device in members]
         most = cores * max(worth[device.rank] / device.threads for device in members)
         total -= max(0.0, sum(own) - most)
     return total
 
 
-def _sharing(profile: ClusterProfile, ranks: Collection[int]) -> Iterator[tuple[float, list[DeviceProfile]]]:
-    """The cores of every host that has a number of them, and those of ``ranks`` that compute on them: a GPU's rank does not."""
+def _sharing(profile: ClusterProfile, ranks: Collection[int]) -> Iterator[tuple[HostProfile, float, list[DeviceProfile]]]:
+    """Every host with its cores that has a number of them, and those of ``ranks`` that compute on them: a GPU's rank does not."""
     by_host: dict[str, list[DeviceProfile]] = {}
     for device in (profile.devices[rank] for rank in ranks):
         if device.backend == "cpu":
             by_host.setdefault(device.host, []).append(device)
     for host in profile.hosts:
         if host.cores is not None and host.name in by_host:
-            yield host.cores, by_host[host.name]
+            yield host, host.cores, by_host[host.name]

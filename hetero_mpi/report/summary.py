@@ -102,11 +102,11 @@ def _last_plan_lines(
     what = f"Step time{', emulated' if profile.emulated else ''}"
     rate = f"{tokens_per_s:,.0f} {units.unit_of(report.plan.sequence_length)}/s"
     line = f"{what}: {units.seconds(measured)} measured (median), {rate}"
-    if report.predicted_step_s <= 0:
+    if report.expected_step_s <= 0:
         return [line, *([f"  {others}"] if others else [])]
     line += f"; {units.seconds(report.predicted_step_s)} predicted"
     line += f", {units.seconds(report.tried_step_s)} when tried" if report.tried_step_s is not None else ""
-    ratio = measured / report.predicted_step_s
+    ratio = measured / report.expected_step_s
     if abs(ratio - 1) <= TOLERANCE:
         return [line, *([f"  {others}"] if others else [])]
     word = f"{units.percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"

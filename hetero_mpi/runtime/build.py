@@ -78,7 +78,7 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
     """
     assert share.members is not None
     members, plan = share.members, share.own_plan
-    group = _group(context, members, plan)  # before files are sent: rank 0 then waits for the others only
+    group = group_of(context, members, plan)  # before files are sent: rank 0 then waits for the others only
     start: Start | None = None
     files: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     directory = model_directory(context.loaded)
@@ -88,28 +88,41 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
     elif needs_start and directory is not None:
         start, files = _open_files(context, members, plan, directory, kept or {})
     with members.together("loading weights"), files:
-        trainer = Trainer(
-            context.world.rank,
-            members,
-            context.transport,
-            context.chain,
-            context.tuning,
-            plan,
-            share.schedule,
-            context.backend,
-            context.job.train,
-            start,
-            share.emulation,
-            kept,
-            loss_scale,
-            next((memory for memory in share.report.memory if memory.rank == context.world.rank), None),
-            _cache_root(context) or large_files_folder(),
-            group,
-        )
+        trainer = trainer_of(context, share, start, loss_scale, group, kept)
     return replace(share, trainer=trainer)
 
 
-def _group(context: RunContext, members: World, plan: Plan) -> HostGroup | None:
+def trainer_of(
+    context: RunContext,
+    share: Share,
+    start: Start | None,
+    loss_scale: LossScale,
+    group: HostGroup | None,
+    kept: Kept | None = None,
+) -> Trainer:
+    """This rank's trainer under the plan of ``share``. Local. Raises UserError: as ``Trainer``."""
+    assert share.members is not None
+    return Trainer(
+        context.world.rank,
+        share.members,
+        context.transport,
+        context.chain,
+        context.tuning,
+        share.own_plan,
+        share.schedule,
+        context.backend,
+        context.job.train,
+        start,
+        share.emulation,
+        kept,
+        loss_scale,
+        next((memory for memory in share.report.memory if memory.rank == context.world.rank), None),
+        _cache_root(context) or large_files_folder(),
+        group,
+    )
+
+
+def group_of(context: RunContext, members: World, plan: Plan) -> HostGroup | None:
     """The group that holds this rank's stage, if one does. Collective over the active ranks."""
     found: list[HostGroup | None] = [None]
     with members.together("joining the ranks that hold stages together"):

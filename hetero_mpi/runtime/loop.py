@@ -58,7 +58,7 @@ class Loop:
     ) -> None:
         assert share.trainer is not None and share.members is not None
         self.job, self.plan, self.dataset = context.job, share.own_plan, context.dataset
-        self.predicted_step_s = share.report.predicted_step_s
+        self.predicted_step_s = share.report.expected_step_s
         self.trainer, self.world, self.state, self.metadata = share.trainer, share.members, state, metadata
         self._asked, self._rebalancer, self._beside = asked, rebalancer, beside
         self._run_dir = context.run_dir

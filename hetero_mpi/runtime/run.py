@@ -60,10 +60,11 @@ from hetero_mpi.runtime.run_report import (
 )
 from hetero_mpi.runtime.setup.material import base_name
 from hetero_mpi.runtime.setup.pending import Pending
-from hetero_mpi.runtime.setup.profile_and_plan import plan_run
+from hetero_mpi.runtime.setup.profile_and_plan import plan_run, say_plan
 from hetero_mpi.runtime.setup.setup import RunContext, RunSetup, TrainOptions, claimed, look_around, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest
-from hetero_mpi.runtime.watchdog import Watchdog, limit_s
+from hetero_mpi.runtime.trial import try_plan
+from hetero_mpi.runtime.watchdog import watched
 from hetero_mpi.state.checkpointing import ANY, LATEST, restore
 from hetero_mpi.state.training_state import TrainingState
 
@@ -113,8 +114,13 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
         report = plan_again(setup, history, profile, pending)
     else:
         given = options if not history.losses else replace(options, profile=None, plan=None)
-        profile, report = plan_run(setup, given, pending)
+        planned = plan_run(setup, given, pending)
+        profile, report = planned.profile, planned.report
         history.measured(profile, world.size)
+        if not history.losses:  # else all of them wait for it
+            profile, report = try_plan(setup, options, planned, pending)
+            history.measured(profile, world.size)
+        say_plan(setup, options, profile, report, planned.micro_batches)
         pending.add(partial(draw_plan, RunContext.of(setup, profile), report))
     if options.dry_run:
         _end_dry_run(setup, pending)
@@ -284,7 +290,7 @@ class _Steps:
         with _passed_on(world, share):
             with beside_steps(context, self.history, share.trainer, state, described) as beside:
                 loop = Loop(context, share, state, described, self.asked, rebalancer, beside)
-                with _watchdog(context, share) as watchdog:
+                with watched(context, share) as watchdog:
                     show_plan(self.shown[1], context, share.plan, watchdog)
                     done = loop.run(*self.shown)
             if rebalancer is not None:
@@ -336,14 +342,3 @@ def _open_display(context: RunContext, state: TrainingState, stack: contextlib.E
         per_epoch = len(context.dataset.train) / train.global_batch
     display = stack.enter_context(ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch))
     return metrics, display
-
-
-def _watchdog(context: RunContext, share: Share) -> contextlib.AbstractContextManager[Watchdog | None]:
-    assert share.members is not None and share.trainer is not None
-    cluster, world = context.job.cluster, share.members
-    scale = cluster.time_scale if cluster.emulate is not None else 1.0
-    limit = limit_s(cluster.watchdog_s, scale * share.report.predicted_step_s)
-    if limit == 0 or not cluster.communication_thread or world.thread_level != "multiple":
-        return contextlib.nullcontext()
-    assert isinstance(context.transport, MpiTransport)
-    return Watchdog(world, limit, share.trainer, context.transport)

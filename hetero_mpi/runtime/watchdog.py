@@ -32,6 +32,8 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.schedule import busy
 from hetero_mpi.report import units
+from hetero_mpi.runtime.build import Share
+from hetero_mpi.runtime.setup.setup import RunContext
 
 SHORTEST_S = 60.0
 STEPS = 20
@@ -49,7 +51,7 @@ def limit_s(wanted: float | str, predicted_step_s: float) -> float:
 
     Args:
         wanted: [cluster] watchdog_s: "auto" or seconds.
-        predicted_step_s: of a step on this machine (with the time scale of an emulation).
+        predicted_step_s: of a step on this machine, or as it was when tried (with the time scale of an emulation).
     """
     return max(SHORTEST_S, STEPS * predicted_step_s) if isinstance(wanted, str) else float(wanted)
 
@@ -71,6 +73,18 @@ class Standing:
     def line(self) -> str:
         waits = f", waits for {self.waits_for}" if self.waits_for else ""
         return f"{self.at}, {'at work' if self.busy else 'there'} for {units.seconds(self.still_s)}{waits}"
+
+
+def watched(context: RunContext, share: Share) -> contextlib.AbstractContextManager[Watchdog | None]:
+    """The watchdog of steps under a plan; none where the job or the MPI library has it so. Made by every active rank."""
+    assert share.members is not None and share.trainer is not None
+    cluster, world = context.job.cluster, share.members
+    scale = cluster.time_scale if cluster.emulate is not None else 1.0
+    limit = limit_s(cluster.watchdog_s, scale * share.report.expected_step_s)
+    if limit == 0 or not cluster.communication_thread or world.thread_level != "multiple":
+        return contextlib.nullcontext()
+    assert isinstance(context.transport, MpiTransport)
+    return Watchdog(world, limit, share.trainer, context.transport)
 
 
 class Lookout:

@@ -11,6 +11,7 @@ import io
 import json
 import resource
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,13 +34,14 @@ from tests.support.planning_samples import reported
 with eager_imports():  # as a rank of ``train`` does
     import torch
 
+    from hetero_mpi.data.sequences import Batch
     from hetero_mpi.device.backend import Memory
     from hetero_mpi.engine import trainer
     from hetero_mpi.engine.trainer import StepResult
     from hetero_mpi.model.files.model_files import ModelFiles
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
-    from hetero_mpi.runtime import build, run
+    from hetero_mpi.runtime import build, run, trial
     from hetero_mpi.runtime.build import Share
     from hetero_mpi.runtime.run import train
     from hetero_mpi.runtime.setup.setup import TrainOptions
@@ -107,6 +109,37 @@ def memory_is_limited_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextlib.contextmanager
+def rank_2_is_slow(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """Rank 2 sleeps in every layer's forward: its processor time does not tell."""
+    forward = Stage.forward
+
+    def slow(stage: Stage, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        if world.rank == 2:
+            time.sleep(0.03 * (stage.last - stage.first))
+        return forward(stage, position, x, targets)
+
+    with mock.patch.object(Stage, "forward", slow):
+        yield
+
+
+@contextlib.contextmanager
+def memory_lacks_in_the_trial(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """Rank ``entry["rank"]`` has no memory for the first ``entry["times"]`` plans that are tried."""
+    rehearse, left = trial.rehearse, entry["times"]
+
+    def lacking(own: trainer.Trainer, batch: Batch) -> None:
+        nonlocal left
+        if world.rank != entry["rank"] or left == 0 or not own.stages:
+            return rehearse(own, batch)
+        left -= 1
+        with mock.patch.object(Stage, "forward", side_effect=torch.OutOfMemoryError("HIP out of memory. Tried it")):
+            return rehearse(own, batch)
+
+    with mock.patch.object(trial, "rehearse", lacking):
+        yield
 
 
 @contextlib.contextmanager
@@ -214,6 +247,8 @@ WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
         loading_fails,
         forward_fails_on_rank_1,
         memory_is_limited_on_rank_1,
+        rank_2_is_slow,
+        memory_lacks_in_the_trial,
         weights_are_locked,
         gradients_overflow_in_step_2,
         loss_is_no_number_in_step_2,

@@ -110,7 +110,12 @@ class Lab(Workshop):
             "checkpoint": {"every": 1, "keep": 100},
             "cluster": {"threads": 1},
             "plan": {"rebalance": False},
-            "profile": {"repeats": 1, "largest_message_bytes": 4096, "cache": False},
+            "profile": {
+                "repeats": 1,
+                "largest_message_bytes": 4096,
+                "cache": False,
+                "trial": True,
+            },  # no bit is another
             "report": {"write": False},
         }
         return self.job(name, values, **tables)

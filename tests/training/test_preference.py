@@ -78,6 +78,7 @@ class Runs(Workshop):
             tables["adapter"]["path"] = str(self.start)
             tables["profile"] = {"path": str(self.directory / "adapter.profile.toml")}
         train = {"global_batch": rows, "steps": steps, "preference": "orpo" if method == "orpo" else "dpo"}
+        tables["profile"] = {**tables.get("profile", {}), "trial": name in METHODS}  # it changes no bit
         job = self.job(name, self.written, data=data, train=train, **tables)
         return {"job": job, "run_dir": self.run(name), "plan": plan}
 

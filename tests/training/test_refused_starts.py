@@ -82,6 +82,14 @@ REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
         "absent",
     ),
     "no-memory": (lambda s, n: s.changed(n, cluster={"memory_bytes": 100_000}), "memory"),
+    "no-memory-when-tried": (
+        lambda s, n: s.changed(
+            n,
+            profile={"trial": True},
+            more={"breaks": "memory_lacks_in_the_trial", "rank": s.active, "times": 9, "plan": s.run / "plan.toml"},
+        ),
+        "ran out of memory in",
+    ),
     "wrong-plan": (lambda s, n: s.changed(n, more={"plan": s.wrong_plan}), "does not fit this job"),
     "no-plan": (lambda s, n: s.changed(n, more={"plan": s.directory / "absent.toml"}), "absent.toml"),
     "wrong-profile": (lambda s, n: s.changed(n, more={"profile": s.narrow}), "8 tokens per sequence"),

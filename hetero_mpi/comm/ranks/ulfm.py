@@ -92,6 +92,14 @@ def made(comm: Any, make: Callable[[], Any]) -> Any:
         return adopt(make())
 
 
+def free(comm: Any) -> None:
+    """Free a communicator that was ``made``. Collective over it."""
+    with losses():
+        with _REVOKING:
+            _COMMUNICATORS[:] = [one for one in _COMMUNICATORS if one is not comm]
+        comm.Free()
+
+
 def duplicate(comm: Any) -> Any:
     """A duplicate of ``comm``, adopted. Collective."""
     return made(comm, comm.Dup)

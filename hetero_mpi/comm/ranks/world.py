@@ -185,6 +185,10 @@ class World(Collectives):
         numbers = tuple(self.numbers[rank] if self.numbers else rank for rank in ranks)
         return replace(self, comm=comm, rank=comm.Get_rank(), size=comm.Get_size(), hosts=hosts, numbers=numbers)
 
+    def dissolve(self) -> None:
+        """Free the communicator of a ``subset`` that is of no more use. Collective over it."""
+        ulfm.free(self.comm)
+
     def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, word: Any = None) -> None:
         """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with, or with a value (JSON).
 

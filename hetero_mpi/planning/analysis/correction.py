@@ -38,6 +38,8 @@ class Measured:
 
     computing: Mapping[int, Ratios] = field(default_factory=dict)
     """Rank -> of its forwards and backwards. Of a group its first rank stands for those that are left out."""
+    optimizer: Mapping[int, Ratios] = field(default_factory=dict)
+    """Rank -> of its optimizer steps, where they were measured by themselves; else they are as forwards and backwards."""
     sums: Mapping[tuple[int, ...], Ratios] = field(default_factory=dict)
     """Ranks of a group -> of what they add up in their host's memory."""
     links: Mapping[Pair, Ratios] = field(default_factory=dict)
@@ -55,7 +57,8 @@ def corrected(profile: ClusterProfile, plan: Plan, measured: Measured) -> Cluste
         if leader in computing:
             computing.setdefault(rank, computing[leader])
     number = {rank: place for place, like in enumerate(like_ranks(profile)) for rank in like}
-    slower = with_slowness(profile, _believed(computing, number, number.__getitem__))
+    slowness, of_optimizer = (_believed(own, number, number.__getitem__) for own in (computing, measured.optimizer))
+    slower = with_slowness(profile, slowness, of_optimizer)
     sums, links = _by_host(profile, measured)
     ranks = {name: sorted(number[one.rank] for one in profile.devices if one.host == name) for name in _hosts(profile)}
     of_hosts = _believed(sums, ranks, lambda name: tuple(ranks[name]))

@@ -24,8 +24,10 @@ AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
 TABLES = "layers", "halved", "without_experts"
 """Of a device: times of layers."""
-SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter", "forward_overhead_s", "backward_overhead_s"
-"""Of a device: what else its computing takes."""
+SECONDS = "forward_overhead_s", "backward_overhead_s"
+"""Of a device: what else its computing takes, per micro-batch."""
+STEP_SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter"
+"""The same of a step."""
 PLENTY_BYTES = 2**50
 """More memory than any model needs."""
 
@@ -127,8 +129,13 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
     return replace(more, links=tuple(links))
 
 
-def with_slowness(profile: ClusterProfile, ratios: Mapping[int, float]) -> ClusterProfile:
-    """Ranks whose computing lasts ``ratios[rank]`` times as long as profiled; ranks that are not named stay as they are."""
+def with_slowness(
+    profile: ClusterProfile, ratios: Mapping[int, float], of_optimizer: Mapping[int, float] | None = None
+) -> ClusterProfile:
+    """Ranks whose computing lasts ``ratios[rank]`` times as long as profiled; ranks that are not named stay as they are.
+    ``of_optimizer``: likewise of optimizer steps, where these differ from forwards and backwards.
+    """
+    optimizer = of_optimizer or {}
 
     def slower(device: DeviceProfile) -> DeviceProfile:
         ratio = ratios.get(device.rank, 1.0)
@@ -144,6 +151,7 @@ def with_slowness(profile: ClusterProfile, ratios: Mapping[int, float]) -> Clust
 
         changed: dict[str, Any] = {name: all_of(getattr(device, name)) for name in TABLES}
         changed |= {name: getattr(device, name) * ratio for name in SECONDS}
+        changed |= {name: getattr(device, name) * optimizer.get(device.rank, ratio) for name in STEP_SECONDS}
         return replace(device, **changed)
 
     return replace(profile, devices=tuple(slower(device) for device in profile.devices))

@@ -64,3 +64,8 @@ class PlanReport:
     idle: tuple[IdleRank, ...] = ()
     reasons: tuple[str, ...] = ()
     """Sentences for a person: why this plan, what was beaten and by how much."""
+
+    @property
+    def expected_step_s(self) -> float:
+        """As tried, else as predicted."""
+        return self.predicted_step_s if self.tried_step_s is None else self.tried_step_s

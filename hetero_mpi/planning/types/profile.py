@@ -150,6 +150,8 @@ class HostProfile:
     """None: not measured."""
     cores: float | None = None
     """Cores on which its CPU ranks compute, together; None: one for each of their threads."""
+    other_threads: float = 0.0
+    """Threads of other programs that want these cores, too: not of the machine, but of the hour."""
 
 
 @dataclass(frozen=True)

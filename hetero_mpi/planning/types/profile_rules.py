@@ -175,6 +175,8 @@ def _host_problems(profile: ClusterProfile) -> Iterator[str]:
     for place, host in enumerate(profile.hosts):
         if host.cores is not None and not host.cores > 0:
             yield f"hosts[{place}].cores = {host.cores}: must be above zero"
+        if not host.other_threads >= 0:
+            yield f"hosts[{place}].other_threads = {host.other_threads}: must not be negative"
     listed = {host.name for host in profile.hosts}
     for device in profile.devices:
         if device.shares_host_memory and device.host not in listed:

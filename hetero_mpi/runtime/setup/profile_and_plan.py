@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
-from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import (
     load_plan,
@@ -82,30 +82,48 @@ def _can_sum_in_groups(setup: RunSetup) -> bool:
     return not setup.job.cluster.communication_thread or setup.world.thread_level == "multiple"
 
 
-def plan_run(setup: RunSetup, options: TrainOptions, pending: Pending) -> tuple[ClusterProfile, PlanReport]:
-    """Profile and plan, and print of both what a first look needs, or all. The plan's schedule has passed a dry run. Collective."""
+@dataclass(frozen=True)
+class Planned:
+    """What a run is to be done with, before it was tried."""
+
+    profile: ClusterProfile
+    report: PlanReport
+    own: bool
+    """The profile was measured on exactly these ranks."""
+    micro_batches: str
+    """Why the planner could choose from these sizes, in words."""
+
+
+def plan_run(setup: RunSetup, options: TrainOptions, pending: Pending) -> Planned:
+    """Profile, print what a first look needs of it, or all, and plan. The plan's schedule has passed a dry run. Collective."""
     world = setup.world
     subject, reason = subject_of(setup)
     if setup.job.cluster.emulate is not None:
         other = Path("--profile") if options.profile is not None else None
         profile = emulated_profile(world, setup.loaded, language(setup.chain), setup.tuning, other)
-        _keep(setup, pending, "profile.toml", partial(save_profile, profile, setup.run_dir / "profile.toml"))
+        keep(setup, pending, "profile.toml", partial(save_profile, profile, setup.run_dir / "profile.toml"))
     else:
         profile = _obtain_profile(setup, subject, options, pending)
     profile = with_wire(profile, setup.job.train.wire)
-    full = options.verbose or options.dry_run
-    say(*(profile_lines if full else measured_lines)(profile))
+    say(*(profile_lines if options.verbose or options.dry_run else measured_lines)(profile))
     report = obtain_plan(setup, profile, planning_request(setup, profile), pending, options.plan)
-    if full:
-        say(*plan_lines(report, profile), reason)
+    own = profile.source == MEASURED and profile.key == profile_key(world, setup.backend, subject)
+    return Planned(profile, report, own, reason)
+
+
+def say_plan(
+    setup: RunSetup, options: TrainOptions, profile: ClusterProfile, report: PlanReport, micro_batches: str
+) -> None:
+    """Print of the plan what a first look needs, or all; the log of rank 0 gets all in any case."""
+    if options.verbose or options.dry_run:
+        say(*plan_lines(report, profile), micro_batches)
     else:
         say(*planned_lines(report, profile, setup.run_dir))
-        note(*profile_lines(profile), *plan_lines(report, profile), reason)
-    return profile, report
+        note(*profile_lines(profile), *plan_lines(report, profile), micro_batches)
 
 
-def _keep(setup: RunSetup, pending: Pending, what: str, save: Write) -> None:
-    """Save ``what`` on rank 0, once the start is accepted."""
+def keep(setup: RunSetup, pending: Pending, what: str, save: Write) -> None:
+    """Save ``what`` on rank 0, once the start is accepted: the last one of that name stays."""
 
     def write() -> None:
         with unharmed(what):
@@ -139,7 +157,7 @@ def _obtain_profile(setup: RunSetup, subject: Subject, options: TrainOptions, pe
     if known is not None:
         return profile_from_dict(known)
     profile = profile_cluster(world, setup.transport, setup.backend, subject, settings, say, options.reprofile)
-    _keep(setup, pending, cached.name, partial(save_profile, profile, cached))
+    keep(setup, pending, cached.name, partial(save_profile, profile, cached))
     return profile
 
 
@@ -160,7 +178,7 @@ def obtain_plan(
             else:
                 report = make_plan(profile, request)
             validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
-            _keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
+            keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
     return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))
 
 

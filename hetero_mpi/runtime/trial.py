@@ -1,0 +1,405 @@
+"""The trial of a plan: a few steps with made-up weights on the real ranks and links, before any weight is read.
+
+    rehearsal    every rank by itself: what does not fit is found, and nobody waits for it
+    steps        all together, as in a run; the first one is not counted
+    correction   ranks, groups and links become as fast in the profile as they were
+    once more    another plan by these times? It is tried too, and the one that was faster is taken
+
+Nothing stays of it: stages, buffers and communicators are given back, no file is written, and no random number of the training is
+drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.data.sequences import Batch, Dataset
+from hetero_mpi.device.backend import DTYPES
+from hetero_mpi.emulation.emulated_links import clock_offset_s
+from hetero_mpi.engine.host_group import HostGroup
+from hetero_mpi.engine.out_of_memory import OutOfMemory
+from hetero_mpi.engine.rehearsal import rehearse
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.optimizer import LossScale
+from hetero_mpi.planning.analysis.correction import corrected
+from hetero_mpi.planning.schedule import holders
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.toml_files import (
+    load_report,
+    plan_to_dict,
+    profile_from_dict,
+    profile_to_dict,
+    report_from_dict,
+    save_plan,
+    save_profile,
+)
+from hetero_mpi.profiling.bench import ProfilingStart
+from hetero_mpi.report import units
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.runtime.build import Share, group_of, trainer_of
+from hetero_mpi.runtime.measuring import (
+    Expected,
+    MeasuredSteps,
+    OwnStep,
+    Together,
+    compared,
+    from_dict,
+    own_step,
+    to_dict,
+    with_others,
+)
+from hetero_mpi.runtime.reconfigure import join
+from hetero_mpi.runtime.setup.pending import Pending
+from hetero_mpi.runtime.setup.profile_and_plan import Planned, keep, planning_request
+from hetero_mpi.runtime.setup.setup import RunContext, RunSetup, TrainOptions
+from hetero_mpi.runtime.watchdog import watched
+
+SHARE = 0.05
+"""The trial of a plan takes at most this share of what the run is predicted to take ..."""
+LONG_S, LONG_SHARE = 60.0, 0.15
+"""... or this one, where the run takes longer than so many seconds."""
+MOST_COUNTED, LEAST_COUNTED = 5, 1
+"""Steps that count. Before them come the rehearsal and a first one of all ranks together."""
+_UNCOUNTED = 2
+_PARAMETERS_PER_S = 1e8
+"""How fast weights are made up, roughly: 8 billion in 80 s."""
+ATTEMPTS = 3
+"""So many plans are tried until one fits."""
+LEAST_GAIN = 0.01
+"""Another plan is tried where it would be faster by this share: predictions are not better than that."""
+_NOTE = "corrected by"
+NARROWER = 0.95
+"""Where a plan did not fit, the rank has at most this share of what the plan was to take there."""
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How long a trial may be."""
+
+    counted: int
+    """Steps that count; 0: the plan is not tried."""
+    seconds: float
+    """What a trial takes, about."""
+
+
+def allowance(report: PlanReport, profile: ClusterProfile, steps: int, wanted: bool) -> Allowance:
+    """``steps``: those that the run takes. ``wanted``: whatever it takes."""
+    step_s, build_s = report.predicted_step_s, _building_s(report.plan, profile)
+    run_s = steps * step_s
+
+    def seconds(counted: int) -> float:
+        return build_s + (_UNCOUNTED + counted) * step_s
+
+    for share, least_s in ((SHARE, 0.0), (LONG_SHARE, LONG_S)):
+        for counted in range(MOST_COUNTED, LEAST_COUNTED - 1, -1):
+            if run_s >= least_s and seconds(counted) <= share * run_s:
+                return Allowance(counted, seconds(counted))
+    return Allowance(LEAST_COUNTED, seconds(LEAST_COUNTED)) if wanted else Allowance(0, 0.0)
+
+
+def _building_s(plan: Plan, profile: ClusterProfile) -> float:
+    held: dict[int, float] = {}
+    for layer, ranks in holders(plan).items():
+        for rank in ranks:
+            held[rank] = held.get(rank, 0.0) + profile.model.layers[layer].parameters
+    return max(held.values()) / _PARAMETERS_PER_S
+
+
+@dataclass(frozen=True)
+class _Lack:
+    """A rank whose memory did not suffice."""
+
+    rank: int
+    text: str
+    used_bytes: int
+
+
+def try_plan(
+    setup: RunSetup, options: TrainOptions, planned: Planned, pending: Pending
+) -> tuple[ClusterProfile, PlanReport]:
+    """The profile as steps have corrected it, and the plan that was fastest in them; both as they are where nothing is tried.
+    Collective. Raises CollectiveUserError: the plan does not fit, and no other one does.
+    """
+    profile, report = planned.profile, planned.report
+    kept = _tried_before(setup, options, report)
+    if kept is not None:
+        report = replace(report, tried_step_s=kept)
+        keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
+        return profile, report
+    afford = _affordable(setup, options, planned)
+    if afford.counted == 0:
+        return profile, report
+    say(f"Trying the plan: about {units.seconds(afford.seconds)}")
+    trial = _Trial(setup, afford.counted, options.plan is not None)
+    profile, report = trial.best(*trial.fitting(profile, report))
+    keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
+    if options.profile is None and setup.job.profile.path is None:
+        measured = _of_the_machines(profile)
+        keep(setup, pending, "profile.toml", partial(save_profile, measured, setup.run_dir / "profile.toml"))
+    return profile, report
+
+
+def _tried_before(setup: RunSetup, options: TrainOptions, report: PlanReport) -> float | None:
+    """Seconds of a step of this plan, where the run that goes on has tried it on these ranks. Collective."""
+    found: float | None = None
+    if setup.world.rank == 0 and options.resume is not None and setup.job.profile.trial == "auto":
+        try:
+            earlier = load_report(setup.run_dir / "plan.toml")
+            found = earlier.tried_step_s if earlier.plan == report.plan else None
+        except UserError:
+            found = None
+    return setup.world.broadcast_json(found)
+
+
+def _affordable(setup: RunSetup, options: TrainOptions, planned: Planned) -> Allowance:
+    wanted, nothing = setup.job.profile.trial, Allowance(0, 0.0)
+    if wanted is False or setup.job.cluster.emulate is not None:
+        return nothing
+    if wanted == "auto":
+        if options.dry_run or setup.world.size == 1:
+            return nothing
+        if not planned.own:
+            say("The plan is not tried, as its profile is of another machine ([profile] trial = true tries it)")
+            return nothing
+    return allowance(planned.report, planned.profile, setup.job.train.steps, wanted is True)
+
+
+def _of_the_machines(profile: ClusterProfile) -> ClusterProfile:
+    """Without what is of this hour or of this job: other programs, and how boundaries travel."""
+    hosts = tuple(replace(host, other_threads=0.0) for host in profile.hosts)
+    return replace(profile, hosts=hosts, model=replace(profile.model, wire=None))
+
+
+class _Trial:
+    """Tries plans. All methods are collective. ``given``: the user's plan, which is kept whatever comes."""
+
+    def __init__(self, setup: RunSetup, counted: int, given: bool) -> None:
+        self._setup, self._counted, self._given = setup, counted, given
+        self._world = setup.world
+
+    def fitting(
+        self, profile: ClusterProfile, report: PlanReport
+    ) -> tuple[ClusterProfile, PlanReport, MeasuredSteps | None]:
+        """A plan that fits (the given one, or one that is made for as much memory as there was), and its steps, on rank 0."""
+        for attempt in range(ATTEMPTS):
+            found, lacks = self._run(profile, report)
+            if not lacks:
+                return profile, report, found
+            told = "; ".join(f"rank {lack.rank} on {self._world.hosts[lack.rank]} {lack.text}" for lack in lacks)
+            if self._given or attempt + 1 == ATTEMPTS:
+                raise CollectiveUserError(f"The plan was tried: {told}")
+            profile = _with_less_memory(profile, report, lacks)
+            there = "; ".join(
+                f"rank {lack.rank} with {units.size(profile.devices[lack.rank].memory_bytes)}" for lack in lacks
+            )
+            say(f"Tried: {told}", f"Planning anew: {there}")
+            report = self._planned(profile, told)
+        raise AssertionError("unreachable")
+
+    def best(
+        self, profile: ClusterProfile, report: PlanReport, steps: MeasuredSteps | None
+    ) -> tuple[ClusterProfile, PlanReport]:
+        """The profile that the steps of ``report`` have corrected, and that plan or one that is faster by it, and was."""
+        believed, first = self._believed(profile, report, steps)
+        if self._given:
+            return believed, first
+        second = self._planned(believed)
+        if second.plan == first.plan:
+            return believed, replace(second, tried_step_s=first.tried_step_s)
+        if second.predicted_step_s > (1 - LEAST_GAIN) * first.predicted_step_s:
+            return believed, first
+        say(f"By these times another plan takes {units.seconds(second.predicted_step_s)} per step: trying it")
+        found, lacks = self._run(believed, second)
+        if lacks:
+            say("  it does not fit: the first plan stays")
+            return believed, first
+        faster = found is not None and steps is not None and clearly_faster(found, steps)
+        faster = self._world.broadcast_json(faster)
+        other = self._believed(believed, second, found, "it is taken" if faster else "the first plan stays")
+        return other if faster else (believed, first)
+
+    def _believed(
+        self, profile: ClusterProfile, report: PlanReport, steps: MeasuredSteps | None, then: str = ""
+    ) -> tuple[ClusterProfile, PlanReport]:
+        """The profile as the steps of a plan (on rank 0) have corrected it, and that plan with its figures by it."""
+        shared: list[Any] | None = None
+        with self._world.led("comparing steps with their prediction"):
+            if steps is not None:
+                tried, predicted = units.seconds(steps.step_s), units.seconds(report.predicted_step_s)
+                say(f"Tried: {tried} per step ({predicted} predicted){'; ' + then if then else ''}")
+                hosts = [device.host for device in profile.devices]
+                say(
+                    *(
+                        f"  {text}"
+                        for text in [*steps.far(hosts, report.predicted_step_s), *_others_text(steps.profile)]
+                    )
+                )
+                better = corrected(steps.profile, report.plan, steps.measured)
+                noted = replace(
+                    better, notes=(*(note for note in profile.notes if not note.startswith(_NOTE)), _note(steps))
+                )
+                shared = [profile_to_dict(noted), plan_to_dict(self._anew(noted, report, steps.step_s))]
+        told = self._world.broadcast_json(shared)
+        return profile_from_dict(told[0]), report_from_dict(told[1])
+
+    def _anew(self, profile: ClusterProfile, report: PlanReport, tried_s: float) -> PlanReport:
+        """The same plan with its figures by another profile."""
+        from hetero_mpi.planning.decision.planner import complete_plan
+
+        full = complete_plan(report.plan, profile, planning_request(self._setup, profile))
+        return replace(full, idle=report.idle, reasons=report.reasons, tried_step_s=tried_s)
+
+    def _planned(self, profile: ClusterProfile, lacking: str = "") -> PlanReport:
+        """The planner's plan. Raises CollectiveUserError: none fits; with ``lacking``, what did not."""
+        report: PlanReport | None = None
+        with self._world.led("planning"):
+            if self._world.rank == 0:
+                from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
+
+                try:
+                    report = make_plan(profile, planning_request(self._setup, profile))
+                except UserError as error:
+                    raise UserError(f"The plan was tried: {lacking}\n{error}" if lacking else str(error)) from None
+        return report_from_dict(self._world.broadcast_json(plan_to_dict(report) if report is not None else None))
+
+    def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[MeasuredSteps | None, list[_Lack]]:
+        """(what its steps came to, on rank 0; the ranks that it does not fit, on all)."""
+        context = RunContext.of(self._setup, profile)
+        share = join(context, report)
+        steps: list[Together] = []
+        lacks: list[_Lack] = []
+        problem: CollectiveUserError | None = None
+        self._world.doing = "idle while the plan is tried"
+        if share.members is not None:
+            try:
+                steps, lacks = _steps(context, share, self._counted)
+            except CollectiveUserError as error:
+                problem = error
+            share.members.dissolve()
+        self._world.meet_asleep()
+        self._world.share_problem(problem)
+        lacks = [_Lack(**told) for told in self._world.broadcast_json([asdict(lack) for lack in lacks])]
+        if self._world.rank > 0 or lacks:
+            return None, lacks
+        return compared(Expected(report.plan, with_others(profile, report.plan, steps), share.schedule), steps), lacks
+
+
+def _steps(context: RunContext, share: Share, counted: int) -> tuple[list[Together], list[_Lack]]:
+    """(the steps that count, on rank 0; the ranks that had no memory for them). Collective over the active ranks; all that it took
+    is given back."""
+    members = share.members
+    assert members is not None
+    group = group_of(context, members, share.plan)
+    own = _batch(context, share.plan)
+    lack: _Lack | None = None
+    with torch.random.fork_rng(devices=[]):
+        with members.together("trying the plan"):
+            try:
+                share = replace(share, trainer=trainer_of(context, share, ProfilingStart(), LossScale(1.0), group))
+            except OutOfMemory as error:
+                lack = _Lack(context.world.rank, str(error), error.used_bytes)
+        steps, lacks = list[Together](), _lacking(members, lack)
+        if not lacks and share.trainer is not None:
+            steps, lacks = _taken(context, share, share.trainer, own, group, counted)
+        share.give_up()
+    if group is not None:
+        group.close()
+    context.backend.free_unused()
+    return steps, lacks
+
+
+def _taken(
+    context: RunContext, share: Share, trainer: Trainer, own: Batch | None, group: HostGroup | None, counted: int
+) -> tuple[list[Together], list[_Lack]]:
+    members, lack = trainer.world, None
+    batch = trainer.shared_batch(own, False)
+    with members.together("trying the plan, each rank by itself"):
+        try:
+            rehearse(trainer, batch)
+        except OutOfMemory as error:
+            lack = _Lack(trainer.rank, str(error), error.used_bytes)
+    if lacks := _lacking(members, lack):
+        return [], lacks
+    clock_s = clock_offset_s(members, context.transport)
+    found: list[OwnStep] = []
+    with watched(context, share):
+        ended_s = time.perf_counter()
+        for number in range(1 + counted):
+            members.doing = f"trying the plan, step {number + 1}"
+            sums_s = group.summed_s if group is not None else 0.0
+            result = trainer.step(number, trainer.shared_batch(own, False))
+            begin_s, ended_s = ended_s, time.perf_counter()
+            waited_s = group.summed_s - sums_s if group is not None else 0.0
+            found.append(own_step(trainer, result, ended_s - begin_s, clock_s, waited_s))
+        trainer.settle()
+    gathered = members.gather_json([to_dict(step) for step in found[1:]]) or []
+    steps: list[Together] = [
+        {own.rank: own for own in map(from_dict, together)} for together in zip(*gathered, strict=True)
+    ]
+    return steps, []
+
+
+def _lacking(members: World, own: _Lack | None) -> list[_Lack]:
+    return [_Lack(**lack) for lack in members.all_gather_json(asdict(own) if own is not None else None) if lack]
+
+
+def _batch(context: RunContext, plan: Plan) -> Batch | None:
+    """On rank 0, what the trial computes on: the first sequences, or of a model of the user's own one sample again and again."""
+    dataset, chain = context.dataset, context.chain
+    if dataset is None:
+        return None
+    if isinstance(dataset, Dataset):
+        return dataset.batch(0, plan.global_batch)
+    dtype = DTYPES[context.job.train.dtype]
+    x, targets, _ = chain.example(0, chain.layer_count, plan.global_batch, plan.sequence_length, dtype)
+    assert targets is not None
+    return Batch(x.numpy(), targets.numpy(), chain.counted(targets.numpy()))
+
+
+def _with_less_memory(profile: ClusterProfile, report: PlanReport, lacks: Sequence[_Lack]) -> ClusterProfile:
+    """Ranks whose memory did not suffice have what they used, and less than the plan was to take there."""
+    planned = {one.rank: one.peak_bytes for one in report.memory}
+    devices = list(profile.devices)
+    for lack in lacks:
+        device = devices[lack.rank]
+        least = min(device.memory_bytes, lack.used_bytes, planned.get(lack.rank, device.memory_bytes))
+        devices[lack.rank] = replace(
+            device, memory_bytes=math.floor(NARROWER * least), memory_reason="what there was when the plan was tried"
+        )
+    return replace(profile, devices=tuple(devices))
+
+
+def _others_text(profile: ClusterProfile) -> list[str]:
+    return [
+        f"{host.name}: about {host.other_threads:.1f} threads of other programs want its {host.cores:g} cores, too"
+        for host in profile.hosts
+        if host.other_threads
+    ]
+
+
+def _note(steps: MeasuredSteps) -> str:
+    return f"{_NOTE} {units.plural(len(steps.steps_s), 'step')} of a plan that was tried"
+
+
+def clearly_faster(one: MeasuredSteps, other: MeasuredSteps) -> bool:
+    """Is a step of ``one`` shorter by more than the steps of both scatter?"""
+    errors = [_error(steps.steps_s) for steps in (one, other)]
+    return math.log(other.step_s / one.step_s) > max(LEAST_GAIN, math.hypot(*errors))
+
+
+def _error(steps_s: Sequence[float]) -> float:
+    """Standard error of the median of the steps' logarithms; 0 of a single one."""
+    logs = [math.log(seconds) for seconds in steps_s]
+    return 1.25 * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0

@@ -1,0 +1,188 @@
+"""A plan is tried before it counts: with real ranks, and what is decided from made-up steps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_mpi.planning.schedule import holders
+from hetero_mpi.planning.types.cluster_changes import with_slowness
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile
+from hetero_mpi.report import units
+from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.shipped import USED_PROFILE
+from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+
+RANKS, LAYERS = 3, 6
+LONG: dict[str, Any] = {"train": {"steps": 1000}}
+TRIED: dict[str, Any] = {"trial": True}
+LORA = {"method": "lora", "rank": 4, "dropout": 0.1}
+
+
+def plan(*pipelines: tuple[list[tuple[int, ...]], list[int], int], streaming: bool = False) -> Plan:
+    """``pipelines``: ranks of each stage, where stages begin and end, sequences."""
+    made = []
+    for ranks, edges, sequences in pipelines:
+        stages = tuple(
+            StagePlan(
+                own,
+                *edges[place : place + 2],
+                len(ranks) - 1 - place,
+                streamed=streaming,
+                shares=(1,) * len(own) if len(own) > 1 else (),
+            )
+            for place, own in enumerate(ranks)
+        )
+        made.append(PipelinePlan(stages, 1, sequences))
+    return Plan(tuple(made), GLOBAL_BATCH, SEQUENCE, LAYERS)
+
+
+PLANS = {
+    "line": plan(([(2,), (0,), (1,)], [0, 1, 4, 6], 4)),
+    "two": plan(([(0,), (1,)], [0, 2, 6], 3), ([(2,)], [0, 6], 1)),
+    "streamed": plan(([(1,), (2,)], [0, 3, 6], 4), streaming=True),
+    "group": plan(([(0, 1), (2,)], [0, 3, 6], 4)),
+}
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "line": ("line", {}),
+    "two-lora": ("two", {"adapter": LORA}),
+    "streamed-nf4": ("streamed", {"adapter": LORA, "model": {"quantization": "nf4"}}),
+    "group": ("group", {}),
+    "half": ("line", {"train": {"dtype": "fp16", "wire": "int8"}}),
+}
+
+
+class Shop(Workshop):
+    """Runs of one model; each job is named as its run directory."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        for name, one in PLANS.items():
+            save_plan(one, directory / f"{name}.toml")
+        self.whole = self.model(blocks=LAYERS - 2, num_attention_heads=4, num_key_value_heads=2)
+
+    def entry(self, name: str, *, options: dict[str, Any] | None = None, **tables: Any) -> dict[str, Any]:
+        own = {"path": str(self.whole), **tables.pop("model", {})}
+        job = self.job(f"{name}.job", self.values(None), model=own, **tables)
+        return {"job": job, "run_dir": self.directory / name, **(options or {})}
+
+    def losses(self, name: str) -> list[tuple[float, float]]:
+        return [(step.loss, step.grad_norm) for step in read_metrics(self.directory / name / "metrics.jsonl").steps]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    return Shop(tmp_path_factory.mktemp("trial"))
+
+
+@pytest.fixture(scope="module")
+def given(shop: Shop) -> dict[str, Outcome]:
+    """Every job with a plan given by hand, tried and not."""
+    entries = {}
+    for name, (of, tables) in JOBS.items():
+        for trial in (True, False):
+            options = {"plan": shop.directory / f"{of}.toml"}
+            own = {**tables, "profile": {"trial": trial}}
+            entries[f"{name}-{trial}"] = shop.entry(f"{name}-{trial}", options=options, **own)
+    return shop.run_entries(RANKS, entries)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_trial_changes_no_bit_of_the_training_np3(shop: Shop, given: dict[str, Outcome], name: str) -> None:
+    for outcome in (given[f"{name}-True"], given[f"{name}-False"]):
+        assert outcome.raised == ("",) * RANKS, outcome.texts
+    assert shop.losses(f"{name}-True") == shop.losses(f"{name}-False")
+    assert "Tried: " not in given[f"{name}-False"].printed
+    told = re.findall(
+        r"^Trying the plan: about .*\nTried: .* per step \(.* predicted\)$", given[f"{name}-True"].printed, re.M
+    )
+    assert len(told) == 1, given[f"{name}-True"].printed
+
+
+def test_a_given_plan_is_tried_and_kept_with_a_corrected_profile_np3(shop: Shop, given: dict[str, Outcome]) -> None:
+    for name, (of, _) in JOBS.items():
+        run = shop.directory / f"{name}-True"
+        report = load_report(run / "plan.toml")
+        assert report.plan == PLANS[of] and report.tried_step_s is not None
+        profile = load_profile(run / "profile.toml")
+        assert sum(note.startswith("corrected by 1 step") for note in profile.notes) == 1
+    untried = load_report(shop.directory / "line-False" / "plan.toml")
+    assert untried.tried_step_s is None
+
+
+@pytest.fixture(scope="module")
+def chosen(shop: Shop, given: dict[str, Outcome]) -> dict[str, Outcome]:
+    """Plans of the planner, and runs that go on."""
+    measured = load_profile(shop.directory / "line-False" / "profile.toml")
+    fast, other = shop.directory / "fast.toml", shop.directory / "other.toml"
+    save_profile(with_slowness(measured, {2: 0.05}), fast)  # rank 2 gets most layers
+    save_profile(replace(measured, key="another"), other)
+    lacks, line = {"breaks": "memory_lacks_in_the_trial"}, {"plan": shop.directory / "line.toml"}
+    all_ranks = {"plan": {"allow_idle": False}}
+    entries = {
+        "slow": shop.entry("slow", profile=TRIED, **all_ranks, options={"profile": fast, "breaks": "rank_2_is_slow"}),
+        "lacks-once": shop.entry("lacks-once", profile=TRIED, **all_ranks, options={**lacks, "rank": 0, "times": 1}),
+        "lacks-always": shop.entry(
+            "lacks-always", profile=TRIED, **all_ranks, options={**lacks, "rank": 0, "times": 9}
+        ),
+        "lacks-given": shop.entry("lacks-given", profile=TRIED, options={**line, **lacks, "rank": 1, "times": 9}),
+        "dry": shop.entry("dry", profile=TRIED, options={"dry_run": True}),
+        "dry-auto": shop.entry("dry-auto", options={"dry_run": True}, **LONG),
+        "short": shop.entry("short"),
+        "other": shop.entry("other", options={"profile": other, "dry_run": False}),
+        "goes-on": {
+            **shop.entry("goes-on", train={"steps": 6}, options=line),
+            "run_dir": shop.directory / "line-True",
+            "resume": "latest",
+        },
+    }
+    return shop.run_entries(RANKS, entries)
+
+
+def test_another_plan_is_taken_where_it_was_faster_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
+    printed, run = chosen["slow"].printed, shop.directory / "slow"
+    assert chosen["slow"].raised == ("",) * RANKS, chosen["slow"].texts
+    first, second = re.findall(r"^Tried: (.*)$", printed, re.M)
+    assert " predicted" in first and second.endswith("; it is taken"), printed
+    assert re.search(r"^  rank 2 \(.*\): .*forward .* times as long as predicted$", printed, re.M), printed
+    report, used = load_report(run / "plan.toml"), load_profile(run / USED_PROFILE)
+    assert sum(2 in ranks for ranks in holders(report.plan).values()) == 1
+    assert report.tried_step_s is not None and f"Tried: {units.seconds(report.tried_step_s)} per step" in printed
+    assert used.devices[2].layers["embedding"].forward_s.seconds > used.devices[0].layers["embedding"].forward_s.seconds
+
+
+def test_what_does_not_fit_is_planned_anew_with_what_was_there_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
+    once, always = chosen["lacks-once"], chosen["lacks-always"]
+    assert once.raised == ("",) * RANKS, once.texts
+    told = re.search(
+        r"^Tried: rank 0 on \S+ ran out of memory in \dF0: (.*)\nPlanning anew: rank 0 with .*$", once.printed, re.M
+    )
+    assert told is not None and "predicted of" in told[1] and "HIP out of memory" in told[1], once.printed
+    used = load_profile(shop.directory / "lacks-once" / "profile.toml")
+    assert used.devices[0].memory_reason == "what there was when the plan was tried"
+    assert used.devices[0].memory_bytes < used.devices[1].memory_bytes / 10
+    assert set(always.raised) == {"CollectiveUserError"} and len(set(always.texts)) == 1
+    assert always.texts[0].startswith("The plan was tried: rank 0 on ") and "memory" in always.texts[0]
+
+
+def test_a_given_plan_that_does_not_fit_is_refused_by_name_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
+    refused = chosen["lacks-given"]
+    assert set(refused.codes) == {2} and len(set(refused.texts)) == 1
+    assert re.match(r"The plan was tried: rank 1 on \S+ ran out of memory in \dF0: ", refused.texts[0])
+
+
+def test_when_a_plan_is_not_tried_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
+    assert "Tried: " in chosen["dry"].printed, "true: a dry run, too"
+    for name in ("dry-auto", "short", "other", "goes-on"):
+        assert chosen[name].raised == ("",) * RANKS, chosen[name].texts
+        assert "Trying" not in chosen[name].printed
+    assert "The plan is not tried, as its profile is of another machine" in chosen["other"].printed
+    assert load_report(shop.directory / "line-True" / "plan.toml").tried_step_s is not None, (
+        "kept by the run that goes on"
+    )
+    assert "not tried" not in chosen["short"].printed
