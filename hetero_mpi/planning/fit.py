@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -79,8 +78,9 @@ def _noise_of(samples: Iterable[Sequence[float]]) -> float:
     return max(LEAST_NOISE, statistics.median(errors) if errors else 0.0)
 
 
-def _knots(points: Sequence[_Point], noise: float) -> list[_Point]:
-    """Of the line, or the bent line, through ``points`` in order of their tokens, which repeat where several ranks were timed."""
+def _knots(points: Sequence[_Point], noise: float, shown: Collection[int] = ()) -> list[_Point]:
+    """Of the line, or the bent line, through ``points`` in order of their tokens, which repeat where several ranks were timed.
+    ``shown``: counts at which that is no chance."""
     counts = sorted({point.tokens for point in points})
     if len(counts) == 1:
         return [_Point(counts[0], statistics.median(point.seconds for point in points))]
@@ -88,19 +88,29 @@ def _knots(points: Sequence[_Point], noise: float) -> list[_Point]:
     points = [point for point in points if point.seconds > 0]  # others were too short for the clock
     if not points:  # no gradient reaches the layer
         return [_Point(count, 0.0) for count in ends]
-    straight = _line(points, ends)
-    if len(counts) > BENT_POINTS + 1 and _beyond(straight, points, noise) >= BENT_POINTS:
+    middles = _middles(points)
+    # The median of several ranks is surer than one of them.
+    each = max(LEAST_NOISE, noise * min(1.0, 1.25 / math.sqrt(len(points) / len(middles))))
+    straight = _line(middles, ends)
+    if len(middles) > BENT_POINTS + 1 and (shown or _beyond(straight, middles, each) >= BENT_POINTS):
         between = {round(math.sqrt(a * b)) for a, b in itertools.pairwise(counts)} | {*counts}
-        bent = [_line(points, [ends[0], count, ends[1]]) for count in sorted(between - {*ends})]
-        best = min((one for one in bent if one), key=lambda one: _scatter(one, points), default=straight)
-        if _scatter(best, points) < min(BEYOND * noise, _scatter(straight, points) / 2):
+        bent = [_line(middles, [ends[0], count, ends[1]]) for count in sorted(between - {*ends})]
+        best = min((one for one in bent if one), key=lambda one: _scatter(one, middles), default=straight)
+        if _scatter(best, middles) < min(BEYOND * each, _scatter(straight, middles) / 2):
             return best
-    return _line(_near(points, ends, noise), ends)
+    far = _far(points, noise)
+    return _line([point for point in points if point not in far or point.tokens in shown], ends)
+
+
+def _middles(points: Sequence[_Point]) -> list[_Point]:
+    """The median at each count of ``points`` in order of their tokens."""
+    groups = itertools.groupby(points, key=lambda point: point.tokens)
+    return [_Point(count, statistics.median(seconds for _, seconds in same)) for count, same in groups]
 
 
 def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
-    """Least squares of relative errors, by lines between ``knots``. Between two they neither fall nor begin under zero; none ([])
-    where they would fall between three."""
+    """Least squares of relative errors, by lines between ``knots``. Between two they neither fall nor begin under zero; between
+    three they do not fall, or there are none ([])."""
     x = np.array([point.tokens for point in points], dtype=float)
     y = np.array([point.seconds for point in points])
     if len(knots) == 2:
@@ -115,30 +125,30 @@ def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
         return [_Point(count, float(found[0] + found[1] * count)) for count in knots]
     hats = np.stack([np.interp(x, knots, row) for row in np.eye(len(knots))], axis=1)
     heights = np.linalg.lstsq(hats / y[:, None], np.ones_like(y), rcond=None)[0]
-    if heights[0] <= 0 or any(np.diff(heights) < 0):
+    if heights[0] > heights[1]:
+        level = np.stack([hats[:, 0] + hats[:, 1], hats[:, 2]], axis=1)
+        heights = np.linalg.lstsq(level / y[:, None], np.ones_like(y), rcond=None)[0][[0, 0, 1]]
+    if heights[0] <= 0 or heights[2] < heights[1]:
         return []
     return [_Point(count, float(height)) for count, height in zip(knots, heights, strict=True)]
 
 
-def _near(points: Sequence[_Point], ends: Sequence[int], noise: float) -> Sequence[_Point]:
-    """``points`` without those far from the line that most are near."""
-    if len(points) < FAR_POINTS:
-        return points
-    middles = [
-        _Point(count, statistics.median(seconds for _, seconds in same))
-        for count, same in itertools.groupby(points, key=lambda point: point.tokens)
-    ]
+def _far(points: Sequence[_Point], noise: float) -> list[_Point]:
+    """Those of ``points`` in order of their tokens that are far from the line that most are near."""
+    middles = _middles(points)
+    if len(points) < FAR_POINTS or len(middles) < 2:
+        return []
+    ends = [middles[0].tokens, middles[-1].tokens]
     lines = [_line(pair, ends) for pair in itertools.combinations(middles, 2)]
     best = min(lines, key=lambda line: statistics.median(map(abs, _errors(line, points))))
     errors = [abs(error) for error in _errors(best, points)]
     # What most points scatter is noise too, whatever was known of it.
     limit = FAR * max(noise, statistics.median(errors) / 0.674)
     limit = max(limit, sorted(errors)[-1 - len(points) // FAR_POINTS])
-    far = [point for point, error in zip(points, errors, strict=True) if error > limit]
-    times = Counter(point.tokens for point in far)
-    # What several ranks show of a count is so.
-    shown = {count for count, number in times.items() if 1 < number == sum(p.tokens == count for p in points)}
-    return [point for point in points if point not in far or point.tokens in shown]
+    # A point at an end may be far from a line through the others, which is not known well there.
+    whole = [abs(error) for error in _errors(_line(points, ends), points)]
+    rows = zip(points, errors, whole, strict=True)
+    return [point for point, error, of_all in rows if error > limit and of_all > BEYOND * noise]
 
 
 def _errors(line: Sequence[_Point], points: Sequence[_Point]) -> list[float]:
@@ -206,10 +216,11 @@ def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
         return [[device] for device in like]
     levels = np.array([[_level(curves[place]) for place in places] for curves in every])
     levels -= np.median(levels, axis=0)
-    own = np.median(levels, axis=1)
-    # What is left is seen of noise: of a curve, whose points may have it in common.
-    rest = np.abs(levels - own[:, None]) * math.sqrt(len(like) / (len(like) - 1))
-    error = 1.25 * float(np.median(rest)) / 0.674 * math.sqrt(2 / len(places))
+    # Of a curve, and of a table that was timed by itself, points may have noise in common.
+    names = list(dict.fromkeys(table for table, _, _ in places))
+    tables = [np.median(levels[:, [place[0] == name for place in places]], axis=1) for name in names]
+    own = np.mean(tables, axis=0)
+    error = max(_error(levels), _error(np.stack(tables, axis=1)))
     apart = math.log1p(min(MOST_APART, max(AGREEMENT, ERRORS * error)))
     found: list[list[DeviceProfile]] = []
     first = -math.inf
@@ -219,6 +230,14 @@ def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
             first = float(own[place])
         found[-1].append(like[place])
     return found
+
+
+def _error(levels: Any) -> float:
+    """Standard error of the difference of two ranks, by how far levels [rank, one of several] are from their rank's median; 0 of
+    one."""
+    ranks, count = levels.shape
+    rest = np.abs(levels - np.median(levels, axis=1, keepdims=True)) * math.sqrt(ranks / (ranks - 1))
+    return 1.25 * float(np.median(rest)) / 0.674 * math.sqrt(2 / count)
 
 
 def _level(curve: Curve) -> float:
@@ -232,25 +251,46 @@ def _shared(agreeing: Sequence[DeviceProfile]) -> tuple[dict[_Place, Sequence[_P
     for device in agreeing:
         for place, curve in _curves(device).items():
             points.setdefault(place, []).extend(_points(curve))
-    noise = max(LEAST_NOISE, _roughness([curve for device in agreeing for curve in _curves(device).values()]))
+    noise = max(LEAST_NOISE, _scatter_of([curve for device in agreeing for curve in _curves(device).values()]))
     figures = {}
     for name in FIGURES:
         values = [getattr(device, name) for device in agreeing]
         if points and None not in values and max(values) <= (1 + MOST_APART) * min(values):
             figures[name] = statistics.median(values)
-    return {place: _knots(sorted(own), noise) for place, own in points.items()}, figures
+    timed = {place: sorted(point for point in own if point.seconds > 0) for place, own in points.items()}
+    shown = _shown(list(timed.values()), noise / math.sqrt(len(agreeing)))
+    return {place: _knots(sorted(own), noise, shown) for place, own in points.items()}, figures
 
 
-def _roughness(curves: Sequence[Curve]) -> float:
-    """Relative scatter of a point, by how far it is from the line between its neighbours: a bend touches few of them."""
-    found = []
+def _shown(curves: Sequence[Sequence[_Point]], noise: float) -> set[int]:
+    """Counts of tokens at which all of the curves are on one side of their lines, by more than noise makes them be."""
+    errors: dict[int, list[float]] = {}
+    for points in curves:
+        middles = _middles(points)
+        if len(middles) > 2:
+            line = _line(middles, [middles[0].tokens, middles[-1].tokens])
+            for point, error in zip(middles, _errors(line, middles), strict=True):
+                errors.setdefault(point.tokens, []).append(error)
+    sure = {count: max(LEAST_NOISE, 1.25 * noise / math.sqrt(len(own))) for count, own in errors.items()}
+    return {count for count, own in errors.items() if abs(statistics.median(own)) > BEYOND * sure[count]}
+
+
+def _scatter_of(curves: Sequence[Curve]) -> float:
+    """Relative noise of a point: how far it is from the line through its curve, beyond what all curves have in common at that count
+    of tokens, which is their shape."""
+    alike: dict[tuple[int, ...], list[list[float]]] = {}
     for curve in curves:
-        for left, own, right in zip(*(_points(curve)[begin:] for begin in range(3)), strict=False):
-            share = (own.tokens - left.tokens) / (right.tokens - left.tokens)
-            parts = (1 - share) * left.seconds, share * right.seconds
-            if own.seconds > 0 and sum(parts) > 0:
-                error = abs(math.log(own.seconds / sum(parts)))
-                found.append(error / math.hypot(1.0, *(part / sum(parts) for part in parts)))
+        points = _points(curve)
+        if len(points) > 2 and min(point.seconds for point in points) > 0:
+            line = _line(points, [points[0].tokens, points[-1].tokens])
+            alike.setdefault(curve.sample_tokens, []).append(_errors(line, points))
+    found: list[float] = []
+    for errors in alike.values():
+        if len(errors) > 2:
+            rest = np.abs(np.array(errors) - np.median(errors, axis=0))
+            # A line takes two of a curve's points, and the median one of the curves.
+            free = (1 - 2 / len(errors[0])) * (1 - 1 / len(errors))
+            found += [float(one) / math.sqrt(free) for one in rest.ravel()]
     return statistics.median(found) / 0.674 if found else 0.0
 
 

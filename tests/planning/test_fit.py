@@ -129,6 +129,23 @@ def test_a_rank_that_is_slower_than_its_like_stays_so(seed: int) -> None:
     assert seconds[0] == seconds[2] and seconds[1] == pytest.approx(1.3, rel=0.05)
 
 
+def test_what_all_curves_show_at_one_count_is_no_chance() -> None:
+    """One sequence takes as long as two: of a single curve that point would be left out."""
+    profile = cluster(random.Random(4), 0.01, (1.0,), "a")
+
+    def slow(curve: Curve) -> Curve:
+        first, *others = curve.samples
+        return fitted_curve(dict(zip(COUNTS, (tuple(1.5 * one for one in first), *others), strict=True)))
+
+    layers = {
+        kind: LayerTimes(slow(one.forward_s), slow(one.backward_s)) for kind, one in profile.devices[0].layers.items()
+    }
+    profile = replace(profile, devices=(replace(profile.devices[0], layers=layers),))
+    found = [one.devices[0].layers["block"].forward_s for one in (profile, pooled(profile))]
+    assert found[0].at(128) < 1.1 * straight(128) and found[1].at(128) > 1.4 * straight(128)
+    assert found[1].at(1024) == pytest.approx(straight(1024), rel=0.1)
+
+
 def test_like_hosts_share_too_and_figures_that_agree() -> None:
     found = pooled(cluster(random.Random(1), 0.02, (1.0,) * 4, "aabb"))
     assert len(set(block_s(found))) == 1
