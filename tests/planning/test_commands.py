@@ -234,7 +234,7 @@ def test_faster_links_are_not_planned_for_where_messages_cost_nothing(monkeypatc
     searched = [answer for answer in what_ifs(own, profile, request) if "faster" in answer.change]
     monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.with_copy_of", lambda profile, rank: profile)
     asked: list[object] = []
-    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.decide", lambda *question: asked.append(question))
+    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.fastest", lambda *question: asked.append(question))
     answers = list(what_ifs(own, profile, request, lost.free_links_s))
     known = [answer for answer in answers if "faster" in answer.change]
     assert [one.change for one in known] == [one.change for one in searched] and len(known) == 1

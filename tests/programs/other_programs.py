@@ -1,0 +1,37 @@
+"""What other programs take of the cores, on any number of ranks: as JSON what is said while they keep all cores busy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+from hetero_mpi.comm.ranks.mpi_start import run_guarded
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.host_limits import own_cores
+from hetero_mpi.runtime.other_programs import OtherPrograms
+
+BUSY = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+WATCHED_S = 1.5
+
+
+def main(world: World) -> int:
+    """Each rank computes all the time; rank 0 starts as many others as there are cores."""
+    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in own_cores() if world.rank == 0]
+    world.barrier()
+    watch = OtherPrograms()
+    end = time.monotonic() + WATCHED_S
+    while time.monotonic() < end:
+        pass
+    told = watch.told(world)
+    for process in others:
+        process.kill()
+        process.wait()
+    if world.rank == 0:
+        print(json.dumps([told, len(own_cores())]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))
