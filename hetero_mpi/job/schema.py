@@ -313,7 +313,7 @@ class ProfileTable(JobTable):
     """Keep what each device was measured to do in ``~/.cache/hetero_mpi/profiles`` of its host (or ``$XDG_CACHE_HOME``), so that
     only new ranks are measured when the cluster changes. Links and free memory are always measured."""
     repeats: Positive = 5
-    """Timed repetitions of each measurement (the median counts)."""
+    """Timed repetitions of each measurement, fewer where they are long."""
     largest_message_bytes: Annotated[int, Field(ge=1024)] = 16_777_216
     """Links are measured with messages of 1 KiB up to this, each four times as large as the one before."""
     trial: bool | Literal["auto"] = "auto"
