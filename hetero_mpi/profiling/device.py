@@ -96,6 +96,7 @@ class DeviceBenchmark:
                 self.backend.free_unused()
             latency_s, out, back = copy_speeds(self.backend, self.repeats)
             in_host_memory = host_optimizer_s(self.backend, self.subject.train) if self.subject.tuning.full else None
+            self.backend.free_unused()
         parameters = sum(count for count, _ in steps)
         return DeviceTimes(
             measured=today,
