@@ -146,6 +146,11 @@ lerning_rate = 3
         (["tokenizer.train_vocab_size=256"], 'must be a whole number of at least 257 or empty ("")'),
         (["cluster.time_scale=2.0"], "[cluster] time_scale = 2.0: applies to emulated clusters only"),
         (["cluster.emulate_first=true"], "[cluster] emulate_first = true: applies to emulated clusters only"),
+        (
+            ["profile.trial=true", "cluster.emulate=p.toml"],
+            "[profile] trial = true: emulated devices keep to their profile",
+        ),
+        (["profile.trial=maybe"], "[profile] trial"),
         (["adapter.method=lora", "plan.schedule=split"], "an adapter leaves these frozen"),
         (["plan.pipelines=0"], '[plan] pipelines = 0: must be a whole number of at least 1 or "auto"'),
         (["train.global_batch=12", "train.micro_batch=5"], "must divide train.global_batch = 12: 1, 2, 3, 4, 6, 12"),

@@ -7,6 +7,7 @@ The output holds for each entry and rank what was raised, its text and exit code
 """
 
 import contextlib
+import gc
 import io
 import json
 import resource
@@ -44,7 +45,7 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.runtime import build, run, trial
     from hetero_mpi.runtime.build import Share
     from hetero_mpi.runtime.run import train
-    from hetero_mpi.runtime.setup.setup import TrainOptions
+    from hetero_mpi.runtime.setup.setup import RunContext, TrainOptions
     from hetero_mpi.state import background_save
 
 Breaking = contextlib.AbstractContextManager[None]
@@ -139,6 +140,39 @@ def memory_lacks_in_the_trial(world: World, entry: dict[str, Any]) -> Iterator[N
             return rehearse(own, batch)
 
     with mock.patch.object(trial, "rehearse", lacking):
+        yield
+
+
+@contextlib.contextmanager
+def a_small_device_is_left_clean(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """A stand-in GPU has ``entry["room"]`` bytes (None: plenty) beside what is on it when rank 1 rehearses a plan; whatever comes,
+    a trial leaves on the devices what was there before.
+    """
+    from tests.stand_in_gpu import module
+
+    rehearse, steps, room = trial.rehearse, trial._steps, entry["room"]
+
+    def limited(own: trainer.Trainer, batch: Batch) -> None:
+        small = world.rank == 1 and room is not None
+        if small:
+            module.device.set_limit(
+                own.backend.index, module.device.used(own.backend.index) + room, "CUDA out of memory."
+            )
+        try:
+            rehearse(own, batch)
+        finally:
+            if small:
+                module.device.set_limit(own.backend.index, 1 << 60, "")
+
+    def watched(context: RunContext, *arguments: Any) -> Any:
+        index = context.backend.index
+        gc.collect()
+        before = module.device.used(index), module.device.registered_bytes()
+        found = steps(context, *arguments)
+        assert (module.device.used(index), module.device.registered_bytes()) == before, "a trial has left something"
+        return found
+
+    with mock.patch.object(trial, "rehearse", limited), mock.patch.object(trial, "_steps", watched):
         yield
 
 
@@ -249,6 +283,7 @@ WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
         memory_is_limited_on_rank_1,
         rank_2_is_slow,
         memory_lacks_in_the_trial,
+        a_small_device_is_left_clean,
         weights_are_locked,
         gradients_overflow_in_step_2,
         loss_is_no_number_in_step_2,

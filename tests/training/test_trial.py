@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hetero_mpi.planning.types.toml_files import load_profile, load_report, save
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.shipped import USED_PROFILE
+from tests.stand_in_gpu import THROUGH, build
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
 RANKS, LAYERS = 3, 6
@@ -31,7 +33,8 @@ def plan(*pipelines: tuple[list[tuple[int, ...]], list[int], int], streaming: bo
         stages = tuple(
             StagePlan(
                 own,
-                *edges[place : place + 2],
+                edges[place],
+                edges[place + 1],
                 len(ranks) - 1 - place,
                 streamed=streaming,
                 shares=(1,) * len(own) if len(own) > 1 else (),
@@ -60,8 +63,8 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
 class Shop(Workshop):
     """Runs of one model; each job is named as its run directory."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, through: Sequence[str] = ()) -> None:
+        super().__init__(directory, through)
         for name, one in PLANS.items():
             save_plan(one, directory / f"{name}.toml")
         self.whole = self.model(blocks=LAYERS - 2, num_attention_heads=4, num_key_value_heads=2)
@@ -186,3 +189,31 @@ def test_when_a_plan_is_not_tried_np3(shop: Shop, chosen: dict[str, Outcome]) ->
         "kept by the run that goes on"
     )
     assert "not tried" not in chosen["short"].printed
+
+
+def test_on_gpus_beside_a_cpu_np3(tmp_path: Path) -> None:
+    """NF4, streamed and in a group: the trial runs, changes no bit, leaves nothing on the device, and names what does not
+    fit."""
+    if (reason := build.missing()) is not None:
+        pytest.skip(reason)
+    shop = Shop(tmp_path, THROUGH)
+    clean = {"breaks": "a_small_device_is_left_clean", "room": None}
+    entries = {}
+    for name in ("streamed-nf4", "group"):
+        of, tables = JOBS[name]
+        for trial in (True, False):
+            own = {**tables, "profile": {"trial": trial}}
+            options = {"plan": tmp_path / f"{of}.toml", **clean}
+            entries[f"{name}-{trial}"] = shop.entry(f"{name}-{trial}", options=options, **own)
+    small = {"plan": tmp_path / "line.toml", **clean, "room": 10_000}
+    entries["small"] = shop.entry("small", profile=TRIED, options=small)
+    found = shop.run_entries(RANKS, entries, timeout_s=400)
+    refused = found.pop("small")
+    assert {outcome.codes for outcome in found.values()} == {(0, 0, 0)}, found
+    for name in ("streamed-nf4", "group"):
+        assert shop.losses(f"{name}-True") == shop.losses(f"{name}-False")
+        assert "Tried: " in found[f"{name}-True"].printed
+    assert set(refused.codes) == {2} and len(set(refused.texts)) == 1
+    assert re.match(
+        r"The plan was tried: rank 1 on \S+ ran out of memory in \d[FB]\d: .* predicted of .*CUDA", refused.texts[0]
+    )

@@ -1,0 +1,125 @@
+"""Measured steps against their prediction: made-up times, without MPI."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetero_mpi.planning.durations import Durations
+from hetero_mpi.planning.schedule import COMPUTE, Op, schedule_of
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.runtime.measuring import Expected, OwnStep, Together, compared, with_others
+from hetero_mpi.runtime.trial import LONG_S, MOST_COUNTED, allowance, clearly_faster
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile
+
+MODEL, SPEED = make_model(4), 4e3
+PROFILE = make_profile([1.0, 1.0], model=MODEL, bytes_per_s=SPEED)
+HOSTS = [device.host for device in PROFILE.devices]
+PLAN = Plan((PipelinePlan((StagePlan((0,), 0, 3, 1), StagePlan((1,), 3, 6, 0)), 1, 4),), 4, SEQUENCE, 6)
+ALIKE = Plan(tuple(PipelinePlan((StagePlan((rank,), 0, 6, 0),), 1, 2) for rank in (0, 1)), 4, SEQUENCE, 6)
+
+
+def as_simulated(profile: ClusterProfile, plan: Plan, waits: float = 1.0) -> Together:
+    """A step as ranks measure it that is as predicted for ``profile``; ``waits``: seconds of computing in a second of work."""
+    step, found = simulate(plan, profile), {}
+    sends = {event.action for event in step.events if event.action.op in (Op.SEND_F, Op.SEND_B)}
+    for rank in plan.ranks:
+        own = [event for event in step.events if event.rank == rank]
+        computing: dict[str, float] = {}
+        for event in own:
+            if event.action.op in (*COMPUTE, Op.STEP):
+                name = event.action.op.value
+                fixed_s = profile.devices[rank].optimizer_fixed_s if event.action.op is Op.STEP else 0.0
+                computing[name] = computing.get(name, 0.0) + event.end_s - event.start_s - fixed_s
+        messages = [(str(event.action), event.start_s) for event in own if event.action in sends]
+        for event in step.events:
+            if event.action in sends:
+                pair, receive, _ = Expected(plan, profile, schedule_of(plan, profile.model)).message(event.action)
+                messages += [(str(receive), event.end_s)] if pair[1] == rank else []
+        worked_s = sum(computing.get(op.value, 0.0) for op in COMPUTE) / waits
+        found[rank] = OwnStep(rank, step.step_s, computing, worked_s, 0.0, tuple(messages))
+    return found
+
+
+def expected(plan: Plan, profile: ClusterProfile = PROFILE) -> Expected:
+    return Expected(plan, profile, schedule_of(plan, profile.model))
+
+
+@pytest.mark.parametrize("plan", [PLAN, ALIKE])
+def test_a_step_as_predicted_corrects_nothing(plan: Plan) -> None:
+    found = compared(expected(plan), [as_simulated(PROFILE, plan)] * 2)
+    own = found.measured
+    every = [*own.computing.values(), *own.optimizer.values(), *own.sums.values(), *own.links.values()]
+    assert every and all(ratio == pytest.approx(1.0) for ratios in every for ratio in ratios)
+    assert set(own.computing) == {0, 1} and (set(own.links) == {(0, 1), (1, 0)}) == (plan is PLAN)
+    assert found.step_s == pytest.approx(simulate(plan, PROFILE).step_s)
+    assert found.far(HOSTS, found.step_s) == []
+
+
+def test_a_slow_rank_and_a_slow_link_are_told_and_named() -> None:
+    links = tuple(
+        replace(link, bytes_per_s=link.bytes_per_s / 3, latency_s=3 * link.latency_s) if link.source == 1 else link
+        for link in PROFILE.links
+    )
+    slower = make_profile([1.0, 4.0], model=MODEL, bytes_per_s=SPEED)
+    predicted_s = simulate(PLAN, PROFILE).step_s
+    found = compared(expected(PLAN), [as_simulated(replace(slower, links=links), PLAN)] * 3)
+    assert found.measured.computing == {0: pytest.approx([1.0] * 3), 1: pytest.approx([4.0] * 3)}
+    assert found.measured.links[1, 0][0] == pytest.approx(3.0)
+    assert found.measured.links[0, 1][0] == pytest.approx(1.0)
+    told = found.far(HOSTS, predicted_s / 10)
+    assert any(line.startswith(f"link from rank 1 ({HOSTS[1]}) to rank 0") for line in told), told
+    assert any("forward" in line and "backward" in line for line in told), told
+    assert found.far(HOSTS, found.step_s) == [], "only where the step as a whole is far from its prediction"
+
+
+def crowded(cores: float) -> ClusterProfile:
+    host = HostProfile("box", 1 << 40, "", cores=cores)
+    devices = tuple(replace(device, host="box", backend="cpu") for device in PROFILE.devices)
+    links = tuple(replace(link, same_host=True) for link in PROFILE.links)
+    return replace(PROFILE, devices=devices, links=links, hosts=(host,))
+
+
+@pytest.mark.parametrize(
+    ("cores", "waits", "others"), [(2, 1.0, 0.0), (2, 1.5, 1.0), (2, 2.0, 2.0), (1, 2.0, 0.0), (1, 3.0, 1.0)]
+)
+def test_other_programs_are_told_from_slow_work(cores: float, waits: float, others: float) -> None:
+    """Ranks that wait for cores longer than they make each other wait do so for others; their work is as profiled then."""
+    profile = crowded(cores)
+    longer = replace(profile, hosts=(replace(profile.hosts[0], other_threads=others),))
+    steps = [as_simulated(longer, ALIKE, waits)] * 3
+    seen = with_others(profile, ALIKE, steps)
+    assert seen.hosts[0].other_threads == pytest.approx(others)
+    ratios = compared(expected(ALIKE, seen), steps).measured.computing
+    assert all(ratio == pytest.approx(1.0) for own in ratios.values() for ratio in own)
+    one = Durations(replace(ALIKE, pipelines=ALIKE.pipelines[:1]), seen).profile.devices[0].layers
+    alone = max(1.0, (1 + others) / cores)
+    for kind, times in one.items():
+        assert times.forward_s.seconds[0] == pytest.approx(alone * profile.devices[0].layers[kind].forward_s.seconds[0])
+
+
+def test_a_trial_takes_a_small_share_of_the_run() -> None:
+    report = PlanReport(PLAN, 1.0, 1.0, "")
+    assert allowance(report, PROFILE, 10_000, False).counted == MOST_COUNTED
+    assert allowance(report, PROFILE, round(LONG_S), False).counted > 0
+    for steps in (1, 15):
+        assert allowance(report, PROFILE, steps, False).counted == 0
+        assert allowance(report, PROFILE, steps, True).counted == 1
+    short = replace(report, predicted_step_s=1e-3)
+    assert allowance(short, PROFILE, 50, False).counted == 0 and allowance(short, PROFILE, 100, False).counted > 0
+
+
+def test_a_tie_within_the_noise_is_no_gain() -> None:
+    slow = compared(expected(PLAN), [as_simulated(PROFILE, PLAN)] * 3)
+    for times, faster in (
+        ((0.9, 0.9, 0.9), True),
+        ((0.995,) * 3, False),
+        ((0.8, 0.95, 1.1), False),
+        ((1.1,) * 3, False),
+    ):
+        other = replace(slow, steps_s=tuple(slow.step_s * time for time in times))
+        assert clearly_faster(other, slow) == faster
