@@ -73,6 +73,8 @@ LONG_S, LONG_SHARE = 60.0, 0.15
 MOST_COUNTED, LEAST_COUNTED = 5, 1
 """Steps that count. Before them come the rehearsal and a first one of all ranks together."""
 _UNCOUNTED = 2
+LATE = 2.0
+"""Steps that take so many times what was said are enough, as soon as one counts."""
 _PARAMETERS_PER_S = 1e8
 """How fast weights are made up, roughly: 8 billion in 80 s."""
 ATTEMPTS = 3
@@ -142,7 +144,7 @@ def try_plan(
     if afford.counted == 0:
         return profile, report
     say(f"Trying the plan: about {units.seconds(afford.seconds)}")
-    trial = _Trial(setup, afford.counted, options.plan is not None)
+    trial = _Trial(setup, afford, options.plan is not None)
     profile, report = trial.best(*trial.fitting(profile, report))
     keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
     if options.profile is None and setup.job.profile.path is None:
@@ -185,8 +187,8 @@ def _of_the_machines(profile: ClusterProfile) -> ClusterProfile:
 class _Trial:
     """Tries plans. All methods are collective. ``given``: the user's plan, which is kept whatever comes."""
 
-    def __init__(self, setup: RunSetup, counted: int, given: bool) -> None:
-        self._setup, self._counted, self._given = setup, counted, given
+    def __init__(self, setup: RunSetup, afford: Allowance, given: bool) -> None:
+        self._setup, self._afford, self._given = setup, afford, given
         self._world = setup.world
 
     def fitting(
@@ -284,7 +286,7 @@ class _Trial:
         self._world.doing = "idle while the plan is tried"
         if share.members is not None:
             try:
-                steps, lacks = _steps(context, share, self._counted)
+                steps, lacks = _steps(context, share, self._afford)
             except CollectiveUserError as error:
                 problem = error
             share.members.dissolve()
@@ -296,7 +298,7 @@ class _Trial:
         return compared(Expected(report.plan, with_others(profile, report.plan, steps), share.schedule), steps), lacks
 
 
-def _steps(context: RunContext, share: Share, counted: int) -> tuple[list[Together], list[_Lack]]:
+def _steps(context: RunContext, share: Share, afford: Allowance) -> tuple[list[Together], list[_Lack]]:
     """(the steps that count, on rank 0; the ranks that had no memory for them). Collective over the active ranks; all that it took
     is given back."""
     members = share.members
@@ -312,7 +314,7 @@ def _steps(context: RunContext, share: Share, counted: int) -> tuple[list[Togeth
                 lack = _Lack(context.world.rank, str(error), error.used_bytes)
         steps, lacks = list[Together](), _lacking(members, lack)
         if not lacks and share.trainer is not None:
-            steps, lacks = _taken(context, share, share.trainer, own, group, counted)
+            steps, lacks = _taken(context, share, share.trainer, own, group, afford)
         share.give_up()
     if group is not None:
         group.close()
@@ -321,7 +323,7 @@ def _steps(context: RunContext, share: Share, counted: int) -> tuple[list[Togeth
 
 
 def _taken(
-    context: RunContext, share: Share, trainer: Trainer, own: Batch | None, group: HostGroup | None, counted: int
+    context: RunContext, share: Share, trainer: Trainer, own: Batch | None, group: HostGroup | None, afford: Allowance
 ) -> tuple[list[Together], list[_Lack]]:
     members, lack = trainer.world, None
     batch = trainer.shared_batch(own, False)
@@ -335,14 +337,17 @@ def _taken(
     clock_s = clock_offset_s(members, context.transport)
     found: list[OwnStep] = []
     with watched(context, share):
-        ended_s = time.perf_counter()
-        for number in range(1 + counted):
+        begun_s = ended_s = time.perf_counter()
+        for number in range(1 + afford.counted):
             members.doing = f"trying the plan, step {number + 1}"
             sums_s = group.summed_s if group is not None else 0.0
-            result = trainer.step(number, trainer.shared_batch(own, False))
+            late = bool(found) and trainer.rank == 0 and ended_s - begun_s > LATE * afford.seconds
+            result = trainer.step(number, trainer.shared_batch(own, False), partial(bool, late))
             begin_s, ended_s = ended_s, time.perf_counter()
             waited_s = group.summed_s - sums_s if group is not None else 0.0
             found.append(own_step(trainer, result, ended_s - begin_s, clock_s, waited_s))
+            if result.decision.stop:
+                break
         trainer.settle()
     gathered = members.gather_json([to_dict(step) for step in found[1:]]) or []
     steps: list[Together] = [
