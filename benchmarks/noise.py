@@ -1,6 +1,6 @@
 """What noise in a profile costs: plans from noisy measurements, timed on the cluster as it is.
 
-    python benchmarks/noise.py [--clusters 8] [--seed 500] [--shipped 3] [--only "point 30 %"] [--json FILE] [--check]
+    python benchmarks/noise.py [--clusters 6] [--seed 500] [--shipped 3] [--stages 1] [--only "point 30 %"] [--json FILE] [--check]
 
 Each true cluster (``noisy_clusters``: generated ones, and shipped profiles) is measured with noise of several kinds. *Before*: the
 medians are planned with. *After*, as the program does: lines are fitted, like ranks share theirs, the plan is tried for ``STEPS``
@@ -75,15 +75,16 @@ class Outcome:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--clusters", type=int, default=8, help="generated clusters")
+    parser.add_argument("--clusters", type=int, default=6, help="generated clusters")
     parser.add_argument("--seed", type=int, default=500, help="of the first of them")
     parser.add_argument("--shipped", type=int, default=3, help="shipped profiles")
+    parser.add_argument("--stages", type=int, default=1, help="per rank, at most; the program's default is 4")
     parser.add_argument("--only", choices=KINDS, action="append", help="a kind of noise; may be repeated")
     arguments = parser.parse_args()
     kinds = {name: KINDS[name] for name in arguments.only or KINDS}
     found: dict[str, list[Outcome]] = {name: [] for name in kinds}
     for case in cases(arguments.seed, arguments.clusters, arguments.shipped):
-        begin = time.monotonic()
+        begin, case = time.monotonic(), replace(case, request=replace(case.request, stages_per_rank=arguments.stages))
         best = decide(case.profile, case.request)
         if best is None:
             print(f"{case.name}: nothing fits", flush=True)
