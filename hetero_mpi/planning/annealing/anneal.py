@@ -51,7 +51,7 @@ annealed."""
 MANY, MOST_NUMBERS, LONGER = 16, 3, 2
 """Of more ranks only so many numbers of pipelines are searched, those of the fastest starts; and so many times as long where
 ``polishes`` leaves starts of fewer numbers."""
-MUCH_SLOWER, SLOWER, HOPELESS = 1.2, 1.04, 1.02
+MUCH_SLOWER, SLOWER, HOPELESS = 2.0, 1.04, 1.02
 """A number of pipelines is left out whose start is so much slower than the best of fewer pipelines, or, of more than ``FEW`` ranks,
 is still by the second when its ranks have been put in order, or by the third when it has been annealed."""
 
