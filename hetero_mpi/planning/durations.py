@@ -10,6 +10,7 @@ from operator import add
 import numpy as np
 
 from hetero_mpi.comm.group_paths import ring_of
+from hetero_mpi.planning.copies import with_streams
 from hetero_mpi.planning.group_costs import broadcast_s, device_of, member_trained, whole_sums_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS
 from hetero_mpi.planning.owners import owned_share
@@ -376,7 +377,7 @@ class Durations:
     """
 
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
-        self.plan, self.profile = plan, while_computing(profile, plan.ranks)
+        self.plan, self.profile = plan, with_streams(while_computing(profile, plan.ranks), plan)
         self.stages: list[StagePlan] = [stage for _, _, stage in plan.numbered]
         self.summed = reduced_layers(plan, profile.model)
         self.tied_heads = tied_heads(plan, profile.model)

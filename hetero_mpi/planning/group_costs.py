@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from hetero_mpi.planning.copies import copying_at_once
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.cost import EMBEDDING, GRADIENT_BYTES, HEAD, LayerCost, ModelCost
@@ -144,7 +145,7 @@ def hidden_sum_s(profile: ClusterProfile, ranks: Sequence[int], tokens: int) -> 
     """Seconds in which a group adds up the hidden states of so many tokens, or their gradients: out of the devices, in host memory,
     back to the devices."""
     size_bytes = tokens * profile.model.layers[0].boundary_bytes_per_token
-    members = [profile.devices[rank] for rank in ranks]
+    members = copying_at_once(profile, ranks).values()
     copies_s = max(
         2 * one.copy_latency_s + size_bytes * (1 / one.device_to_host_bytes_per_s + 1 / one.host_to_device_bytes_per_s)
         for one in members
@@ -175,7 +176,7 @@ def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, back: bo
     rounds = math.ceil(math.log2(len(stage.ranks)))
     into_s = max(
         one.copy_latency_s + size_bytes / one.host_to_device_bytes_per_s
-        for one in (profile.devices[rank] for rank in others)
+        for one in copying_at_once(profile, others).values()
     )
     return rounds * max(link.latency_s + size_bytes / link.bytes_per_s for link in links) + into_s
 

@@ -23,7 +23,13 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, HostProfile, LinkProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles, measure_memory, measure_sums
+from hetero_mpi.profiling.host_profiles import (
+    MeasuredMemory,
+    host_profiles,
+    measure_copies,
+    measure_memory,
+    measure_sums,
+)
 from hetero_mpi.profiling.subject import Subject, sampled_rows
 from hetero_mpi.profiling.time_cache import device_key, key_of, load_times, save_times, subject_content
 from hetero_mpi.report import units
@@ -62,6 +68,7 @@ def profile_cluster(
     decision_s = _decision_s(world, subject)
     samples, flows = _messages(world, transport, settings, say)
     sums = measure_sums(world, settings.largest_message_bytes) if subject.groups and world.size > 1 else {}
+    copies = measure_copies(world, backend) if world.size > 1 else {}
     own = _device_profile(world, backend, subject, times, memories[world.rank], decision_s)
     gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(times, infinity_as_text=True)])
     cores = _cores(world, backend, subject)
@@ -74,7 +81,7 @@ def profile_cluster(
                 replace(decode(DeviceProfile, device, "profile"), activation_ratio=ratio)
                 for (device, _), ratio in zip(gathered, ratios, strict=True)
             )
-            hosts = host_profiles(world.hosts, memories, cores, flows, sums)
+            hosts = host_profiles(world.hosts, memories, cores, flows, sums, copies)
             profile = ClusterProfile(
                 source=MEASURED,
                 date=_now(),

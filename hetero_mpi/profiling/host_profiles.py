@@ -1,15 +1,17 @@
-"""What the ranks of a host have in common: its memory, counted once, its NIC, and how fast two of them add up a tensor in it,
-as a group does that holds a stage together.
+"""What the ranks of a host have in common: its memory, counted once, its NIC, how fast all their devices copy from it at once, and
+how fast two of them add up a tensor in it, as a group does that holds a stage together.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from hetero_mpi.comm.links import HostFlows, fit_line
 from hetero_mpi.comm.ranks.world import World
@@ -52,6 +54,7 @@ def host_profiles(
     cores: Sequence[float],
     flows: Sequence[HostFlows],
     sums: Sums | None = None,
+    copies: Mapping[str, float] | None = None,
 ) -> tuple[HostProfile, ...]:
     """Every host, in the order of its first rank. ``hosts``, ``memories`` and ``cores`` (0: an accelerator's rank): of every
     rank."""
@@ -60,10 +63,11 @@ def host_profiles(
     for name in dict.fromkeys(hosts):
         own = (memory for host, memory in zip(hosts, memories, strict=True) if host == name)
         least = min(own, key=lambda memory: memory.host_bytes)
-        shared_nic, flows_bytes_per_s = together.get(name, (False, float("inf")))
+        shared_nic, flows_bytes_per_s = together.get(name, (False, math.inf))
         latency_s, bytes_per_s = (sums or {}).get(name, (0.0, None))
+        copied = (copies or {}).get(name, math.inf)
         own_cores = round(sum(count for host, count in zip(hosts, cores, strict=True) if host == name), 3) or None
-        figures = shared_nic, flows_bytes_per_s, latency_s, bytes_per_s, own_cores
+        figures = shared_nic, flows_bytes_per_s, copied, latency_s, bytes_per_s, own_cores
         found.append(HostProfile(name, least.host_bytes, least.host_reason, *figures))
     return tuple(found)
 
@@ -112,3 +116,43 @@ def _sum_s(pair: World, size: int) -> float:
         if pair.all_gather_json(sum(seconds) > _LONG_ENOUGH_S)[0]:  # one rank says it for both
             break
     return max(1e-9, statistics.median(seconds[1:] or seconds))
+
+
+_COPIED_BYTES, _COPYING_S = 64 << 20, 0.1
+"""Copies of so many bytes, more than caches hold between them, follow one another for so many seconds."""
+
+
+def measure_copies(world: World, backend: Backend) -> dict[str, float]:
+    """Host -> bytes per second that its devices receive from its memory together when all of them copy at once: of hosts with
+    several ranks whose devices have memory of their own. Collective; on all hosts at once, while other ranks are still."""
+    copying = world.all_gather_json(not backend.shares_host_memory())
+    own: World | None = None
+    for host in dict.fromkeys(world.hosts):
+        ranks = [rank for rank, name in enumerate(world.hosts) if name == host and copying[rank]]
+        if len(ranks) > 1:
+            own = world.subset(ranks) or own
+    world.meet_asleep()
+    rate = _copied_per_s(own, backend) if own is not None else None
+    backend.free_unused()
+    world.meet_asleep()
+    together: dict[str, float] = {}
+    for host, one in zip(world.hosts, world.all_gather_json(rate), strict=True):
+        if one is not None:
+            together[host] = together.get(host, 0.0) + one
+    return together
+
+
+def _copied_per_s(own: World, backend: Backend) -> float:
+    """Bytes per second that come to this rank's device, one copy waiting while another one runs."""
+    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=backend.device)
+    here, copying, count = backend.host_buffer((_COPIED_BYTES,), torch.uint8), backend.copying(), 0
+    before = copying.copy(there, here)
+    before.wait()
+    own.barrier()
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < _COPYING_S:
+        now = copying.copy(there, here)
+        before.wait()
+        before, count = now, count + 1
+    before.wait()
+    return count * _COPIED_BYTES / (time.perf_counter() - begin)

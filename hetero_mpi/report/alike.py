@@ -112,7 +112,8 @@ def host_rows(profile: ClusterProfile) -> list[tuple[str, ...]]:
         sharing = sum(host.shared_nic for host in hosts)
         nic = "shared" if sharing == len(hosts) else f"shared on {sharing}" if sharing else "not shared"
         flows = [host.flows_bytes_per_s for host in hosts if host.flows_bytes_per_s != float("inf")]
-        rows.append((str(len(hosts)), kind, nic, least_most(flows, units.bandwidth)))
+        copies = [host.copies_bytes_per_s for host in hosts if host.copies_bytes_per_s != float("inf")]
+        rows.append((str(len(hosts)), kind, nic, *(least_most(found, units.bandwidth) for found in (flows, copies))))
     return rows
 
 

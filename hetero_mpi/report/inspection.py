@@ -36,6 +36,8 @@ MOST_LINKS = 12
 _CURVE_HEADERS = (
     "layer", "tokens", "forward", "timed", "spread", "backward", "timed", "spread", "again", "input", "weights"
 )  # fmt: skip
+TOGETHER = "all flows out", "all copies in"
+"""Of a host: of its ranks to other hosts, and of its memory to its devices."""
 LIMITS = {
     "device": "the speed of the devices",
     "link": "links",
@@ -202,7 +204,7 @@ def _sample(curve: Curve | None, tokens: int) -> tuple[str, str, str]:
 def _host_table(profile: ClusterProfile, every: bool) -> list[str]:
     """What the ranks of each host share, where the profile says so."""
     if len(profile.hosts) > MOST_ROWS and not every:
-        return ["", "Hosts", *table(("hosts", "ranks of each", "NIC", "all flows out"), host_rows(profile))]
+        return ["", "Hosts", *table(("hosts", "ranks of each", "NIC", *TOGETHER), host_rows(profile))]
     rows = []
     for host in profile.hosts:
         ranks = [device.rank for device in profile.devices if device.host == host.name]
@@ -211,10 +213,11 @@ def _host_table(profile: ClusterProfile, every: bool) -> list[str]:
         nic = "shared" if host.shared_nic else "not shared" if measured else ""
         size, reason = (units.size(host.memory_bytes), host.memory_reason) if sharing else ("", "")
         speed = units.bandwidth(host.flows_bytes_per_s) if measured else ""
-        rows.append((host.name, units.numbers(ranks), units.numbers(sharing), size, nic, speed, reason))
+        copies = units.bandwidth(host.copies_bytes_per_s) if math.isfinite(host.copies_bytes_per_s) else ""
+        rows.append((host.name, units.numbers(ranks), units.numbers(sharing), size, nic, speed, copies, reason))
     if not rows:
         return []
-    headers = ("host", "ranks", "in its memory", "memory", "NIC", "all flows out", "why so much memory")
+    headers = ("host", "ranks", "in its memory", "memory", "NIC", *TOGETHER, "why so much memory")
     return ["", "Hosts", *table(headers, rows)]
 
 

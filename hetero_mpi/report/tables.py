@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from hetero_mpi.planning.copies import with_streams
 from hetero_mpi.planning.durations import compute_s, stage_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
@@ -254,7 +255,8 @@ def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
 
 
 def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> float:
-    return sum(stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B))
+    seen = with_streams(profile, plan)
+    return sum(stage_s(seen, pipeline, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B))
 
 
 def batch_lines(plan: Plan) -> list[str]:

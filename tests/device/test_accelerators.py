@@ -6,6 +6,7 @@ One mpirun, with a rank for every GPU and one on the processor, goes through mos
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -225,6 +226,11 @@ def check_as_alone(runs: Runs, name: str) -> None:
     assert backends == [*(gpu[0] for gpu in GPUS), "cpu"]
     texts = {(runs.directory / one / "sample.txt").read_text() for one in (name, "alone")}
     assert len(texts) == 1, texts
+
+
+def test_what_the_gpus_of_a_host_receive_all_at_once_is_measured(runs: Runs) -> None:
+    (host,) = load_profile(runs.directory / "full.profile.toml").hosts
+    assert math.isfinite(host.copies_bytes_per_s) == (len(GPUS) > 1), "the processor copies nothing"
 
 
 def test_a_run_that_is_resumed_goes_on_with_the_same_bits(runs: Runs) -> None:

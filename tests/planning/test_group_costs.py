@@ -104,6 +104,17 @@ def test_sums_are_as_fast_as_they_were_measured_on_the_host_and_pass_through_dev
     assert seconds(told, plan, Op.F) - seconds(profile, plan, Op.F) == pytest.approx(more_s)
 
 
+def test_members_that_copy_at_once_share_what_their_host_carries() -> None:
+    plan, profile = plan_of((4, 4)), cluster()
+    speeds = {"device_to_host_bytes_per_s": 1e4, "host_to_device_bytes_per_s": 1e4}
+    profile = replace(profile, devices=tuple(replace(device, **speeds) for device in profile.devices))
+    hosts = (HostProfile("box", 10**9, "made up", copies_bytes_per_s=1e4),)
+    # Two blocks' two sums of 1,000 bytes, out and back at half the speed; the input goes to one of the two.
+    more_s = 4 * 2 * 0.1
+    limited = seconds(replace(profile, hosts=hosts), plan, Op.F)
+    assert limited - seconds(profile, plan, Op.F) == pytest.approx(more_s)
+
+
 def test_a_member_steps_what_it_holds_after_the_sums_of_what_everybody_holds() -> None:
     profile = cluster()
     devices = tuple(replace(device, optimizer_s_per_parameter=0.01) for device in profile.devices)

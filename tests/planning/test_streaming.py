@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
-from hetero_mpi.planning.durations import duration, finished_layers_s
+from hetero_mpi.planning.durations import Durations, duration, finished_layers_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS, predict_hosts, predict_memory, stage_memory, streamed_memory
 from hetero_mpi.planning.schedule import Action, Op
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile
@@ -68,6 +70,37 @@ def test_a_layer_takes_as_long_as_its_slices_or_the_next_copy() -> None:
     one_by_one = replace(stage, warm_up=0)
     assert seconds(slow, one_by_one, Op.F) == pytest.approx(4 + 10 + 4)
     assert seconds(slow, replace(one_by_one, last=3), Op.F) == pytest.approx(4 + 4), "two layers stay there"
+
+
+@pytest.mark.parametrize(
+    ("carried", "others", "copy_s"),
+    [(math.inf, 1, 10), (288, 1, 10), (144, 1, 20), (288, 3, 20), (144, 0, 10)],
+    ids=["not known", "enough", "half", "half beside a faster one", "alone"],
+)
+def test_devices_that_stream_at_once_share_what_their_host_carries(carried: float, others: int, copy_s: float) -> None:
+    """``others``: how many times as fast the other device copies by itself; 0: it streams nothing."""
+    profile = cluster(host="box", host_to_device_bytes_per_s=144.0, device_to_host_bytes_per_s=144.0)
+    faster = replace(profile.devices[1], host_to_device_bytes_per_s=144.0 * max(1, others))
+    hosts = (HostProfile("box", 10**6, "its memory", copies_bytes_per_s=carried),)
+    profile = replace(profile, devices=(profile.devices[0], faster), hosts=hosts)
+    stages = StagePlan((0,), 1, 4, 0, streamed=True), StagePlan((1,), 4, 10, 0, streamed=others > 0)
+    costs = Durations(plan_of(profile, *stages), profile)
+    assert costs.of(Action(Op.F, 0, 0))[0] == pytest.approx(4 + copy_s + 4)
+
+
+def test_the_planner_knows_what_a_host_carries_at_once() -> None:
+    asked, carried = request(micro_batch_choices=(1,)), 4000.0
+    devices = [
+        replace(device, host="box", host_to_device_bytes_per_s=carried) for device in heavy_cluster(200_000).devices
+    ]
+    free = of_devices(devices, heavy())
+    limited = replace(free, hosts=(HostProfile("box", 10**9, "its memory", copies_bytes_per_s=carried),))
+    before, after = make_plan(free, asked), make_plan(limited, asked)
+    assert streamed_in(before.plan) == 2
+    assert after.predicted_step_s == simulate(after.plan, limited).step_s > 1.2 * before.predicted_step_s
+    assert simulate(before.plan, limited).step_s >= after.predicted_step_s
+    if streamed_in(after.plan) == 2:
+        assert any("copies limit it: 2 kB/s" in reason for reason in after.reasons), after.reasons
 
 
 def test_slices_of_a_resident_stage_follow_one_another() -> None:

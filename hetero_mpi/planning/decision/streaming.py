@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from hetero_mpi.planning.copies import with_copying, with_streams
 from hetero_mpi.planning.durations import (
     host_optimizer_s,
     layer_s,
@@ -95,6 +96,7 @@ def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
 def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> Timed | None:
     best: Timed | None = None
     fitter = Fitter(profile, request)
+    crowded = with_copying(profile, range(len(profile.devices)))
     sizes = sorted(set(request.micro_batch_choices))
     larger = list(sizes)
     while len(sizes) > 1 and request.global_batch % (2 * larger[-1]) == 0:
@@ -102,7 +104,7 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> T
     places = {0, len(sizes) // 2, len(sizes) - 1} if len(profile.devices) <= FEW else {len(sizes) // 2}
     for place in sorted(places):
         slice_sequences = sizes[place]
-        view = streamed_view(profile, slice_sequences, request)
+        view = streamed_view(crowded, slice_sequences, request)
         asked = replace(
             request,
             micro_batch_choices=tuple(size for size in larger if size >= slice_sequences),
@@ -115,7 +117,7 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> T
         found = search(view, asked)
         if found is None:
             continue
-        streamed = _streamed(found, fitter, slice_sequences)
+        streamed = _streamed(found, fitter, crowded, slice_sequences)
         # The view takes a little more memory than streamed stages do, and may have found too shallow depths.
         deep = [with_classic_depths(streamed)] if request.schedule == "auto" else []
         for plan in map(fitter.fitted, (streamed, *deep)):
@@ -208,15 +210,16 @@ def _times(
     )
 
 
-def _streamed(plan: Plan, fitter: Fitter, slice_sequences: int) -> Plan:
-    """``plan`` with streamed stages; a stage that fits without, and is faster then, holds its weights."""
-    profile, request, pipelines = fitter.profile, fitter.request, []
+def _streamed(plan: Plan, fitter: Fitter, crowded: ClusterProfile, slice_sequences: int) -> Plan:
+    """``plan`` with streamed stages; a stage that fits without, and is faster then, holds its weights. ``crowded``: the cluster
+    whose devices all copy at once."""
+    request, pipelines = fitter.request, []
     for pipeline in plan.pipelines:
         size = None if slice_sequences >= pipeline.micro_batch else slice_sequences
         stages = tuple(
             min(
                 (way for way in _ways(stage, request, size) if way.streamed or fitter.fits(pipeline, way)),
-                key=lambda way: _in_step_s(profile, pipeline, way, request.sequence_length),
+                key=lambda way: _in_step_s(crowded, pipeline, way, request.sequence_length),
             )
             for stage in pipeline.stages
         )
@@ -249,6 +252,7 @@ def _ways(stage: StagePlan, request: PlanRequest, size: int | None) -> Iterator[
 
 def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     """For a person: what each rank streams, and what the copies cost."""
+    profile = with_streams(profile, plan)
     for _, index, stage in plan.numbered:
         if stage.streamed:
             yield f"rank {stage.ranks[0]} {_text(plan, plan.pipelines[index], stage, profile)}"

@@ -73,7 +73,8 @@ def with_free_links(profile: ClusterProfile) -> ClusterProfile:
     )
     links = tuple(replace(link, latency_s=0.0, bytes_per_s=math.inf) for link in profile.links)
     between = tuple(replace(link, latency_s=0.0, bytes_per_s=math.inf) for link in profile.host_links)
-    hosts = tuple(replace(x, shared_nic=False, sum_latency_s=0.0, sum_bytes_per_s=math.inf) for x in profile.hosts)
+    at_once = {"sum_latency_s": 0.0, "sum_bytes_per_s": math.inf, "copies_bytes_per_s": math.inf}
+    hosts = tuple(replace(host, shared_nic=False, **at_once) for host in profile.hosts)  # type: ignore[arg-type]
     return replace(profile, devices=devices, links=links, host_links=between, hosts=hosts)
 
 

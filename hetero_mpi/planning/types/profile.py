@@ -144,6 +144,9 @@ class HostProfile:
     """All messages to and from other hosts pass through one NIC: they queue for it. Found by sending all at once."""
     flows_bytes_per_s: float = float("inf")
     """All flows that leave the host, at once, together."""
+    copies_bytes_per_s: float = float("inf")
+    """From the host's memory to all its devices with memory of their own, at once, together; it is taken to hold of the way back as
+    well. Infinite: nothing limits them together, or there is one at most."""
     sum_latency_s: float = 0.0
     """Two ranks of the host add up n bytes in host memory in ``sum_latency_s + n / sum_bytes_per_s``."""
     sum_bytes_per_s: float | None = None
