@@ -24,7 +24,7 @@ from hetero_mpi.model.model_cost import shareable_heads
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds, host_optimizer_s
-from hetero_mpi.profiling.rounds import LONGEST_S, Rounds, Way
+from hetero_mpi.profiling.rounds import LONGEST_S, TimingRounds, Way
 from hetero_mpi.profiling.subject import Group, Subject, cold_by_itself, layer_groups, light, sampled_rows
 from hetero_mpi.profiling.timings import Seconds, TimedPart, TimingSamples, layer_times
 
@@ -180,7 +180,7 @@ class DeviceBenchmark:
             bench.stage.forget()
 
     def _time(self, ways: Sequence[Way]) -> None:
-        Rounds(self._clock, warms_up=self.backend.name != "cpu").time(ways)
+        TimingRounds(self._clock, warms_up=self.backend.name != "cpu").time(ways)
 
     def _clock(self) -> float:
         """Seconds of the processor on a CPU: what it waits for a core is not spent."""

@@ -49,8 +49,13 @@ class _Lap:
         wanted = self.done < self.way.repeats and self.spent_s + self.pass_s <= SHARE_S
         return self.done == 0 or wanted
 
+    def count(self, fits: bool) -> None:
+        """One more repetition was begun. ``fits``: it had memory enough; else it is the last."""
+        self.done = self.done + 1 if fits else self.way.repeats
+        self.spent_s += self.pass_s
 
-class Rounds:
+
+class TimingRounds:
     """Times layers on one device.
 
     Args:
@@ -69,9 +74,7 @@ class Rounds:
         laps = [lap for way in ways for lap in self._begun(way)]
         while laps := [lap for lap in laps if lap.goes_on()]:
             for lap in laps:
-                lap.done, lap.spent_s = lap.done + 1, lap.spent_s + lap.pass_s
-                if self._seconds(lap.way, lap.rows, lap.way.samples) is None:
-                    lap.done = lap.way.repeats
+                lap.count(self._seconds(lap.way, lap.rows, lap.way.samples) is not None)
 
     def _begun(self, way: Way) -> list[_Lap]:
         """One lap for each number of sequences that is timed, after a repetition that warms up."""
@@ -88,14 +91,14 @@ class Rounds:
             pass_s = self._seconds(way, rows, unused)
             if pass_s is None:
                 break
-            lap = _Lap(way, rows, pass_s)
-            if pass_s > SHARE_S / 2 and not self._warms_up:
+            counts = pass_s > SHARE_S / 2 and not self._warms_up
+            if counts:
                 way.samples.update(unused)
-                lap.done, lap.spent_s = 1, pass_s
             elif not laps:  # what came first of all was slower than the others will be
-                lap.pass_s = self._seconds(way, rows, way.samples) or pass_s
-                lap.done, lap.spent_s = 1, lap.pass_s
-            laps.append(lap)
+                pass_s = self._seconds(way, rows, way.samples) or pass_s
+            laps.append(_Lap(way, rows, pass_s))
+            if counts or len(laps) == 1:
+                laps[-1].count(True)
         return laps
 
     def _seconds(self, way: Way, rows: int, samples: TimingSamples) -> float | None:

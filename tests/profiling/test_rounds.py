@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_mpi.profiling.rounds import Rounds, Way
+from hetero_mpi.profiling.rounds import TimingRounds, Way
 from hetero_mpi.profiling.timings import TimedPart, TimingSamples
 
 
@@ -47,7 +47,7 @@ def times_of(way: Way, name: str) -> dict[int, int]:
 def test_every_round_runs_each_way_with_each_number_once() -> None:
     machine = Machine(0.001)
     ways = [machine.way("whole", (1, 2, 4), 3), machine.way("member", (1, 2, 4), 2)]
-    Rounds(machine.clock, warms_up=False).time(ways)
+    TimingRounds(machine.clock, warms_up=False).time(ways)
     assert [times_of(way, name) for way, name in zip(ways, ("whole", "member"), strict=True)] == [
         {1: 3, 2: 3, 4: 3},
         {1: 2, 2: 2, 4: 2},
@@ -59,7 +59,7 @@ def test_every_round_runs_each_way_with_each_number_once() -> None:
 def test_long_repetitions_are_few_and_their_first_counts() -> None:
     machine = Machine(0.05)
     way = machine.way("whole", (1, 2, 8, 16), 5)
-    Rounds(machine.clock, warms_up=False).time([way])
+    TimingRounds(machine.clock, warms_up=False).time([way])
     assert times_of(way, "whole") == {1: 5, 2: 4, 8: 1, 16: 1}
     assert machine.ran.count(("whole", 16)) == 1
 
@@ -67,14 +67,14 @@ def test_long_repetitions_are_few_and_their_first_counts() -> None:
 def test_a_device_that_warms_up_counts_no_first_repetition() -> None:
     machine = Machine(0.05)
     way = machine.way("whole", (1, 16), 5)
-    Rounds(machine.clock, warms_up=True).time([way])
+    TimingRounds(machine.clock, warms_up=True).time([way])
     assert times_of(way, "whole")[16] == 1 and machine.ran.count(("whole", 16)) == 2
 
 
 def test_what_is_close_to_another_way_is_timed_at_both_ends_of_what_is_short() -> None:
     machine = Machine(0.04)
     ways = [machine.way("whole", (1, 2, 4, 8, 16), 2), machine.way("again", (1, 2, 4, 8, 16), 2, ends=True)]
-    Rounds(machine.clock, warms_up=False).time(ways)
+    TimingRounds(machine.clock, warms_up=False).time(ways)
     assert list(times_of(ways[1], "again")) == [1, 8]
     assert list(times_of(ways[0], "whole")) == [1, 2, 4, 8, 16]
 
@@ -82,15 +82,15 @@ def test_what_is_close_to_another_way_is_timed_at_both_ends_of_what_is_short() -
 def test_numbers_that_take_too_long_are_left_out() -> None:
     machine = Machine(2.0)
     way = machine.way("whole", (1, 2, 4), 5)
-    Rounds(machine.clock, warms_up=False).time([way])
+    TimingRounds(machine.clock, warms_up=False).time([way])
     assert times_of(way, "whole") == {1: 1, 2: 1}
 
 
 def test_numbers_without_memory_are_left_out_but_not_the_smallest() -> None:
     machine = Machine(0.001, most_rows=2)
     way = machine.way("whole", (1, 2, 4, 8), 3)
-    Rounds(machine.clock, warms_up=False).time([way])
+    TimingRounds(machine.clock, warms_up=False).time([way])
     assert times_of(way, "whole") == {1: 3, 2: 3} and machine.forgotten == 1
     machine.most_rows = 0
     with pytest.raises(torch.OutOfMemoryError):
-        Rounds(machine.clock, warms_up=False).time([machine.way("whole", (1, 2), 3)])
+        TimingRounds(machine.clock, warms_up=False).time([machine.way("whole", (1, 2), 3)])
