@@ -11,12 +11,19 @@ import pytest
 
 from hetero_mpi.planning.analysis.what_if import AS_INT8, losses, what_ifs
 from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.cluster_changes import restricted, with_copy_of, with_faster_links, with_free_links
+from hetero_mpi.planning.types.cluster_changes import (
+    restricted,
+    with_copy_of,
+    with_faster_links,
+    with_free_links,
+    with_plenty_of_memory,
+)
 from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
-from hetero_mpi.planning.types.profile import HostProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import (
     load_profile,
@@ -29,7 +36,7 @@ from hetero_mpi.planning.types.toml_files import (
 )
 from hetero_mpi.report import units
 from tests.support.planning_folder import REQUEST, cluster, fill, run
-from tests.support.planning_samples import make_model, make_plan_of, make_profile, random_instance
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_instance
 
 ROOT = Path(__file__).parents[2]
 
@@ -223,6 +230,29 @@ def test_losses_add_up_and_name_what_limits() -> None:
         assert lost.limit == limit, lost
         total = lost.choice + lost.links + lost.memory + lost.granularity
         assert total == pytest.approx(1 - lost.bound_s / lost.step_s)
+
+
+@pytest.mark.parametrize(("memory_bytes", "searches"), [(10_000_000, 1), (60_000, 2)])
+def test_what_is_lost_takes_one_search_where_memory_is_plenty(
+    memory_bytes: int, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says what whole searches of both clusters would."""
+    profile = make_profile((1.0, 2.0, 2.0), make_model(10), memory_bytes, 0.1, 1e4)
+    request = PlanRequest(8, SEQUENCE, (1, 2), max_pipelines=3, recompute_choices=(False, True))
+    own, free = make_plan(profile, request), with_free_links(profile)
+    whole = [decide(one, request) for one in (free, with_plenty_of_memory(free))]
+    asked: list[PlanRequest] = []
+
+    def counted(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
+        asked.append(request)
+        return decide(profile, request)
+
+    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.decide", counted)
+    lost = losses(own, own, profile, request)
+    assert len(asked) == searches and all(one.brief for one in asked)
+    seconds = [one.step_s for one in whole if one is not None]
+    assert lost.free_links_s == pytest.approx(seconds[0])
+    assert lost.memory == pytest.approx((seconds[0] - min(seconds)) / own.predicted_step_s)
 
 
 def test_faster_links_are_not_planned_for_where_messages_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
+from hetero_mpi.planning.decision import decide
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import Durations, duration, finished_layers_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS, predict_hosts, predict_memory, stage_memory, streamed_memory
@@ -181,6 +182,22 @@ def test_stages_are_streamed_where_nothing_fits_otherwise() -> None:
     assert all(one.peak_bytes <= one.usable_bytes for one in predict_memory(report.plan, small, 0.05))
     assert any("streams" in reason and "copies" in reason for reason in report.reasons)
     assert 0 < report.bound_step_s <= report.predicted_step_s
+
+
+def test_of_slices_of_several_sizes_the_most_promising_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is found is no worse than with a search for each."""
+    profile, asked, searched = heavy_cluster(200_000), request(micro_batch_choices=(1, 2, 4)), list[PlanRequest]()
+    by_itself = [decide.decide(profile, replace(asked, micro_batch_choices=(size,))) for size in (1, 2, 4)]
+    search = decide._searched
+
+    def counted(view: ClusterProfile, request: PlanRequest) -> Plan | None:
+        searched.append(request)
+        return search(view, request)
+
+    monkeypatch.setattr(decide, "_searched", counted)
+    found = decide.decide(profile, asked)
+    assert found is not None and streamed_in(found.plan) > 0 and len(searched) == 1
+    assert found.step_s <= min(one.step_s for one in by_itself if one is not None)
 
 
 def test_stages_are_streamed_where_a_step_gets_shorter() -> None:

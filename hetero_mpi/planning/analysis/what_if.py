@@ -6,13 +6,16 @@ Nothing here is extrapolated: every figure is the simulated step time of a plan 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.alone import alone, fastest
+from hetero_mpi.planning.decision.decide import Decision
 from hetero_mpi.planning.durations import whole_model_s
+from hetero_mpi.planning.memory import fits_memory
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
     restricted,
@@ -83,9 +86,14 @@ class WhatIf:
 def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: PlanRequest) -> Losses:
     """What ``plan`` loses to what. ``own``: the planner's plan for the same request (often ``plan`` itself)."""
     free = with_free_links(profile)
-    without_links = _step_s(free, request)
     roomy = with_plenty_of_memory(free)
-    without_both = min(without_links, _step_s(roomy, request))
+    found = _decided(roomy, request)
+    suits = fits_memory(found.plan, free, request.memory_reserve)
+    without_links = min(
+        found.step_s if suits else _decided(free, request).step_s,
+        outlined(own.plan, free).step_s,
+    )
+    without_both = min(without_links, found.step_s)
     bound_s = fluid_bound_s(roomy, request)
     step_s = plan.predicted_step_s
 
@@ -184,15 +192,15 @@ def _representatives(used: Sequence[int], profile: ClusterProfile) -> list[int]:
     return sorted(chosen, key=lambda rank: (whole_model_s(profile, profile.devices[rank]), rank))
 
 
-def _step_s(profile: ClusterProfile, request: PlanRequest) -> float:
-    decision = fastest(profile, request)
+def _decided(profile: ClusterProfile, request: PlanRequest) -> Decision:
+    decision = fastest(profile, replace(request, brief=True))
     if decision is None:
         raise UserError("the model does not fit in memory")
-    return decision.step_s
+    return decision
 
 
 def _what_if(change: str, profile: ClusterProfile, request: PlanRequest) -> WhatIf:
     try:
-        return WhatIf(change, _step_s(profile, request))
+        return WhatIf(change, _decided(profile, request).step_s)
     except UserError as error:
         return WhatIf(change, None, str(error).splitlines()[0])

@@ -51,6 +51,8 @@ annealed."""
 MANY, MOST_NUMBERS, LONGER = 16, 3, 2
 """Of more ranks only so many numbers of pipelines are searched, those of the fastest starts; and so many times as long where
 ``polishes`` leaves starts of fewer numbers."""
+NUMBERS_IN_BRIEF = 2
+"""The same where the request is to be answered briefly."""
 MUCH_SLOWER, SLOWER, HOPELESS = 2.0, 1.04, 1.02
 """A number of pipelines is left out whose start is so much slower than the best of fewer pipelines, or, of more than ``FEW`` ranks,
 is still by the second when its ranks have been put in order, or by the third when it has been annealed."""
@@ -84,7 +86,9 @@ class Annealer:
         most = self.layer_count * min(request.max_pipelines, request.global_batch)
         self.every = min(len(self.ranks), most)
         """So many ranks are at work where none may idle."""
-        least = 0 if request.allow_idle or len(self.ranks) <= MANY else self.every
+        self.numbers = NUMBERS_IN_BRIEF if request.brief else MOST_NUMBERS if len(self.ranks) > MANY else None
+        """So many numbers of pipelines are searched, those of the fastest starts; None: all."""
+        least = 0 if request.allow_idle or self.numbers is None else self.every
         self.rounds = Rounds(self.costs, self._step_s, self.clock.step_s, self._owned_s, least)
         times = (THOROUGH if request.thorough else 1) * (LONGER if polishes(profile, len(self.ranks)) else 1)
         looks, less = (LOOKS, NICS) if len(self.ranks) <= MORE else (LOOKS_OF_MORE, NICS_OF_MORE)
@@ -122,24 +126,26 @@ class Annealer:
     def _of_all(self, numbers: dict[int, list[Start]]) -> tuple[Start, float | None, float | None]:
         """The best plan of any number of pipelines, by the starts of each; and the seconds of ``Annealed``.
 
-        Of up to ``MANY`` ranks, what is found for a number depends on fewer pipelines alone, not on how many more are allowed. A
-        plan with idle ranks is followed by one that puts them to work, whether ranks may idle or not.
+        Where all numbers are searched, what is found for one depends on fewer pipelines alone, not on how many more are allowed,
+        and a plan with idle ranks is followed by one that puts them to work, whether ranks may idle or not.
         """
         best: Start = (), math.inf
-        whole, one_s, many = best, math.inf, len(self.ranks) > MANY
+        whole, one_s, some = best, math.inf, self.numbers is not None
         begins = {number: min(step_s for _, step_s in own) for number, own in numbers.items()}
-        order = sorted(numbers, key=lambda number: (begins[number], number))[:MOST_NUMBERS] if many else sorted(numbers)
+        order = (
+            sorted(numbers, key=lambda number: (begins[number], number))[: self.numbers] if some else sorted(numbers)
+        )
         for number in order:
-            known_s = best[1] if many else max(best[1], whole[1])
+            known_s = best[1] if some else max(best[1], whole[1])
             if begins[number] == math.inf or begins[number] <= known_s * MUCH_SLOWER:
                 other = self._annealed(numbers[number], known_s, self.rounds.of(number))
                 best = other if other[1] < best[1] * (1 - ROUNDING) else best
-                if not many:
+                if not some:
                     other = self._at_work(other, numbers[number], whole[1]) if used(other[0]) < self.every else other
                     whole = other if other[1] < whole[1] * (1 - ROUNDING) else whole
             if number == 1:
                 one_s = min(best[1], whole[1])
-        if many:
+        if some:
             return best, None, None
         if not self.request.allow_idle or whole[1] < best[1] * (1 - ROUNDING):
             best = whole

@@ -74,7 +74,7 @@ def _decided(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     busy = while_computing(profile, everyone)
     resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))
     timed = None if resident is None else (resident.plan, resident.step_s)
-    streamed = with_streamed_stages(busy, request, timed, _searched)
+    streamed = with_streamed_stages(busy, request, timed, _starts, _searched)
     found = resident if streamed is None else Decision(*streamed)
     if found is None or busy is profile:
         return found

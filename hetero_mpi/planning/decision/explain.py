@@ -94,7 +94,8 @@ def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation
         return
     rank = min(used, key=lambda r: (simulation.busy_s[r], r))
     held = _held(plan, rank)
-    found = decide(restricted(profile, [d.rank for d in profile.devices if d.rank != rank]), request)
+    others = restricted(profile, [d.rank for d in profile.devices if d.rank != rank])
+    found = decide(others, replace(request, brief=True))
     name = f"rank {rank} ({profile.devices[rank].name}) holds {held} ({_stages(plan, rank)}): without it"
     if found is None:
         yield f"{name} the model does not fit in memory"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.durations import layer_s, repeated_s
-from hetero_mpi.planning.memory import hosts_suffice, predict_memory
+from hetero_mpi.planning.memory import fits_memory
 from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.schedule import Op
@@ -165,9 +165,7 @@ class SeveralStages:
         return [of_kind[layer.kind] for layer in self.profile.model.layers]
 
     def _fits(self, plan: Plan) -> bool:
-        reserve = self.request.memory_reserve
-        enough = all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, self.profile, reserve))
-        return enough and hosts_suffice(plan, self.profile, reserve)
+        return fits_memory(plan, self.profile, self.request.memory_reserve)
 
     def _affords(self, actions: int) -> bool:
         """May so many more be looked at?"""

@@ -9,7 +9,7 @@ What they find is then written with streamed stages, of which those that fit wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from hetero_mpi.planning.copies import with_copying, with_streams
@@ -49,20 +49,23 @@ FULL = 0.8
 """Memory stands in the way where a rank uses more than this share of it."""
 FEW = 8
 """Up to so many ranks three sizes of slices are looked at: the smallest and the largest micro-batch of the request, and the one
-between. Beyond, that one alone, since each takes a search."""
+between. Beyond, that one alone."""
 
 _ENDLESS_BYTES = 1 << 60
 """Memory of a host of which nothing is known."""
 
 Timed = tuple[Plan, float]
 """A plan and the seconds of a step."""
+Starts = Callable[[ClusterProfile, PlanRequest], Iterable[Timed]]
+"""Plans to begin with, quickly found."""
 Search = Callable[[ClusterProfile, PlanRequest], Plan | None]
 
 
 def with_streamed_stages(
-    profile: ClusterProfile, request: PlanRequest, resident: Timed | None, search: Search
+    profile: ClusterProfile, request: PlanRequest, resident: Timed | None, starts: Starts, search: Search
 ) -> Timed | None:
-    """The fastest plan with streamed stages that ``search`` finds; None: nothing fits even so, or ``resident`` is as good.
+    """The fastest plan with streamed stages that ``search`` finds, in slices of the size with which ``starts`` are the fastest;
+    None: nothing fits even so, or ``resident`` is as good.
 
     Where streaming is left to the planner, it is looked at only where memory may stand in the way of ``resident``, which must be
     slower by ``WORTHWHILE``.
@@ -72,7 +75,7 @@ def with_streamed_stages(
     left = request.streaming == "auto"
     if left and resident is not None and not _memory_binds(resident[0], profile, request):
         return None
-    best = _fastest(profile, request, search)
+    best = _fastest(profile, request, starts, search)
     if best is None or resident is None:
         return best
     return best if best[1] < resident[1] * (1 - WORTHWHILE * left) else None
@@ -93,8 +96,7 @@ def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     return any(stage.recompute for stage in stages) or any(one.peak_bytes > FULL * one.usable_bytes for one in memory)
 
 
-def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> Timed | None:
-    best: Timed | None = None
+def _fastest(profile: ClusterProfile, request: PlanRequest, starts: Starts, search: Search) -> Timed | None:
     fitter = Fitter(profile, request)
     crowded = with_copying(profile, range(len(profile.devices)))
     sizes = sorted(set(request.micro_batch_choices))
@@ -102,31 +104,39 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, search: Search) -> T
     while len(sizes) > 1 and request.global_batch % (2 * larger[-1]) == 0:
         larger.append(2 * larger[-1])
     places = {0, len(sizes) // 2, len(sizes) - 1} if len(profile.devices) <= FEW else {len(sizes) // 2}
-    for place in sorted(places):
-        slice_sequences = sizes[place]
-        view = streamed_view(crowded, slice_sequences, request)
-        asked = replace(
+
+    def asked(size: int) -> tuple[ClusterProfile, PlanRequest]:
+        """What is searched instead, where slices have so many sequences."""
+        return streamed_view(crowded, size, request), replace(
             request,
-            micro_batch_choices=tuple(size for size in larger if size >= slice_sequences),
+            micro_batch_choices=tuple(one for one in larger if one >= size),
             recompute_choices=(False,),
             split_choices=(False,),
             streaming="never",
             stages_per_rank=1,  # a rank with a streamed stage holds no other one
             groups=False,
         )
-        found = search(view, asked)
-        if found is None:
-            continue
-        streamed = _streamed(found, fitter, crowded, slice_sequences)
+
+    def timed(plan: Plan, size: int) -> Iterator[Timed]:
+        """A plan for the cluster that was searched, with streamed stages, as far as it fits."""
+        streamed = _streamed(plan, fitter, crowded, size)
         # The view takes a little more memory than streamed stages do, and may have found too shallow depths.
         deep = [with_classic_depths(streamed)] if request.schedule == "auto" else []
-        for plan in map(fitter.fitted, (streamed, *deep)):
-            if plan is None or not hosts_suffice(plan, profile, request.memory_reserve):
-                continue
-            step_s = fitter.step_s(plan)
-            if best is None or step_s < best[1]:
-                best = plan, step_s
-    return best
+        for fitting in map(fitter.fitted, (streamed, *deep)):
+            if fitting is not None and hosts_suffice(fitting, profile, request.memory_reserve):
+                yield fitting, fitter.step_s(fitting)
+
+    begun: list[tuple[float, int, list[Timed]]] = []
+    for size in sorted(sizes[place] for place in places):
+        fitting = [one for start, _ in starts(*asked(size)) for one in timed(start, size)]
+        best = min(fitting, key=lambda one: one[1], default=None)
+        begun.append((math.inf, size, []) if best is None else (best[1], size, [best]))
+    for _, size, best_start in sorted(begun, key=lambda one: one[:2]):
+        searched = search(*asked(size))
+        found = [*best_start, *(timed(searched, size) if searched is not None else ())]
+        if found:
+            return min(found, key=lambda one: one[1])
+    return None
 
 
 def streamed_view(profile: ClusterProfile, slice_sequences: int, request: PlanRequest) -> ClusterProfile:

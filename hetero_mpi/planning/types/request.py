@@ -40,6 +40,8 @@ class PlanRequest:
     """Plans within this share of the fastest are as good: of these, the one whose ranks follow one another is taken."""
     thorough: bool = False
     """Look longer for the fastest plan: several times as long (``annealing``)."""
+    brief: bool = False
+    """Look at the most promising number of pipelines alone: for what is told beside a plan, not for a plan to be run."""
     memory_reserve: float = 0.05
     """Share of every device's usable memory that is kept free."""
     copy_bytes_per_trainable_parameter: float = 0.0
