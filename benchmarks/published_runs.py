@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hetero_mpi.planning.durations import optimizer_s  # noqa: E402
-from hetero_mpi.planning.memory import holdings, stage_memory  # noqa: E402
-from hetero_mpi.planning.schedule import Op, Schedule, schedule_of  # noqa: E402
+from hetero_mpi.planning.memory import stage_memory  # noqa: E402
+from hetero_mpi.planning.schedule import Op, Schedule, holdings, schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import SimulatedStep, simulate  # noqa: E402
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.network import Network  # noqa: E402

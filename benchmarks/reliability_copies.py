@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.reliability_kills import Row, job_of, newest, started, wait_for
-from hetero_mpi.launch.hosts.processes import VARIABLE
+from hetero_mpi.report.run_files.event_log import START_VARIABLE
 
 RANKS, FIRST, LAST = 2, 50, 450
 """Steps are timed from ``FIRST``, by when it is decided how often copies are taken, until a run has come to ``LAST``."""
@@ -22,7 +22,7 @@ ALONE = (["--with-ft", "ulfm"], {}, 0)
 KINDS = {
     "none": ALONE,
     "in memory": (["--with-ft", "ulfm"], {}, "auto"),
-    "on disk": ([], {VARIABLE: "benchmark.1"}, "auto"),
+    "on disk": ([], {START_VARIABLE: "benchmark.1"}, "auto"),
     "none, once more": ALONE,
 }
 """Launcher's options, environment, ``replicate_every``."""

@@ -144,7 +144,7 @@ def _opened(directory: Path, held: str) -> tuple[Any, Any, Any, list[int]]:
     import bitsandbytes.functional  # noqa: F401  (its own memory is not the shard's)
     from transformers.utils import logging
 
-    from hetero_mpi.job.load import JobConfig
+    from hetero_mpi.job.schema import JobConfig
     from hetero_mpi.model.files.model_files import ModelFiles
     from hetero_mpi.model.transformers.chain import TransformersChain
     from hetero_mpi.model.transformers.families import read_config
@@ -171,7 +171,7 @@ def _stream(directory: Path, held: str) -> int:
         import torch
 
         from hetero_mpi.device.backend import Backend
-        from hetero_mpi.job.load import TrainTable
+        from hetero_mpi.job.schema import TrainTable
         from hetero_mpi.model.host_weights import large_files_folder
         from hetero_mpi.model.optimizer import Optimizer
         from hetero_mpi.model.stage import MicroBatch

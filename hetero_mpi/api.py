@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero_mpi.commands import plan as offline
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import JobConfig as Tables
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job
+from hetero_mpi.job.schema import JobConfig as Tables
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import simulate as simulate_step

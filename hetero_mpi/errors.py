@@ -6,6 +6,7 @@ and the next step. Everything else is a defect of this program (or of a machine)
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 
 
@@ -23,6 +24,12 @@ class ExitCode(IntEnum):
     """``launch --elastic`` does not start the job again."""
     STOPPED = 76
     """A signal asked for it: the step was finished and a checkpoint written."""
+
+
+AT_ONCE = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a job at once if it has been asked to end before. Others have no further effect: SLURM, or a terminal that
+closes, may send them after a user's own.
+"""
 
 
 class UserError(ValueError):

@@ -1,13 +1,12 @@
 """Checkpoints: one self-describing HDF5 file per step, keyed by Hugging Face parameter names (docs/checkpoint.md)."""
 
 from hetero_mpi.checkpoint.directory import checkpoint_path, lowest_held_out, newest_good, prune, set_aside
-from hetero_mpi.checkpoint.format import KINDS, MOMENT_BLOCK, PIECE_BYTES, CheckpointError, cut, piece_count, pieces
+from hetero_mpi.checkpoint.format import KINDS, PIECE_BYTES, CheckpointError, cut, piece_count, pieces
 from hetero_mpi.checkpoint.reader import CheckpointReader, verify
 from hetero_mpi.checkpoint.writer import CheckpointWriter
 
 __all__ = [
     "KINDS",
-    "MOMENT_BLOCK",
     "PIECE_BYTES",
     "CheckpointError",
     "CheckpointReader",

@@ -38,7 +38,6 @@ Piece = tuple[tuple[int, ...], tuple[int, ...]]
 KINDS = ("parameters", "moments1", "moments2", "absmax1", "absmax2")
 """Moments are fp32, or uint8: bitsandbytes' codes, with the scale of every block of ``MOMENT_BLOCK`` of them in ``absmax``."""
 SCALES = ("absmax1", "absmax2")
-MOMENT_BLOCK = 256
 METADATA = "metadata"
 
 STORAGE: dict[str, np.dtype[Any]] = {

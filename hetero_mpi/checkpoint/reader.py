@@ -19,7 +19,6 @@ from hetero_mpi.checkpoint.format import (
     FORMAT_VERSION,
     KINDS,
     METADATA,
-    MOMENT_BLOCK,
     PIECE_BYTES,
     SCALES,
     STORAGE,
@@ -31,6 +30,7 @@ from hetero_mpi.checkpoint.format import (
 )
 from hetero_mpi.checkpoint.metadata import MOST_BYTES, check_metadata, check_size
 from hetero_mpi.checkpoint.opening import TEXT, Stored, damage_named
+from hetero_mpi.planning.types.cost import MOMENT_BLOCK
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from hetero_mpi.checkpoint import CheckpointReader, lowest_held_out, newest_good
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import JobConfig, job_from_dict
+from hetero_mpi.job.load import job_from_dict
+from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter

@@ -18,9 +18,10 @@ from pathlib import Path
 from hetero_mpi.commands.modelfile import write_modelfile
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.adapter_files import adapter_of
+from hetero_mpi.model.adapter_targets import of_pattern
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import read_json
-from hetero_mpi.model.peft_config import CONFIG, of_pattern
+from hetero_mpi.model.peft_config import CONFIG
 from hetero_mpi.model.tuning import scale_of
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.batch import IGNORED, Tokens
 from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.records import Record
-from hetero_mpi.data.sequences import IGNORED, Dataset, Rows, Tokens, join_evaluation, mix, share_out
+from hetero_mpi.data.sequences import Dataset, Rows, join_evaluation, mix, share_out
 from hetero_mpi.data.template import Form, Tokenized, tokenize_records
 from hetero_mpi.data.tokenizer import pad_token
 from hetero_mpi.errors import UserError

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from hetero_mpi.comm.clocks import clock_offset_s
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.emulation.emulated_links import Delay, EmulatedTransport, clock_offset_s
+from hetero_mpi.emulation.emulated_links import Delay, EmulatedTransport
 from hetero_mpi.emulation.emulated_nics import Nics, shared_nics
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob

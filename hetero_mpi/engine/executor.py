@@ -11,19 +11,17 @@ import torch
 
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import HOST, Mark
-from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.channel import PIECE_BYTES, Inbox, Outbox
-from hetero_mpi.engine.host_group import HostGroup
+from hetero_mpi.engine.pacing import Pacing
 from hetero_mpi.engine.placement import Placement
 from hetero_mpi.engine.wire import NEAREST, WireFormat
+from hetero_mpi.model.group.link import LeaderLink
 from hetero_mpi.model.layer.loss import Routed
 from hetero_mpi.model.layer.micro_batch import Comparison
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.planning.memory import holdings
-from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, Op
+from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, MeasuredEvent, Op, holdings
 from hetero_mpi.planning.types.plan import PipelinePlan
-from hetero_mpi.report.run_files.measured import MeasuredEvent
 
 _FORWARD, _BACKWARD, _EVALUATION = 0, 1, 2
 WholeStep = Callable[[Action], None]
@@ -82,7 +80,7 @@ class _StageLinks:
         pipeline: PipelinePlan,
         actions: Sequence[Action],
         transport: Transport,
-        emulation: Emulation | None,
+        emulation: Pacing | None,
         wire: WireFormat,
         leads: bool,
     ) -> None:
@@ -178,9 +176,9 @@ class Executor:
         transport: Transport,
         whole_step: dict[Op, WholeStep],
         finished: Finished,
-        emulation: Emulation | None = None,
+        emulation: Pacing | None = None,
         wire: WireFormat | None = None,
-        group: HostGroup | None = None,
+        group: LeaderLink | None = None,
     ) -> None:
         self.actions, self.whole_step, self.finished = tuple(actions), whole_step, finished
         self.pace = emulation.pace if emulation is not None else None

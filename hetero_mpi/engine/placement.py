@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hetero_mpi.data.sequences import Batch
+from hetero_mpi.data.batch import Batch
 from hetero_mpi.model.group.division import Division, Holding, divisions
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.loss import IGNORED

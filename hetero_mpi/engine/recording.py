@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hetero_mpi.comm.clocks import clock_offset_s
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.emulation.emulated_links import clock_offset_s
 from hetero_mpi.engine.trainer import StepResult, Trainer
-from hetero_mpi.planning.schedule import Event
+from hetero_mpi.planning.schedule import Event, MeasuredEvent
 from hetero_mpi.report.run_files.line_files import LineFile, keep_until
 from hetero_mpi.report.run_files.measured import (
     STEPS_NAME,
-    MeasuredEvent,
     RankStep,
     Usage,
     rank_step_line,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 
 from hetero_mpi.comm.transport import Arrived, Buffer, Exchange, Group, Message, Ready, Request, Transport
-from hetero_mpi.data.sequences import Batch
+from hetero_mpi.data.batch import Batch
 from hetero_mpi.engine.executor import Executor
 from hetero_mpi.engine.out_of_memory import memory_explained
 from hetero_mpi.engine.trainer import Trainer

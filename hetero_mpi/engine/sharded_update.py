@@ -23,7 +23,7 @@ import torch
 from hetero_mpi.comm.transport import Arrived, Group, Ready, Request, Transport
 from hetero_mpi.device.backend import HOST, Backend, host_bytes
 from hetero_mpi.device.copying import Copied, Copying
-from hetero_mpi.emulation.pace import ActionPacer
+from hetero_mpi.engine.pacing import Pace
 from hetero_mpi.engine.tied import TiedMatrix
 from hetero_mpi.model.held_layers import FlatGradients
 from hetero_mpi.model.optimizer import Optimizer
@@ -65,7 +65,7 @@ class ShardedUpdate:
         tied: TiedMatrix | None,
         optimizer: Optimizer,
         transport: Transport,
-        pace: ActionPacer | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.last_layer, self.tied = last_layer, tied
         self.transport, self.pace = transport, pace

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.data.sequences import Batch, Pairs
+from hetero_mpi.data.batch import Batch, Pairs
 from hetero_mpi.device.backend import DTYPES, Backend
-from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.executor import Executor, StepData
 from hetero_mpi.engine.host_group import HostGroup
 from hetero_mpi.engine.out_of_memory import memory_explained
+from hetero_mpi.engine.pacing import Pacing
 from hetero_mpi.engine.placement import (
     Placement,
     divided_tensors,
@@ -31,7 +31,8 @@ from hetero_mpi.engine.placement import (
 from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, shared_layers
 from hetero_mpi.engine.tied import TiedMatrix
 from hetero_mpi.engine.wire import format_of
-from hetero_mpi.job.load import TrainTable
+from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Kept, Shared
 from hetero_mpi.model.layer.interface import LayerChain, as_input
@@ -40,6 +41,7 @@ from hetero_mpi.model.layer.micro_batch import Comparison, Method
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
+from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import Action, Event, Op, Schedule
@@ -89,7 +91,7 @@ class Trainer:
         backend: Backend,
         train: TrainTable,
         start: Start | None,
-        emulation: Emulation | None = None,
+        emulation: Pacing | None = None,
         kept: Kept | None = None,
         loss_scale: LossScale | None = None,
         memory: RankMemory | None = None,
@@ -170,8 +172,11 @@ class Trainer:
         split, embedding = pipeline.split_backward and place.position > 0, None
         if tied is not None and self.stages and self.stages[0].is_first and own.last == self.chain.layer_count:
             embedding = self.stages[0].model_parameter(tied[1])
-        group = StageGroup(own.shares, self.group, own.experts) if self.group is not None else None
-        return Stage(*given, own.recompute, split, kept, own.slice_sequences, shared, foreign, embedding, group)
+        divided = None
+        if self.group is not None:
+            together = StageGroup(own.shares, self.group, own.experts)
+            divided = DividedLayers(language(self.chain), self.tuning, together)
+        return Stage(*given, own.recompute, split, kept, own.slice_sequences, shared, foreign, embedding, divided)
 
     def _build(self, held: HeldLayers, shared: SharedLayers, schedule: Schedule, train: TrainTable) -> None:
         assert self.pipeline is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hetero_mpi.job.rules import ELSEWHERE, LARGEST_AUTO, MOST_MICRO_BATCHES, leads_out
+from hetero_mpi.job.rules import ELSEWHERE, LARGEST_AUTO, MOST_MICRO_BATCHES, leads_out, speed_change
 
 Problems = Iterator[tuple[str, str]]
 """(key such as ``train.steps``, the rule it breaks)."""
@@ -39,14 +39,6 @@ class Known:
 
     def all_sound(self, *keys: str) -> bool:
         return self.broken.isdisjoint(keys)
-
-
-def speed_change(text: str) -> tuple[int, int, float] | None:
-    """``rank 1 runs at 0.5 from step 20`` as (rank, number of the step from 0, speed); None: it is not written so."""
-    match = re.fullmatch(r"rank (\d{1,9}) runs at (\d{1,9}(?:\.\d{1,9})?) from step (\d{1,9})", text.strip())
-    if match is None or float(match[2]) == 0 or int(match[3]) == 0:
-        return None
-    return int(match[1]), int(match[3]) - 1, float(match[2])
 
 
 def contradictions(known: Known, name: str) -> Problems:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,6 +29,14 @@ MOST_MICRO_BATCHES = 8192
 def leads_out(path: Path, base: Path) -> bool:
     """Does ``path`` lead out of the directory ``base``, once links are followed? Neither need exist."""
     return not path.resolve().is_relative_to(base.resolve())
+
+
+def speed_change(text: str) -> tuple[int, int, float] | None:
+    """``rank 1 runs at 0.5 from step 20`` as (rank, number of the step from 0, speed); None: it is not written so."""
+    match = re.fullmatch(r"rank (\d{1,9}) runs at (\d{1,9}(?:\.\d{1,9})?) from step (\d{1,9})", text.strip())
+    if match is None or float(match[2]) == 0 or int(match[3]) == 0:
+        return None
+    return int(match[1]), int(match[3]) - 1, float(match[2])
 
 
 Tables = Mapping[str, type[BaseModel]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from hetero_mpi.job.contradictions import speed_change
+from hetero_mpi.job.rules import speed_change
 from hetero_mpi.planning.orders import SCHEDULES
 
 Positive = Annotated[int, Field(ge=1)]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from hetero_mpi.checkpoint import MOMENT_BLOCK
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import TrainTable
 from hetero_mpi.job.rules import EIGHT_BIT
+from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.planning.types.cost import MOMENT_BLOCK
 
 _TORCH = {"moments1": "exp_avg", "moments2": "exp_avg_sq"}
 _BITSANDBYTES = {"moments1": "state1", "moments2": "state2", "absmax1": "absmax1", "absmax2": "absmax2"}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import AdapterTable
 from hetero_mpi.job.rules import as_toml
+from hetero_mpi.job.schema import AdapterTable
 from hetero_mpi.model.files.model_directory import WholeDirectory, write_tensors
 from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_tensor
 from hetero_mpi.model.peft_config import CONFIG, PeftConfig, read_peft_config

@@ -23,7 +23,7 @@ from hetero_mpi.device.copying import Copied
 from hetero_mpi.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.quantize import is_empty
-from hetero_mpi.planning.memory import STREAMED_LAYERS
+from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 
 _ALIGNMENT = 256
 """Bytes: tensors start where every kernel reads well."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.copying import Copied
-from hetero_mpi.planning.memory import STREAMED_LAYERS
+from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 
 _ALIGNMENT = 16
 """Floats: every gradient in a flat buffer starts at a cache line."""

@@ -6,9 +6,7 @@ nothing: so a key that a later peft adds is refused, and never passed over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.schema import Pattern
-from hetero_mpi.model.eager_imports import imported_peft
+from hetero_mpi.model.adapter_targets import reaches
 from hetero_mpi.model.files.model_files import read_json
 
 CONFIG = "adapter_config.json"
@@ -98,32 +96,3 @@ def read_peft_config(directory: Path) -> PeftConfig:
 
 
 _UNKNOWN = "which hetero_mpi does not compute; merge the adapter into its base with peft (merge_and_unload)"
-
-
-def reaches(
-    module: str,
-    targets: str | Iterable[str],
-    layers: list[int] | None = None,
-    layers_pattern: list[str] | str | None = None,
-    exclude: str | list[str] | None = None,
-) -> bool:
-    """Do the settings of an adapter reach the module of this name? By peft's own rules."""
-    imported_peft()
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    settings = SimpleNamespace(
-        target_modules=targets,
-        target_parameters=None,
-        exclude_modules=exclude,
-        layers_to_transform=layers,
-        layers_pattern=layers_pattern,
-    )
-    return bool(check_target_module_exists(settings, module))
-
-
-def of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of ``rank_pattern`` or ``alpha_pattern`` for a module, or a parameter of fused experts. By peft's own rules."""
-    imported_peft()
-    from peft.utils.other import get_pattern_key
-
-    return patterns.get(get_pattern_key(patterns, name), default)

@@ -19,8 +19,6 @@ from torch.autograd.graph import Node
 from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
-from hetero_mpi.model.group.layers import DividedLayers
-from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.held_layers import HeldLayers, Kept, Shared, frozen_layers, take_over
 from hetero_mpi.model.layer.gradients import Beginnings, Finished, GradientReadyHooks, WeightGradients
 from hetero_mpi.model.layer.interface import LayerChain, PassThrough
@@ -29,8 +27,8 @@ from hetero_mpi.model.layer.micro_batch import Comparison, Slices, joined, parts
 from hetero_mpi.model.layer.micro_batch import MicroBatch as MicroBatch
 from hetero_mpi.model.layer.quantize import is_empty, quantize, set_training
 from hetero_mpi.model.layer.seeds import seed_from
+from hetero_mpi.model.layer.share import LayerShare
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
-from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, full_training, inject, start_value
 
@@ -73,7 +71,7 @@ class Stage(HeldLayers):
         shared: Shared | None = None,
         foreign: Collection[str] = (),
         embedding: nn.Parameter | None = None,
-        group: StageGroup | None = None,
+        divided: LayerShare | None = None,
     ) -> None:
         """Build own layers only.
 
@@ -88,8 +86,8 @@ class Stage(HeldLayers):
             shared: layers that several ranks hold -> the names of the trained parameters that each of them owns.
             foreign: of these, what other ranks own: it has no masters here.
             embedding: that of a tied model, where another stage of this rank holds it: the head shares its values.
-            group: the ranks that hold the stage together: each of them builds it, and calls ``forward``, ``backward`` and
-                ``evaluate`` with the same tensors, of which all get the same results. None: this rank alone.
+            divided: this rank's share of the layers, where a group of ranks holds the stage: each of them builds it, and calls
+                ``forward``, ``backward`` and ``evaluate`` with the same tensors, of which all get the same results.
 
         :raises UserError: the model's files do not fit its configuration.
         """
@@ -97,8 +95,8 @@ class Stage(HeldLayers):
         self.backend, self.dtype, self.seed = backend, DTYPES[dtype], seed
         self.tuning = tuning if tuning is not None else full_training(chain)
         self.slice_sequences, self.shared, self.foreign = slice_sequences, shared or {}, foreign
-        assert group is None or not (split_backward or slice_sequences), "a group's backward is whole"
-        self.divided = DividedLayers(language(chain), self.tuning, group) if group is not None else None
+        assert divided is None or not (split_backward or slice_sequences), "a group's backward is whole"
+        self.divided = divided
         self.masters: dict[str, torch.Tensor] = {}
         self.tied_head: nn.Parameter | None = None
         self.model: Any = chain.frame()

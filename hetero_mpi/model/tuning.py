@@ -18,13 +18,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import AdapterTable, JobConfig
 from hetero_mpi.job.rules import EIGHT_BIT, as_toml
+from hetero_mpi.job.schema import AdapterTable, JobConfig
+from hetero_mpi.model.adapter_targets import of_pattern, reaches
 from hetero_mpi.model.eager_imports import imported_peft
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.layer.seeds import seeded
-from hetero_mpi.model.peft_config import of_pattern, reaches
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, language
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ import numpy as np
 from hetero_mpi.comm.group_paths import ring_of
 from hetero_mpi.planning.copies import with_streams
 from hetero_mpi.planning.group_costs import broadcast_s, device_of, member_trained, whole_sums_s
-from hetero_mpi.planning.memory import STREAMED_LAYERS
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
 from hetero_mpi.planning.shared_cores import while_computing
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, ModelCost
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.schedule import Action, Op, schedule_of
-from hetero_mpi.planning.types.cost import COPY_BYTES, GRADIENT_BYTES, LayerCost, ModelCost
+from hetero_mpi.planning.schedule import holdings, schedule_of
+from hetero_mpi.planning.types.cost import COPY_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import HostMemory, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -17,9 +17,6 @@ from hetero_mpi.planning.types.request import PlanRequest
 
 STAGING_BUFFERS = 2
 """Host buffers per boundary and direction: one in transfer while the other is filled or read."""
-STREAMED_LAYERS = 2
-"""Layers of a streamed stage whose weights are on the device: the one that computes and the next one. Of gradients: the one that
-computes, and the one whose gradients leave or come."""
 _LEAST_WEIGHT = 0.01
 """Of a rank's share of the optimizer's state, against the largest one."""
 
@@ -162,30 +159,6 @@ def _kept_per_token(model: ModelCost, index: int, recompute: bool) -> float:
     if not (recompute and block):
         return layer.activation_bytes_per_token
     return min(layer.activation_bytes_per_token, model.layers[index - 1].boundary_bytes_per_token)
-
-
-def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
-    """What a stage holds as it goes through its list: (in flight, deferred), where no other such pair is larger in both.
-
-    In flight are micro-batches whose forward has begun and whose backward (or its input part) has not ended; deferred are
-    those that still await their weight gradients.
-    """
-    now = waiting = 0
-    found: set[tuple[int, int]] = set()
-    for action in actions:
-        if action.op is Op.F:
-            now += 1
-        elif action.op in (Op.B, Op.I):
-            now -= 1
-            waiting += action.op is Op.I
-        elif action.op is Op.W:
-            waiting -= 1
-        found.add((now, waiting))
-    largest: list[tuple[int, int]] = []
-    for pair in sorted(found, reverse=True):
-        if not largest or pair[1] > largest[-1][1]:
-            largest.append(pair)
-    return tuple(largest)
 
 
 def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -> tuple[tuple[int, int], ...]:

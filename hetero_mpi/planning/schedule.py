@@ -95,6 +95,42 @@ class Event:
     bytes: int = 0
 
 
+@dataclass(frozen=True)
+class MeasuredEvent(Event):
+    """An executed action. The time of a receive is waiting, then copying; that of a send copying, then handing over."""
+
+    copied_s: float = 0.0
+    """Seconds of it spent on the copy between device and host memory: the first of a send, the last of a receive."""
+    arrived_s: float | None = None
+    """When a received message was seen to be in host memory, on the clock of ``start_s``; None: not known."""
+    begun_s: float | None = None
+    """When the rank began a send, in events from ``on_one_clock``; it may then have waited for the link."""
+
+
+def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
+    """What a stage holds as it goes through its list: (in flight, deferred), where no other such pair is larger in both.
+
+    In flight are micro-batches whose forward has begun and whose backward (or its input part) has not ended; deferred are
+    those that still await their weight gradients.
+    """
+    now = waiting = 0
+    found: set[tuple[int, int]] = set()
+    for action in actions:
+        if action.op is Op.F:
+            now += 1
+        elif action.op in (Op.B, Op.I):
+            now -= 1
+            waiting += action.op is Op.I
+        elif action.op is Op.W:
+            waiting -= 1
+        found.add((now, waiting))
+    largest: list[tuple[int, int]] = []
+    for pair in sorted(found, reverse=True):
+        if not largest or pair[1] > largest[-1][1]:
+            largest.append(pair)
+    return tuple(largest)
+
+
 def busy(events: Iterable[Event]) -> dict[int, float]:
     """Rank -> seconds of computing."""
     result: dict[int, float] = {}

@@ -13,8 +13,8 @@ from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job.load import ProfileTable
 from hetero_mpi.job.plan_request import with_memory
+from hetero_mpi.job.schema import ProfileTable
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import StepDecider
 from hetero_mpi.planning.fit import pooled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_mpi.job.load import TrainTable
+from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.cost import DTYPE_BYTES

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.job.load import JobConfig
+from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_from_dict, profile_to_dict, report_from_dict
 from hetero_mpi.report.past_run import read_run, result_step
 from hetero_mpi.report.run_files.logs import say

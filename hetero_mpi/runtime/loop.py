@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.data.sequences import Batch, pair_counts
+from hetero_mpi.data.batch import Batch, pair_counts
 from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import ExitCode

@@ -16,11 +16,10 @@ from typing import Any
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.planning.analysis.correction import Measured
 from hetero_mpi.planning.durations import Durations
-from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, Action, Op, Schedule, parse_action
+from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, Action, MeasuredEvent, Op, Schedule, parse_action
 from hetero_mpi.planning.types.cluster_changes import with_free_links
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
-from hetero_mpi.report.run_files.measured import MeasuredEvent
 
 _CROWDED = 1.1
 """Ranks that compute by so much longer than their processor time, beyond what they take from each other, wait for others."""

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from hetero_mpi.background import Background
 from hetero_mpi.engine.trainer import StepResult
-from hetero_mpi.launch.supervisor.event_log import append_event
 from hetero_mpi.planning.analysis.drift import Decider, Move, moved_layers
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import COMPUTE, Action
@@ -32,6 +31,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report import units
+from hetero_mpi.report.run_files.event_log import append_event
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.build import Share
 from hetero_mpi.runtime.reconfigure import lack_of_room

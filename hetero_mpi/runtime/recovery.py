@@ -31,7 +31,6 @@ from hetero_mpi.device.memory import memory_kills, memory_kills_text
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
-from hetero_mpi.launch.supervisor.event_log import append_event
 from hetero_mpi.model.files.hub import is_hub_id
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan_report import PlanReport
@@ -39,6 +38,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.report import units
 from hetero_mpi.report.first_screen import planned_lines
+from hetero_mpi.report.run_files.event_log import append_event
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.material import prepare
 from hetero_mpi.runtime.setup.pending import Pending

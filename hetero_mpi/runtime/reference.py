@@ -17,7 +17,7 @@ from hetero_mpi.data.samples import DataSource
 from hetero_mpi.data.sequences import Dataset
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import TrainTable
+from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.training_state import TrainingState

@@ -19,10 +19,11 @@ from hetero_mpi.checkpoint.directory import new_run_id, newest_readable, shards_
 from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import LoadedJob, TrainTable, job_to_dict
+from hetero_mpi.job.load import LoadedJob, job_to_dict
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.launch.supervisor.event_log import own_event
+from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.optimizer import learning_rate
+from hetero_mpi.report.run_files.event_log import own_event
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.set_aside import EarlierRun
 from hetero_mpi.runtime.finished import finished, shared

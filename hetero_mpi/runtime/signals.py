@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from hetero_mpi.comm.ranks.leave import Interrupted
-from hetero_mpi.launch.launcher.launcher import AT_ONCE
+from hetero_mpi.errors import AT_ONCE
 
 ECHO_S = 1.0
 """A signal within this time of the first counts as the same request by another way. A terminal signals every process of its group,

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
+from hetero_mpi.comm.clocks import clock_offset_s
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.data.sequences import Batch, Dataset
+from hetero_mpi.data.batch import Batch
+from hetero_mpi.data.sequences import Dataset
 from hetero_mpi.device.backend import DTYPES
-from hetero_mpi.emulation.emulated_links import clock_offset_s
 from hetero_mpi.engine.host_group import HostGroup
 from hetero_mpi.engine.out_of_memory import OutOfMemory
 from hetero_mpi.engine.rehearsal import rehearse

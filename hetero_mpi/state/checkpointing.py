@@ -17,9 +17,10 @@ from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import JobConfig, TrainTable
+from hetero_mpi.job.schema import JobConfig, TrainTable
 from hetero_mpi.model.adapter_files import adapter_directory, read_adapter, write_adapter
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
+from hetero_mpi.model.result_writer import result_writer
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.state.background_save import Saver
 from hetero_mpi.state.redistribute import (
@@ -211,7 +212,7 @@ def save_model(
     generation: Mapping[str, Any] | None,
 ) -> None:
     """Write the model on rank 0, layer by layer: a Hugging Face directory with its tokenizer, or what else the chain writes.
-    Collective. ``generation``: as the chain's ``writer`` takes it.
+    Collective. ``generation``: as ``result_writer`` takes it.
     """
     listed = parcels(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
     coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer, rounded=True))
@@ -219,7 +220,7 @@ def save_model(
         for _ in coming:
             pass
         return
-    with trainer.chain.writer(directory, shard_bytes, generation) as writer:
+    with result_writer(trainer.chain, directory, shard_bytes, generation) as writer:
         for _, of_layer in groupby(coming, key=lambda pair: trainer.chain.layer_of(pair[0].name)):
             writer.add({parcel.name: tensor for parcel, tensor in of_layer})
         if tokenizer is not None:

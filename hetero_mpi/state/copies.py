@@ -28,7 +28,7 @@ from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.hosts.processes import VARIABLE
+from hetero_mpi.report.run_files.event_log import START_VARIABLE
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.background_save import lack_of_space
 from hetero_mpi.state.redistribute import Parcel
@@ -190,7 +190,7 @@ class CopyCosts:
 
 def supervised() -> bool:
     """Was this run started by a supervisor (``launch --elastic``) that can start it again?"""
-    return VARIABLE in os.environ
+    return START_VARIABLE in os.environ
 
 
 def versions_in_memory(every: int | str) -> int:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hetero_mpi.checkpoint import MOMENT_BLOCK
 from hetero_mpi.comm.transport import AHEAD, Request, Transport, receive_in_order, send_in_order
 from hetero_mpi.device.backend import HOST, host_bytes
 from hetero_mpi.engine.placement import parameter_owners
@@ -24,6 +23,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.layer.interface import ParameterSpec
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import holders
+from hetero_mpi.planning.types.cost import MOMENT_BLOCK
 from hetero_mpi.planning.types.plan import Plan
 
 _TAG = 1 << 14

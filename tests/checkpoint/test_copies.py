@@ -15,9 +15,9 @@ import pytest
 
 from hetero_mpi.checkpoint import CheckpointReader, verify
 from hetero_mpi.checkpoint.directory import Shard, keep_versions, shards_on_disk
-from hetero_mpi.launch.hosts.processes import VARIABLE
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
+from hetero_mpi.report.run_files.event_log import START_VARIABLE
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.runtime.origin import ShardSource, newest_version
 from tests.support.long_run import LongRun, newest_step
@@ -65,7 +65,7 @@ def damage(path: Path) -> None:
 def killed(job: LongRun, run: Path) -> None:
     """A run as under a supervisor, of which nothing but disks is left."""
     arguments, environment = job.command(run, "--set", "checkpoint.replicate_every=2")
-    with job.started(arguments, {**environment, VARIABLE: "test.1"}, run) as running:
+    with job.started(arguments, {**environment, START_VARIABLE: "test.1"}, run) as running:
         running.wait_for("copies", lambda: newest_copy_step(run) >= 6)
         running.find_ranks()
         for rank in running.ranks.values():
@@ -187,7 +187,7 @@ def test_copies_on_disk_of_ranks_that_outlived_another_np4(tmp_path: Path) -> No
     run, straight = tmp_path / "run", tmp_path / "straight"
     arguments, environment = job.command(run, "--set", "checkpoint.replicate_every=2")
     arguments = [arguments[0], *outliving_or_skip(), *arguments[1:]]
-    with job.started(arguments, {**environment, VARIABLE: "test.2"}, run) as running:
+    with job.started(arguments, {**environment, START_VARIABLE: "test.2"}, run) as running:
         running.wait_for_steps(5)
         before = newest_step(run)
         running.ranks[1].send_signal(signal.SIGKILL)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.launch.supervisor.event_log import EventLog, append_event
+from hetero_mpi.report.run_files.event_log import EventLog, append_event
 from hetero_mpi.report.run_files.line_files import keep_until
 from hetero_mpi.report.run_files.logs import LOGGER, setup_logging
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics

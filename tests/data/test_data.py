@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hetero_mpi.data.batch import IGNORED, Batch
 from hetero_mpi.data.documents import Corpus, read_documents
 from hetero_mpi.data.order import batch_indices
-from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences, unigram_entropy
+from hetero_mpi.data.sequences import Dataset, build_sequences, unigram_entropy
 from hetero_mpi.data.tokenizer import (
     END_TOKEN,
     check_vocabulary,

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.data.instructions import build_record_sequences, pack
 from hetero_mpi.data.records import ChatMessage, Record, read_records
-from hetero_mpi.data.sequences import IGNORED, Dataset
+from hetero_mpi.data.sequences import Dataset
 from hetero_mpi.data.template import choose_form, plain_texts, render_prompt, tokenize_records
 from hetero_mpi.data.tokenizer import END_TOKEN, save_tokenizer, train_bpe
 from hetero_mpi.errors import UserError

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.data.instructions import build_record_sequences
 from hetero_mpi.data.record_files import BadRecord, BadRecords
 from hetero_mpi.data.records import read_records
-from hetero_mpi.data.sequences import IGNORED, Dataset
+from hetero_mpi.data.sequences import Dataset
 from hetero_mpi.data.template import choose_form
 from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.engine.placement import training_share

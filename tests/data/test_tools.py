@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.data.instructions import build_record_sequences
 from hetero_mpi.data.records import Record, read_records
-from hetero_mpi.data.sequences import IGNORED
 from hetero_mpi.data.template import Tokenized, choose_form, tokenize_records
 from hetero_mpi.errors import UserError
 from tests.data.test_masks import CHATML, Format, tokenizer_of

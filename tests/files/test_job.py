@@ -10,7 +10,8 @@ import pytest
 
 from hetero_mpi.commands.reference import EXAMPLES, reference_text
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.job.schema import JobConfig
 
 SMALL = """\
 [model.config]

@@ -19,7 +19,6 @@ from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.hosts_toml import Host, ranks_of, read_hosts
 from hetero_mpi.launch.hosts.interface import LocalAddress
-from hetero_mpi.launch.hosts.processes import VARIABLE
 from hetero_mpi.launch.launcher import hosts_command as building
 from hetero_mpi.launch.launcher import launcher as launching
 from hetero_mpi.launch.launcher.hosts_command import hosts_command
@@ -28,6 +27,7 @@ from hetero_mpi.launch.launcher.relay import relay_script, write_relay
 from hetero_mpi.launch.supervisor import heartbeat_server
 from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
+from hetero_mpi.report.run_files.event_log import START_VARIABLE
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.elastic import Cluster, Elastic, Running, hosts_of_starts
 from tests.support.environments import second_environment
@@ -270,7 +270,7 @@ def test_a_supervisor_keeps_the_entries_of_the_hosts_that_answer(network: None, 
     box, other = supervisor.heartbeats.watched
     line = str(supervisor.command("name.1", [other, box], 3, resume=False, scratch=tmp_path))
     assert line.index("/c/bin/python") < line.index("/a/bin/python") and "/b/bin/python" not in line
-    assert f"{VARIABLE}=name.1" in line and f"-x {VARIABLE}" in line
+    assert f"{START_VARIABLE}=name.1" in line and f"-x {START_VARIABLE}" in line
     assert line.count(f"train job.toml --run-dir {tmp_path}/run") == 2 and "runs/x" not in line
     line = str(supervisor.command("name.2", [box], 2, resume=True, scratch=tmp_path))
     assert "/a/bin/python" in line and "/b/bin/python" in line and "/c/bin/python" not in line

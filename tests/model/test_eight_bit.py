@@ -19,7 +19,7 @@ from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter, verify
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import TrainTable
+from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.adamw import AdamW, check_eight_bit
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job.load import TrainTable
+from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, _short, learning_rate
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain

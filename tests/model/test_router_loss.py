@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_mpi.data.sequences import Batch
+from hetero_mpi.data.batch import Batch
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.loss import IGNORED, Routed, Routers, _Join, _Split

@@ -14,7 +14,7 @@ import torch
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import AdapterTable, TrainTable
+from hetero_mpi.job.schema import AdapterTable, TrainTable
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
@@ -144,7 +144,7 @@ def test_gradients_of_full_training_leave_the_process_on_a_cpu() -> None:
         with eager_imports():
             import torch
             from hetero_mpi.device.backend import Backend
-            from hetero_mpi.job.load import TrainTable
+            from hetero_mpi.job.schema import TrainTable
             from hetero_mpi.model.optimizer import Optimizer
             from hetero_mpi.model.stage import MicroBatch
             from hetero_mpi.model.streamed_stage import StreamedStage

@@ -13,14 +13,13 @@ from hetero_mpi.job.load import load_job
 from hetero_mpi.job.plan_request import request_of
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.memory import (
-    holdings,
     predict_hosts,
     predict_memory,
     stage_memory,
     with_copies,
 )
 from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.schedule import Action, Op, parse_action, schedule_of
+from hetero_mpi.planning.schedule import Action, Op, holdings, parse_action, schedule_of
 from hetero_mpi.planning.types.plan_report import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest

@@ -19,8 +19,8 @@ from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.disk import cache_folder
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import AdapterTable, TrainTable
 from hetero_mpi.job.plan_request import with_memory
+from hetero_mpi.job.schema import AdapterTable, TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import full_training
 from hetero_mpi.planning.types.profile import LayerTimes
@@ -267,7 +267,7 @@ def test_what_one_device_keeps_more_is_its_own(subject: Subject) -> None:
 
 
 def test_adapters_are_measured_without_splitting(chain: TransformersChain, subject: Subject) -> None:
-    from hetero_mpi.job.load import JobConfig
+    from hetero_mpi.job.schema import JobConfig
     from hetero_mpi.model.tuning import tuning_of
 
     job = JobConfig.model_validate(

@@ -16,7 +16,8 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.model.eager_imports import eager_imports
 
 with eager_imports():  # as a rank of ``train`` does
-    from hetero_mpi.data.sequences import Batch, Dataset
+    from hetero_mpi.data.batch import Batch
+    from hetero_mpi.data.sequences import Dataset
     from hetero_mpi.runtime.run import train
     from hetero_mpi.runtime.setup.setup import TrainOptions
     from tests.programs.pooled import forget

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.supervisor.event_log import own_event
 from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.run_files.event_log import own_event
 from hetero_mpi.report.run_files.set_aside import EarlierRun
 from tests.support.past_runs import cluster, make_run, planned
 

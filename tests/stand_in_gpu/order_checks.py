@@ -14,11 +14,11 @@ import torch
 
 from hetero_mpi.comm import mpi_transport
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.data.sequences import Batch
+from hetero_mpi.data.batch import Batch
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.sharded_update import ShardedUpdate
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.job.load import TrainTable
+from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.optimizer import Optimizer, StepDecision
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.weights import SeededStart

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetero_mpi.data.sequences import IGNORED, Batch
+from hetero_mpi.data.batch import IGNORED, Batch
 
 CHANGES = ((5, 16), (8, 24), (2, 11))
 """(rows, tokens per sequence) of the steps' batches where they change; 24 tokens are all."""

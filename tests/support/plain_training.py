@@ -18,7 +18,8 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
 
-from hetero_mpi.data.sequences import IGNORED, Batch, Dataset, build_sequences
+from hetero_mpi.data.batch import IGNORED, Batch
+from hetero_mpi.data.sequences import Dataset, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.stage import MicroBatch, dropout_seed

@@ -11,6 +11,7 @@ import torch
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.group.division import Holding, divisions
+from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.stage import Stage
@@ -116,7 +117,7 @@ class ThreadGroup:
                     tuning=tuning,
                     recompute=recompute,
                     kept=weights,
-                    group=StageGroup(shares, link, experts),
+                    divided=DividedLayers(chain, self.tuning, StageGroup(shares, link, experts)),
                 )
                 for first, last in cuts
             ]

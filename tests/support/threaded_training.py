@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.job.load import TrainTable
+from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, full_training

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job.load import JobConfig
+from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain

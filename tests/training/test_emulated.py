@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hetero_mpi.comm.clocks import compare_clocks
 from hetero_mpi.comm.precise_sleep import Sleeper
-from hetero_mpi.emulation.emulated_links import EmulatedTransport, compare_clocks
+from hetero_mpi.emulation.emulated_links import EmulatedTransport
 from hetero_mpi.emulation.emulated_nics import Nics
 from hetero_mpi.emulation.pace import ActionPacer
 from hetero_mpi.planning.durations import finished_layers_s

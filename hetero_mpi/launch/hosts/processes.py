@@ -11,8 +11,8 @@ import os
 import time
 from collections.abc import Iterator
 
-VARIABLE = "HETERO_MPI_START"
-"""Environment variable of all processes of a start: ``SUPERVISOR.NUMBER``."""
+from hetero_mpi.report.run_files.event_log import START_VARIABLE
+
 _DAEMONS = ("prted", "prterun", "orted", "hydra_pmi_proxy", "hydra_bstrap_proxy")
 """Parents of ranks that may lack the variable: the programs that launchers start on other machines."""
 _PATIENCE_S = 5.0
@@ -37,7 +37,7 @@ def _members(supervisor: str, keep: str | None) -> Iterator[int]:
 
     for process in psutil.process_iter():
         try:
-            name = process.environ().get(VARIABLE)
+            name = process.environ().get(START_VARIABLE)
             if name is None or name == keep or name.partition(".")[0] != supervisor or process.pid == os.getpid():
                 continue
             if process.status() == psutil.STATUS_ZOMBIE:

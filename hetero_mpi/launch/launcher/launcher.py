@@ -24,7 +24,7 @@ from types import FrameType
 
 from hetero_mpi.comm.ranks.library import JOINED_VARIABLE, MPICH, OPEN_MPI, MpiLibrary, parse_library_version
 from hetero_mpi.device.memory import memory_kills, memory_kills_text
-from hetero_mpi.errors import UserError
+from hetero_mpi.errors import AT_ONCE, UserError
 from hetero_mpi.host_limits import usable_cores
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, read_by_launcher, read_hostfile
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, choose_interface, local_addresses, resolve
@@ -336,10 +336,6 @@ def physical_cores() -> int:
 
 
 _PR_SET_PDEATHSIG = 1
-AT_ONCE = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a job at once if it has been asked to end before. Others have no further effect: SLURM, or a terminal that
-closes, may send them after a user's own.
-"""
 ASKED_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
 ASKED_TEXTS = {"train": ASKED_TEXT, "serve": "asking the service to end (SIGINT or SIGTERM now: end at once)"}
 """Of the programs that can be asked to end: what is told then."""

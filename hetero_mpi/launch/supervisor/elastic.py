@@ -27,13 +27,12 @@ from types import FrameType
 from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.device.memory import memory_kills_text
 from hetero_mpi.disk import write_whole
-from hetero_mpi.errors import ExitCode
+from hetero_mpi.errors import AT_ONCE, ExitCode
 from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import format_hostfile
-from hetero_mpi.launch.hosts.processes import VARIABLE, end_starts
+from hetero_mpi.launch.hosts.processes import end_starts
 from hetero_mpi.launch.launcher.launcher import (
     ASKED_TEXT,
-    AT_ONCE,
     AT_ONCE_TEXT,
     CommandLine,
     Launcher,
@@ -44,8 +43,8 @@ from hetero_mpi.launch.launcher.launcher import (
     handling,
 )
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
-from hetero_mpi.launch.supervisor.event_log import EventLog
 from hetero_mpi.launch.supervisor.heartbeat_server import HeartbeatServer, WatchedHost
+from hetero_mpi.report.run_files.event_log import START_VARIABLE, EventLog
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
@@ -199,7 +198,7 @@ class Supervisor:
         if len(watched) < len(self.hosts):
             for option in ("--plan", "--profile"):  # made for all hosts
                 words = without_option(words, option)
-        given = [*self.options.mpirun_args, *(["-x", VARIABLE] if self.launcher.family == OPEN_MPI else [])]
+        given = [*self.options.mpirun_args, *(["-x", START_VARIABLE] if self.launcher.family == OPEN_MPI else [])]
         if (path := self.options.hosts_file) is not None:
             from hetero_mpi.launch.hosts.hosts_toml import ranks_of  # brings pydantic
             from hetero_mpi.launch.launcher.hosts_command import hosts_command
@@ -216,7 +215,7 @@ class Supervisor:
                 write_whole(Path(hosts), format_hostfile([host.entry for host in watched], self.launcher.family))
             program = [sys.executable, "-m", "hetero_mpi", *words]
             command = build_command(self.launcher, ranks, hosts, program, given)
-        command.environment[VARIABLE] = start
+        command.environment[START_VARIABLE] = start
         return command
 
     def _cannot_lead(self, outcome: StartOutcome, progressed: bool, watched: Sequence[WatchedHost]) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.custom.layered import Builder
-from hetero_mpi.model.files.model_directory import LayersWriter
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, PassThrough, as_input
 from hetero_mpi.model.layer.seeds import seeded
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
@@ -202,12 +199,7 @@ class CustomChain(LayerChain):
     def counted(self, targets: NDArray[Any]) -> int:
         return len(targets)
 
-    def writer(self, directory: Path, shard_bytes: int, generation: Mapping[str, Any] | None) -> LayersWriter:
-        """``model.safetensors`` with the full state dict of ``torch.nn.Sequential`` of the layers, in one file of any size."""
-        sizes = {spec.name: spec.shape for spec in (*self.parameters.values(), *self.constants.values())}
-        return LayersWriter(directory, [partial(self._buffers, layer) for layer in range(self.layer_count)], sizes)
-
-    def _buffers(self, layer: int) -> dict[str, torch.Tensor]:
+    def buffers(self, layer: int) -> dict[str, torch.Tensor]:
         """The layer's buffers under their names in a state dict: they never change, so the builder has them."""
         shape, state = self.shapes[layer], self.built(layer, self.seed).state_dict()
         return {f"{shape.name}.{name}": value for name, value in state.items() if name not in shape.parameters}

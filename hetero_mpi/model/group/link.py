@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+from torch import dtype as DType
 
 
 class GroupLink(Protocol):
@@ -28,6 +29,14 @@ class GroupLink(Protocol):
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """Likewise the maximum of each element."""
+        ...
+
+
+class LeaderLink(GroupLink, Protocol):
+    """One whose leader hands on what the stage before, or the one behind, has sent."""
+
+    def shared(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """The leader's tensor on every member's device; the others give None."""
         ...
 
 

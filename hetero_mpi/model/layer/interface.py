@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,17 +38,6 @@ class PassThrough(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *arguments: object, **keywords: object) -> torch.Tensor:
         return hidden_states
-
-
-class ResultWriter(Protocol):
-    """Takes a trained model layer by layer and writes it to a directory, which appears whole at the end."""
-
-    path: Path
-    """Where other files that belong to it may be put."""
-
-    def add(self, state: dict[str, torch.Tensor]) -> None:
-        """One layer's parameters and constants, in host memory; the layers come in order."""
-        ...
 
 
 Example = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -178,13 +165,6 @@ class LayerChain(ABC):
     @abstractmethod
     def counted(self, targets: NDArray[Any]) -> int:
         """By how many targets the summed loss of a batch is divided."""
-
-    @abstractmethod
-    def writer(
-        self, directory: Path, shard_bytes: int, generation: Mapping[str, Any] | None
-    ) -> AbstractContextManager[ResultWriter]:
-        """Writes the trained model to a directory, in files of at most ``shard_bytes`` where it can. ``generation``: keys of a
-        language model's ``generation_config.json``, where its base has one."""
 
 
 def embedding_matrices(module: nn.Module) -> set[str]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, embedding_matrices
 from hetero_mpi.model.layer.loss import IGNORED, Routers, summed_loss
 from hetero_mpi.model.layer.quantize import unpack_experts
@@ -225,9 +222,6 @@ class TransformersChain(LayerChain):
 
     def counted(self, targets: NDArray[Any]) -> int:
         return int(np.count_nonzero(targets != IGNORED))
-
-    def writer(self, directory: Path, shard_bytes: int, generation: Mapping[str, Any] | None) -> ModelDirectoryWriter:
-        return ModelDirectoryWriter(self.model, directory, shard_bytes, generation)
 
     def _routers(self) -> Routers | None:
         if not getattr(self.config, "output_router_logits", False):

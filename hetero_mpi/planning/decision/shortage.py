@@ -15,10 +15,10 @@ from typing import NamedTuple
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.room import closest, with_hosts_divided
 from hetero_mpi.planning.decision.streaming import streamable
-from hetero_mpi.planning.memory import STREAMED_LAYERS, host_state_bytes, memory_of, usable_bytes
+from hetero_mpi.planning.memory import host_state_bytes, memory_of, usable_bytes
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.cluster_changes import with_copy_of
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, EIGHT_BIT_SAVING, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, EIGHT_BIT_SAVING, STREAMED_LAYERS, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest

@@ -23,7 +23,6 @@ from hetero_mpi.planning.durations import (
     weights_s,
 )
 from hetero_mpi.planning.memory import (
-    STREAMED_LAYERS,
     host_state_bytes,
     hosts_suffice,
     predict_memory,
@@ -35,7 +34,7 @@ from hetero_mpi.planning.memory import (
 from hetero_mpi.planning.pacing import with_classic_depths
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.several.fitting import Fitter
-from hetero_mpi.planning.types.cost import LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import STREAMED_LAYERS, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest

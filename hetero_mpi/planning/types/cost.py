@@ -19,8 +19,13 @@ GRADIENT_BYTES = 4
 INT8 = "int8"
 COPY_BYTES = 12
 """Of a copy of the trained state, per trained parameter: itself and AdamW's two moments, fp32."""
-EIGHT_BIT_SAVING = 8 - 2 - 8 / 256
-"""Bytes per parameter whose two moments take a byte each, and two fp32 scales for every 256, in place of two fp32 numbers."""
+MOMENT_BLOCK = 256
+"""Moments of a byte each that share an fp32 scale."""
+EIGHT_BIT_SAVING = 8 - 2 - 8 / MOMENT_BLOCK
+"""Bytes per parameter whose two moments take a byte each and share scales, in place of two fp32 numbers."""
+STREAMED_LAYERS = 2
+"""Layers of a streamed stage whose weights are on the device: the one that computes and the next one. Of gradients: the one that
+computes, and the one whose gradients leave or come."""
 EMBEDDING = "embedding"
 HEAD = "head"
 

@@ -14,25 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.schedule import COMPUTE, Action, Event, Op, parse_action
+from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, Op, parse_action
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.report.run_files.line_files import objects
 
 STEPS_NAME = "steps.jsonl"
 _DIGITS = 7
 """Decimals of stored times: a tenth of a microsecond."""
-
-
-@dataclass(frozen=True)
-class MeasuredEvent(Event):
-    """An executed action. The time of a receive is waiting, then copying; that of a send copying, then handing over."""
-
-    copied_s: float = 0.0
-    """Seconds of it spent on the copy between device and host memory: the first of a send, the last of a receive."""
-    arrived_s: float | None = None
-    """When a received message was seen to be in host memory, on the clock of ``start_s``; None: not known."""
-    begun_s: float | None = None
-    """When the rank began a send, in events from ``on_one_clock``; it may then have waited for the link."""
 
 
 @dataclass(frozen=True)

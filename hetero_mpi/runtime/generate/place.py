@@ -16,7 +16,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.placement import active_ranks
-from hetero_mpi.job.load import AdapterTable, ClusterTable
+from hetero_mpi.job.schema import AdapterTable, ClusterTable
 from hetero_mpi.model.adapter_files import read_adapter
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.model_cost import model_cost
@@ -26,7 +26,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart, Start
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
-from hetero_mpi.planning.memory import STREAMED_LAYERS
+from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import RankMemory
 from hetero_mpi.profiling.host_profiles import sharing_ranks

@@ -17,7 +17,8 @@ from hetero_mpi.checkpoint import CheckpointError, CheckpointReader
 from hetero_mpi.data.template import Template, has_template, render_prompt
 from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import ClusterTable, JobConfig, job_from_dict
+from hetero_mpi.job.load import job_from_dict
+from hetero_mpi.job.schema import ClusterTable, JobConfig
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter
 from hetero_mpi.model.decoding import require_decodable
 from hetero_mpi.model.files import hub

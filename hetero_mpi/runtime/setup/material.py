@@ -29,7 +29,8 @@ from hetero_mpi.data.tokenizer import (
     vocabulary_note,
 )
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.load import JobConfig, LoadedJob
+from hetero_mpi.job.load import LoadedJob
+from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.families import check_keys, read_config

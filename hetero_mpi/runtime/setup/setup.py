@@ -24,8 +24,9 @@ from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of,
 from hetero_mpi.device.products import widen_products
 from hetero_mpi.errors import UserError
 from hetero_mpi.host_limits import core_quota, own_cores
-from hetero_mpi.job.load import AdapterTable, JobConfig, LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.rules import EIGHT_BIT
+from hetero_mpi.job.schema import AdapterTable, JobConfig
 from hetero_mpi.model.adamw import check_eight_bit
 from hetero_mpi.model.adapter_files import with_patterns_of
 from hetero_mpi.model.layer.interface import LayerChain

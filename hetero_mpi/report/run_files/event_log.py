@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.launch.hosts.processes import VARIABLE
 from hetero_mpi.report.run_files.line_files import LineFile
 from hetero_mpi.report.run_files.run_directory import opened_in
 from hetero_mpi.text import write_text
 
 EVENTS_NAME = "events.jsonl"
+START_VARIABLE = "HETERO_MPI_START"
+"""Environment variable of all processes of a start: ``SUPERVISOR.NUMBER``."""
 
 
 def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
@@ -28,7 +29,7 @@ def own_event(values: Mapping[str, Any]) -> bool:
     """Does an event belong to this process's run: was it written by its supervisor, or by its ranks since they began?"""
     import psutil  # doctor runs before it is installed
 
-    supervisor = os.environ.get(VARIABLE, "").partition(".")[0]
+    supervisor = os.environ.get(START_VARIABLE, "").partition(".")[0]
     told_s = values.get("unix_s")
     if not isinstance(told_s, (int, float)):
         return False
