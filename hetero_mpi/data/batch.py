@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from hetero_mpi.data.order import Indices
-
 Tokens = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
 IGNORED = -100
 """Target where nothing is to be learnt (padding, prompts); the value that torch's cross-entropy ignores."""
 

@@ -6,10 +6,8 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Indices = npt.NDArray[np.int64]
-
+from hetero_mpi.data.batch import Indices
 
 Parts = tuple[tuple[int, int], ...]
 """Of each data set: (samples that it has, samples that an epoch takes from it)."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.data.batch import Batch
-from hetero_mpi.data.order import Indices, batch_indices, permutation
+from hetero_mpi.data.batch import Batch, Indices
+from hetero_mpi.data.order import batch_indices, permutation
 from hetero_mpi.data.sequences import HELD_OUT_STREAM, Dataset, shares
 from hetero_mpi.errors import UserError
 

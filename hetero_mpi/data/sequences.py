@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.batch import IGNORED, Batch, Pairs, Tokens, pair_counts
+from hetero_mpi.data.batch import IGNORED, Batch, Indices, Pairs, Tokens, pair_counts
 from hetero_mpi.data.documents import Corpus
 from hetero_mpi.data.mapped import joined, mapped, parts_of_rows
-from hetero_mpi.data.order import Indices, Parts, batch_indices, parts_of, permutation
+from hetero_mpi.data.order import Parts, batch_indices, parts_of, permutation
 from hetero_mpi.data.pieces import ids_of
 from hetero_mpi.data.tokenizer import end_token, own_tokens_only, pad_token
 from hetero_mpi.errors import UserError

@@ -54,7 +54,9 @@ def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
     return total
 
 
-def _sharing(profile: ClusterProfile, ranks: Collection[int]) -> Iterator[tuple[HostProfile, float, list[DeviceProfile]]]:
+def _sharing(
+    profile: ClusterProfile, ranks: Collection[int]
+) -> Iterator[tuple[HostProfile, float, list[DeviceProfile]]]:
     """Every host with its cores that has a number of them, and those of ``ranks`` that compute on them: a GPU's rank does not."""
     by_host: dict[str, list[DeviceProfile]] = {}
     for device in (profile.devices[rank] for rank in ranks):

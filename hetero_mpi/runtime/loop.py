@@ -6,9 +6,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.data.batch import Batch, pair_counts
@@ -22,7 +23,6 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.runtime.build import Share
-from hetero_mpi.runtime.rebalance import Rebalancer
 from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.checkpointing import open_saver
 from hetero_mpi.state.training_state import TrainingState
@@ -33,6 +33,17 @@ _SKIPS_IN_A_ROW = 10
 
 Shown = tuple[MetricsWriter | None, ProgressDisplay | None]
 """What rank 0 shows and writes of the steps; (None, None) elsewhere."""
+
+
+class PlanChanges(Protocol):
+    """Says when the plan is to be changed (``runtime.rebalance``)."""
+
+    def word(self) -> NDArray[np.float64]:
+        """What travels with the step decision."""
+
+    def due(self, step: int, result: StepResult) -> bool:
+        """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
+        answer on all ranks."""
 
 
 class Loop:
@@ -53,7 +64,7 @@ class Loop:
         state: TrainingState,
         metadata: dict[str, Any],
         asked: Callable[[], bool],
-        rebalancer: Rebalancer | None,
+        rebalancer: PlanChanges | None,
         beside: Callable[[], None],
     ) -> None:
         assert share.trainer is not None and share.members is not None

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.data.order import Indices
+from hetero_mpi.data.batch import Indices
 from hetero_mpi.data.samples import DataSource
 from hetero_mpi.data.sequences import Dataset
 from hetero_mpi.engine.trainer import Trainer

@@ -13,7 +13,7 @@ import numpy as np
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
-from hetero_mpi.comm.ranks.versions import own_versions
+from hetero_mpi.comm.ranks.versions import check_versions, own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
 
@@ -74,7 +74,7 @@ def other_versions(world: World) -> int:
         own["transformers"] = "5.22.0"
     if world.rank == 2:
         own["torch"] = "2.6.0+rocm"
-    world.check_versions(own)
+    check_versions(world, own)
     return 0
 
 

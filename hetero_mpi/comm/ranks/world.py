@@ -6,7 +6,7 @@ Messages are JSON and raw arrays. Nothing is pickled: mpi4py's lower-case method
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -15,7 +15,6 @@ import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.collectives import DROWSY_S, Collectives, decode, encode
-from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, version_problem
 from hetero_mpi.errors import UserError
 
 T = TypeVar("T")
@@ -238,15 +237,6 @@ class World(Collectives):
         outcome, word = decode(payload)
         _raise(outcome)
         return word
-
-    def check_versions(self, own: Mapping[str, str]) -> None:
-        """Refuse differing software. ``own``: this rank's name -> version; the MPI library's is added. Raises CollectiveUserError:
-        a name in ``MUST_MATCH`` differs between ranks; with the values and the remedy.
-        """
-        versions = self.all_gather_json({MPI_LIBRARY: self.library, **own})
-        problem = version_problem(versions, self.hosts)
-        if problem is not None:
-            raise CollectiveUserError(problem)
 
 
 def _outcome(problem: UserError | None) -> Outcome:

@@ -14,7 +14,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import hetero_mpi
-from hetero_mpi.comm.ranks.versions import own_versions
+from hetero_mpi.comm.ranks.versions import check_versions, own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.samples import DataSource, Samples
@@ -104,7 +104,7 @@ def look_around(world: World, run_dir: Path | None = None, waits: bool = False) 
     """
     setup_logging(run_dir, world.rank, world.size, waits)
     transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
-    world.check_versions(own_versions(world.library))
+    check_versions(world, own_versions(world.library))
 
 
 def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
