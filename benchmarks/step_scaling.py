@@ -47,6 +47,7 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
 from hetero_mpi.comm.ranks.world import World  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.emulation.pace import emulate  # noqa: E402
+from hetero_mpi.engine.stage_builder import StageBuilder  # noqa: E402
 from hetero_mpi.engine.trainer import Trainer  # noqa: E402
 from hetero_mpi.job.load import JobConfig, LoadedJob  # noqa: E402
 from hetero_mpi.model.model_cost import model_cost  # noqa: E402
@@ -256,6 +257,7 @@ def _measure(world: World, case: Case) -> Rank:
             profile = _cluster(cost, case.ranks)
             predicted_s = simulate(plan, profile).step_s
             emulation = emulate(world, transport, loaded, chain, profile, plan, 2 / case.ranks)
+        device = Backend()
         trainer = Trainer(
             world.rank,
             world,
@@ -264,9 +266,9 @@ def _measure(world: World, case: Case) -> Rank:
             tuning,
             plan,
             schedule_of(plan, cost),
-            Backend(),
+            device,
             loaded.job.train,
-            SeededStart(0),
+            StageBuilder(chain, tuning, device, loaded.job.train, SeededStart(0)),
             emulation,
         )
         return _stepped(trainer, transport, case, before, cost, predicted_s)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
@@ -32,20 +32,15 @@ from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, shared
 from hetero_mpi.engine.tied import TiedMatrix
 from hetero_mpi.engine.wire import format_of
 from hetero_mpi.job.schema import TrainTable
-from hetero_mpi.model.group.layers import DividedLayers
-from hetero_mpi.model.group.link import StageGroup
-from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Kept, Shared
+from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared
 from hetero_mpi.model.layer.interface import LayerChain, as_input
 from hetero_mpi.model.layer.loss import Routed
 from hetero_mpi.model.layer.micro_batch import Comparison, Method
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.model.streamed_stage import StreamedStage
-from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import Action, Event, Op, Schedule
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import RankMemory
 
 _NOTHING: NDArray[np.float64] = np.zeros(0)
@@ -64,6 +59,19 @@ class StepResult:
     """By ``time.perf_counter``."""
     length: int = 0
     """Tokens per sequence."""
+
+
+class BuildStage(Protocol):
+    """Makes one of a rank's stages (``stage_builder``)."""
+
+    def __call__(
+        self,
+        own: StagePlan,
+        split_backward: bool,
+        shared: Shared,
+        foreign: Collection[str],
+        embedding: nn.Parameter | None,
+    ) -> Stage: ...
 
 
 class Trainer:
@@ -90,12 +98,10 @@ class Trainer:
         schedule: Schedule,
         backend: Backend,
         train: TrainTable,
-        start: Start | None,
+        build: BuildStage,
         emulation: Pacing | None = None,
-        kept: Kept | None = None,
         loss_scale: LossScale | None = None,
         memory: RankMemory | None = None,
-        stream_folder: Path | None = None,
         group: HostGroup | None = None,
     ) -> None:
         """Build this rank's stages. Local: ranks need not come here together. Raises UserError: the model's files do not fit, or
@@ -103,12 +109,10 @@ class Trainer:
 
         Args:
             world: the active ranks (``active_ranks``), for collective calls.
-            start: where weights come from; None: left to be filled from a checkpoint.
+            build: makes each stage.
             emulation: makes steps last as on other devices.
-            kept: frozen weights that this rank has already.
             loss_scale: the run's; None: its start.
             memory: what is predicted for this rank; None: not known.
-            stream_folder: where a streamed stage that computes in host memory keeps its frozen weights; None: in memory.
             group: the ranks that hold its stage together; None: this rank alone.
         """
         self.rank, self.world, self.transport = rank, world, transport
@@ -148,35 +152,19 @@ class Trainer:
                 shared = {layer: ranks for layer, ranks in shared.items() if any(self._owned(layer, ranks))}
                 own = {layer: self._owned(layer, ranks) for layer, ranks in shared.items() if rank in ranks}
                 for place in self.places:
-                    self.stages.append(self._stage(place, own, train, start, kept, stream_folder))
+                    self.stages.append(self._stage(place, own, build))
                 self.held = self.stages[0] if len(self.stages) == 1 else HeldStages(self.stages)
                 self._build(self.held, shared, schedule, train)
 
-    def _stage(
-        self,
-        place: Placement,
-        shared: Shared,
-        train: TrainTable,
-        start: Start | None,
-        kept: Kept | None,
-        folder: Path | None,
-    ) -> Stage:
+    def _stage(self, place: Placement, shared: Shared, build: BuildStage) -> Stage:
         pipeline, tied = self.plan.pipelines[place.pipeline], self.chain.tied
         own = pipeline.stages[place.position]
-        given = self.chain, own.first, own.last, self.backend, train.dtype, start, train.seed, self.tuning
         shared = {layer: owned for layer, owned in shared.items() if own.first <= layer < own.last}
         foreign = {name for name, rank in self.owner.items() if rank != self.rank and not self.has_part(name)}
-        if own.streamed:
-            options = {"kept": kept, "slice_sequences": own.slice_sequences, "shared": shared, "foreign": foreign}
-            return StreamedStage(*given, folder=folder, **options)
-        split, embedding = pipeline.split_backward and place.position > 0, None
+        embedding = None
         if tied is not None and self.stages and self.stages[0].is_first and own.last == self.chain.layer_count:
             embedding = self.stages[0].model_parameter(tied[1])
-        divided = None
-        if self.group is not None:
-            together = StageGroup(own.shares, self.group, own.experts)
-            divided = DividedLayers(language(self.chain), self.tuning, together)
-        return Stage(*given, own.recompute, split, kept, own.slice_sequences, shared, foreign, embedding, divided)
+        return build(own, pipeline.split_backward and place.position > 0, shared, foreign, embedding)
 
     def _build(self, held: HeldLayers, shared: SharedLayers, schedule: Schedule, train: TrainTable) -> None:
         assert self.pipeline is not None

@@ -12,6 +12,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import return_freed_memory
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.host_group import HostGroup, host_group, require_joinable
+from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
@@ -102,6 +103,8 @@ def trainer_of(
 ) -> Trainer:
     """This rank's trainer under the plan of ``share``. Local. Raises UserError: as ``Trainer``."""
     assert share.members is not None
+    folder = _cache_root(context) or large_files_folder()
+    build = StageBuilder(context.chain, context.tuning, context.backend, context.job.train, start, kept, folder, group)
     return Trainer(
         context.world.rank,
         share.members,
@@ -112,12 +115,10 @@ def trainer_of(
         share.schedule,
         context.backend,
         context.job.train,
-        start,
+        build,
         share.emulation,
-        kept,
         loss_scale,
         next((memory for memory in share.report.memory if memory.rank == context.world.rank), None),
-        _cache_root(context) or large_files_folder(),
         group,
     )
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -89,11 +90,12 @@ class Threads:
                 tuning,
                 plan,
                 schedule,
-                backend(),
+                device,
                 train,
-                SeededStart(train.seed),
+                StageBuilder(chain, tuning, device, train, SeededStart(train.seed)),
             )
             for rank in range(self.size)
+            for device in [backend()]
         ]
         self._meeting = meeting
 
