@@ -17,6 +17,7 @@ from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.profiling.cluster import profile_cluster
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.tables import profile_lines
+from hetero_mpi.runtime.context import TrainOptions
 from hetero_mpi.runtime.setup import setup
 from hetero_mpi.runtime.setup.profile_and_plan import subject_of
 
@@ -32,7 +33,7 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
         UserError: anything the user can put right, on all ranks together.
     """
     setup.look_around(world)
-    loaded, run_dir = setup.read_job(world, setup.TrainOptions(job))
+    loaded, run_dir = setup.read_job(world, TrainOptions(job))
     if loaded.job.cluster.emulate is not None:
         raise CollectiveUserError(
             f"[cluster] emulate = {loaded.job.cluster.emulate!r} takes all times from that profile, and nothing is measured: "

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import return_freed_memory
-from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.host_group import HostGroup, host_group, require_joinable
 from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
@@ -23,48 +22,13 @@ from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.weights import SeededStart, Start
-from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.runtime.context import RunContext, Share
 from hetero_mpi.runtime.setup.custom_model import start_values
 from hetero_mpi.runtime.setup.material import model_directory
-from hetero_mpi.runtime.setup.setup import RunContext
 from hetero_mpi.state.checkpointing import load_adapter, send_parameters
 from hetero_mpi.state.file_supply import open_files
 from hetero_mpi.state.redistribute import Parcel
-
-
-@dataclass
-class Share:
-    """A rank's part of the run while one plan lasts: the plan, its schedule, the active ranks, and the trainer."""
-
-    report: PlanReport
-    """The plan, with what was predicted of it."""
-    schedule: Schedule
-    emulation: Emulation | None
-    members: World | None
-    """The active ranks; None on an idle one."""
-    trainer: Trainer | None = None
-    """None on an idle rank, before its stage is built, and once the plan has been given up."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds that the change to this plan took on this rank, by part: ``keep``, ``build``, ``move``. At the start only
-    ``build``.
-    """
-
-    @property
-    def plan(self) -> Plan:
-        """The plan as the planner made it. In an emulated run it differs from ``own_plan``."""
-        return self.report.plan
-
-    @property
-    def own_plan(self) -> Plan:
-        return self.emulation.stand_in_plan if self.emulation is not None else self.plan
-
-    def give_up(self) -> None:
-        """Free the trainer's memory. No step follows under this plan."""
-        if self.trainer is not None:
-            self.trainer.close()
-        self.trainer = None
 
 
 def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossScale, kept: Kept | None = None) -> Share:

@@ -40,10 +40,10 @@ from hetero_mpi.report import units
 from hetero_mpi.report.first_screen import planned_lines
 from hetero_mpi.report.run_files.event_log import append_event
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.runtime.context import RunSetup
 from hetero_mpi.runtime.setup.material import prepare
 from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request
-from hetero_mpi.runtime.setup.setup import RunSetup
 from hetero_mpi.state.copies import SAID, Copies, LocalCheckpoint, supervised
 from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.training_state import TrainingState

@@ -30,7 +30,8 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import is_used
 from hetero_mpi.report.run_files.set_aside import holds_run
-from hetero_mpi.runtime.build import Share, build, start_adapter, start_layers
+from hetero_mpi.runtime.build import build, start_adapter, start_layers
+from hetero_mpi.runtime.context import RunContext, RunSetup, Share, TrainOptions
 from hetero_mpi.runtime.emulation_check import check_emulated_times
 from hetero_mpi.runtime.loop import Loop, Shown
 from hetero_mpi.runtime.origin import bring_back, origin
@@ -61,7 +62,7 @@ from hetero_mpi.runtime.run_report import (
 from hetero_mpi.runtime.setup.material import base_name
 from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import plan_run, say_plan
-from hetero_mpi.runtime.setup.setup import RunContext, RunSetup, TrainOptions, claimed, look_around, read_job, set_up
+from hetero_mpi.runtime.setup.setup import claimed, look_around, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest
 from hetero_mpi.runtime.trial import try_plan
 from hetero_mpi.runtime.watchdog import watched

@@ -32,8 +32,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.schedule import busy
 from hetero_mpi.report import units
-from hetero_mpi.runtime.build import Share
-from hetero_mpi.runtime.setup.setup import RunContext
+from hetero_mpi.runtime.context import RunContext, Share
 
 SHORTEST_S = 60.0
 STEPS = 20

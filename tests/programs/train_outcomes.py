@@ -43,9 +43,8 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
     from hetero_mpi.runtime import build, run, trial
-    from hetero_mpi.runtime.build import Share
+    from hetero_mpi.runtime.context import RunContext, Share, TrainOptions
     from hetero_mpi.runtime.run import train
-    from hetero_mpi.runtime.setup.setup import RunContext, TrainOptions
     from hetero_mpi.state import background_save
 
 Breaking = contextlib.AbstractContextManager[None]

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import hetero_mpi
 from hetero_mpi.comm.ranks.versions import check_versions, own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.data.samples import DataSource, Samples
+from hetero_mpi.data.samples import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import Backend, best_dtype
 from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish
@@ -26,76 +26,20 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.host_limits import core_quota, own_cores
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.rules import EIGHT_BIT
-from hetero_mpi.job.schema import AdapterTable, JobConfig
+from hetero_mpi.job.schema import AdapterTable
 from hetero_mpi.model.adamw import check_eight_bit
 from hetero_mpi.model.adapter_files import with_patterns_of
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.tuning import Tuning, tuning_of
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.model.tuning import tuning_of
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
+from hetero_mpi.runtime.context import RunSetup, TrainOptions
 from hetero_mpi.runtime.setup.custom_model import custom_chain
 from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
-from hetero_mpi.runtime.setup.material import Material, prepare
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """The options of ``train``, from the command line or a Python program."""
-
-    job: Path | LoadedJob
-    overrides: tuple[str, ...] = ()
-    run_dir: str | None = None
-    resume: str | None = None
-    plan: Path | Plan | None = None
-    profile: Path | ClusterProfile | None = None
-    dry_run: bool = False
-    reprofile: bool = False
-    verbose: bool = False
-    """Say all of the profile and the plan, with the reasons."""
-
-
-@dataclass(frozen=True)
-class RunSetup:
-    """What every rank knows before planning. Never changed."""
-
-    world: World
-    transport: Transport
-    loaded: LoadedJob
-    run_dir: Path
-    material: Material | None
-    """On rank 0 only."""
-    chain: LayerChain
-    tuning: Tuning
-    backend: Backend
-    cores: float
-    """CPU cores this rank can count on; below 1 where ranks share cores."""
-    threads: int
-
-    @property
-    def job(self) -> JobConfig:
-        return self.loaded.job
-
-    @property
-    def dataset(self) -> DataSource | None:
-        """On rank 0 only."""
-        return self.material.dataset if self.material is not None else None
-
-
-@dataclass(frozen=True)
-class RunContext(RunSetup):
-    """What every rank knows while the run lasts, whatever the plan. Never changed."""
-
-    profile: ClusterProfile
-    """The profile of the present ranks, measured or emulated, that plans are made for."""
-
-    @classmethod
-    def of(cls, setup: RunSetup, profile: ClusterProfile) -> RunContext:
-        return cls(**vars(setup), profile=profile)
+from hetero_mpi.runtime.setup.material import prepare
 
 
 def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:

@@ -1,0 +1,123 @@
+"""How much one has to load to understand a part of the core, and how many lines there are: both may only fall.
+
+Who needs more lines raises a number here, in the same commit, and says why in its message.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
+CLOSURES = {"model.stage": 5_000, "engine.executor": 7_500, "engine.trainer": 9_500}
+"""Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
+LOADED = {"runtime.loop": 20_000}
+"""The same of what is loaded when the module is imported."""
+LINES = {
+    "beside the packages": 1_490,
+    "checkpoint": 1_240,
+    "comm": 3_020,
+    "commands": 1_410,
+    "data": 3_800,
+    "device": 1_360,
+    "emulation": 610,
+    "engine": 2_160,
+    "job": 1_170,
+    "launch": 4_810,
+    "model": 7_810,
+    "planning": 11_580,
+    "profiling": 1_360,
+    "report": 4_830,
+    "runtime": 7_030,
+    "state": 1_770,
+    "web": 430,
+    "in all": 55_830,
+}
+"""Lines of each package, and in all."""
+SLACK = 40
+"""So many lines a package may be under its number."""
+
+
+def module_of(file: Path) -> str:
+    name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+FILES = {module_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def lines_of(module: str) -> int:
+    return FILES[module].read_text().count("\n")
+
+
+def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported, but those for types."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            yield from at_import([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try | ast.With):
+            yield from at_import(node.body)
+
+
+def imported(module: str, all_of_it: bool) -> set[str]:
+    """Modules of the package that a module imports."""
+    tree, found = ast.parse(FILES[module].read_text()), set()
+    for node in ast.walk(tree) if all_of_it else at_import(tree.body):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {known for name in found if (known := known_part(name))} - {"hetero_mpi"}
+
+
+def known_part(name: str) -> str:
+    """The module in a dotted name, which may go on with what it holds; "" where it is not ours."""
+    while name and name not in FILES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def closure(module: str, all_of_it: bool) -> dict[str, int]:
+    """Module -> lines, of a module and of all that it imports."""
+    seen, waiting = set[str](), [f"hetero_mpi.{module}"]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += imported(name, all_of_it)
+    return {name: lines_of(name) for name in seen}
+
+
+@pytest.mark.parametrize("module", [*CLOSURES, *LOADED])
+def test_what_one_must_load_stays_small(module: str) -> None:
+    most = (CLOSURES | LOADED)[module]
+    found = closure(module, module in CLOSURES)
+    assert sum(found.values()) <= most, f"{module}: {sorted(found, key=found.__getitem__, reverse=True)[:20]}"
+
+
+def test_a_closure_follows_imports() -> None:
+    assert "hetero_mpi.model.stage" in closure("engine.executor", True)
+    assert "hetero_mpi.planning.types.cost" in closure("model.stage", True), "over several steps"
+    assert "hetero_mpi.engine.trainer" not in closure("runtime.context", False), "it is named for types only"
+    assert "hetero_mpi.engine.trainer" in closure("runtime.context", True)
+
+
+def package_lines() -> dict[str, int]:
+    found = Counter[str]()
+    for file in FILES.values():
+        package, *inside = file.relative_to(PACKAGE).parts
+        for name in (package if inside else "beside the packages", "in all"):
+            found[name] += file.read_text().count("\n")
+    return dict(found)
+
+
+def test_lines_only_fall() -> None:
+    """Where it fails, write the new numbers down: fewer as a matter of course, more with a reason in the commit's message."""
+    found = package_lines()
+    wrong = {name: count for name, count in found.items() if not 0 <= LINES.get(name, 0) - count <= SLACK}
+    assert not wrong and found.keys() == LINES.keys(), f"lines differ from those written down: {wrong}"
