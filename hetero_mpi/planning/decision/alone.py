@@ -38,6 +38,7 @@ def _decided(profile: ClusterProfile, request: PlanRequest, rank: int) -> Decisi
         schedule="auto",
         indifference=0.0,
         thorough=False,
+        brief=True,  # there is one number of pipelines
     )
     found = decide(with_copies(single, request), request) or decide(single, request)
     return None if found is None else replace(found, plan=renumbered(found.plan, [rank]))

@@ -49,6 +49,9 @@ FULL = 0.8
 FEW = 8
 """Up to so many ranks three sizes of slices are looked at: the smallest and the largest micro-batch of the request, and the one
 between. Beyond, that one alone."""
+NEAR, HOPELESS = 1.1, 1.5
+"""A size is searched that begins at most so many times as slow as the best one, and as what is known without streaming; for a brief
+answer the best one alone."""
 
 _ENDLESS_BYTES = 1 << 60
 """Memory of a host of which nothing is known."""
@@ -63,8 +66,8 @@ Search = Callable[[ClusterProfile, PlanRequest], Plan | None]
 def with_streamed_stages(
     profile: ClusterProfile, request: PlanRequest, resident: Timed | None, starts: Starts, search: Search
 ) -> Timed | None:
-    """The fastest plan with streamed stages that ``search`` finds, in slices of the size with which ``starts`` are the fastest;
-    None: nothing fits even so, or ``resident`` is as good.
+    """The fastest plan with streamed stages that ``search`` finds, in slices of the sizes with which ``starts`` are nearly the
+    fastest; None: nothing fits even so, or ``resident`` is as good.
 
     Where streaming is left to the planner, it is looked at only where memory may stand in the way of ``resident``, which must be
     slower by ``WORTHWHILE``.
@@ -74,7 +77,7 @@ def with_streamed_stages(
     left = request.streaming == "auto"
     if left and resident is not None and not _memory_binds(resident[0], profile, request):
         return None
-    best = _fastest(profile, request, starts, search)
+    best = _fastest(profile, request, math.inf if resident is None else resident[1], starts, search)
     if best is None or resident is None:
         return best
     return best if best[1] < resident[1] * (1 - WORTHWHILE * left) else None
@@ -95,7 +98,9 @@ def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     return any(stage.recompute for stage in stages) or any(one.peak_bytes > FULL * one.usable_bytes for one in memory)
 
 
-def _fastest(profile: ClusterProfile, request: PlanRequest, starts: Starts, search: Search) -> Timed | None:
+def _fastest(
+    profile: ClusterProfile, request: PlanRequest, known_s: float, starts: Starts, search: Search
+) -> Timed | None:
     fitter = Fitter(profile, request)
     crowded = with_copying(profile, range(len(profile.devices)))
     sizes = sorted(set(request.micro_batch_choices))
@@ -125,17 +130,20 @@ def _fastest(profile: ClusterProfile, request: PlanRequest, starts: Starts, sear
             if fitting is not None and hosts_suffice(fitting, profile, request.memory_reserve):
                 yield fitting, fitter.step_s(fitting)
 
-    begun: list[tuple[float, int, list[Timed]]] = []
+    begun: list[tuple[float, int]] = []
+    found: list[Timed] = []
     for size in sorted(sizes[place] for place in places):
         fitting = [one for start, _ in starts(*asked(size)) for one in timed(start, size)]
-        best = min(fitting, key=lambda one: one[1], default=None)
-        begun.append((math.inf, size, []) if best is None else (best[1], size, [best]))
-    for _, size, best_start in sorted(begun, key=lambda one: one[:2]):
-        searched = search(*asked(size))
-        found = [*best_start, *(timed(searched, size) if searched is not None else ())]
-        if found:
-            return min(found, key=lambda one: one[1])
-    return None
+        begun.append((min((step_s for _, step_s in fitting), default=math.inf), size))
+        found += fitting
+    if not found and len(profile.devices) == 1:
+        return None  # of several ranks a search may find what no start was
+    begun.sort()
+    limit_s = min(NEAR * begun[0][0], HOPELESS * known_s)
+    for begun_s, size in begun[: 1 if request.brief and found else None]:
+        searched = search(*asked(size)) if begun_s <= limit_s else None
+        found += timed(searched, size) if searched is not None else ()
+    return min(found, key=lambda one: one[1], default=None)
 
 
 def streamed_view(profile: ClusterProfile, slice_sequences: int, request: PlanRequest) -> ClusterProfile:
