@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hetero_mpi.planning.types.plan_report import PlanReport
-from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
 
@@ -16,6 +16,7 @@ WARM_UP_STEPS = 2
 """Number of first steps under a plan that do not count for times, while caches, allocators and links warm up."""
 TOLERANCE = 0.15
 """Share by which a step may differ from its prediction without a reason being given."""
+_PROFILED = "when they were measured"
 SpeedChanges = Sequence[tuple[int, int, float]]
 """(rank, number of the step from 0, share of the profile's speed) of emulated changes of speed."""
 
@@ -71,7 +72,8 @@ def time_lines(
 ) -> list[str]:
     """Measured beside predicted step time, with the likely reason where they are far apart; then the earlier plans."""
     *before, last = by_plan(steps) or [[]]
-    lines = _last_plan_lines(report, profile, last, _since(last, bool(before), speed_changes), others)
+    changes = _since(last, bool(before), speed_changes)
+    lines = _last_plan_lines(report, profile, last, changes, others, _when_told(report, bool(before)))
     if before and len(last) > WARM_UP_STEPS:
         lines[0] += f" (since the plan changed after step {last[0].step - 1})"
     for former in before:
@@ -83,6 +85,13 @@ def time_lines(
     return lines
 
 
+def _when_told(report: PlanReport, replanned: bool) -> str:
+    """When the times were measured that the last plan is expected to take."""
+    if replanned:
+        return "when the plan was made"
+    return _PROFILED if report.tried_step_s is None else "when the plan was tried"
+
+
 def _since(last: Sequence[StepMetrics], replanned: bool, changes: SpeedChanges) -> list[tuple[int, int, float]]:
     """The speed changes not known when the plan of the steps ``last`` was made; one made during the run knows earlier ones."""
     if not last:
@@ -92,9 +101,14 @@ def _since(last: Sequence[StepMetrics], replanned: bool, changes: SpeedChanges) 
 
 
 def _last_plan_lines(
-    report: PlanReport, profile: ClusterProfile, steps: Sequence[StepMetrics], changes: SpeedChanges, others: str
+    report: PlanReport,
+    profile: ClusterProfile,
+    steps: Sequence[StepMetrics],
+    changes: SpeedChanges,
+    others: str,
+    when: str,
 ) -> list[str]:
-    """The lines about the last plan. ``changes``: speed changes that it did not know."""
+    """The lines about the last plan. ``changes``: speed changes that it did not know. ``when``: as ``_when_told``."""
     measured = measured_step_s(steps)
     if measured is None:
         return [f"Step time: {len(steps)} steps are too few to measure it (the first {WARM_UP_STEPS} do not count)"]
@@ -111,10 +125,10 @@ def _last_plan_lines(
         return [line, *([f"  {others}"] if others else [])]
     word = f"{units.percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
     word = f"{ratio:.2g} times as long" if ratio >= 2 else word
-    return [line, f"  {word}: {_difference_reason(profile, changes, ratio, others)}"]
+    return [line, f"  {word}: {_difference_reason(profile, changes, ratio, others, when)}"]
 
 
-def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, ratio: float, others: str) -> str:
+def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, ratio: float, others: str, when: str) -> str:
     if changes:
         told = ", ".join(f"rank {rank} at {share:g} from step {step + 1}" for rank, step, share in changes)
         return f"devices changed their speed as [cluster] emulate_changes asks ({told}), which no prediction knows"
@@ -122,10 +136,14 @@ def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, ratio: fl
         return "the ranks did not keep the emulated times (see the line Emulation): raise [cluster] time_scale"
     if others and ratio > 1:
         return others
-    if profile.source != "measured":
+    if ratio < 1 and any(host.other_threads for host in profile.hosts):
+        return "other programs took more of the cores when the plan was tried"
+    than = f"{'not as fast as' if ratio > 1 else 'faster than'} {when}"
+    if when != _PROFILED:
+        return f"the machines are {than}"
+    if profile.source != MEASURED:
         return f"the profile was not measured here ({profile.source}): measure these machines (profile.path empty)"
-    than = "not as fast as" if ratio > 1 else "faster than"
-    return f"the machines are {than} when they were measured: measure again (--reprofile)"
+    return f"the machines are {than}: measure again (--reprofile)"
 
 
 def _loss_lines(

@@ -33,7 +33,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.planning.analysis.correction import corrected
-from hetero_mpi.planning.schedule import holders
+from hetero_mpi.planning.analysis.trials import LEAST_GAIN, Allowance, allowance, explained, trial_s
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -67,57 +67,13 @@ from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import Planned, keep, planning_request
 from hetero_mpi.runtime.watchdog import watched
 
-SHARE = 0.05
-"""The trial of a plan takes at most this share of what the run is predicted to take ..."""
-LONG_S, LONG_SHARE = 60.0, 0.15
-"""... or this one, where the run takes longer than so many seconds."""
-MOST_COUNTED, LEAST_COUNTED = 5, 1
-"""Steps that count. Before them come the rehearsal and a first one of all ranks together."""
-_UNCOUNTED = 2
 LATE = 2.0
 """Steps that take so many times what was said are enough, as soon as one counts."""
-_PARAMETERS_PER_S = 1e8
-"""How fast weights are made up, roughly: 8 billion in 80 s."""
 ATTEMPTS = 3
 """So many plans are tried until one fits."""
-LEAST_GAIN = 0.01
-"""Another plan is tried where it would be faster by this share: predictions are not better than that."""
 _NOTE = "corrected by"
 NARROWER = 0.95
 """Where a plan did not fit, the rank has at most this share of what the plan was to take there."""
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """How long a trial may be."""
-
-    counted: int
-    """Steps that count; 0: the plan is not tried."""
-    seconds: float
-    """What a trial takes, about."""
-
-
-def allowance(report: PlanReport, profile: ClusterProfile, steps: int, wanted: bool) -> Allowance:
-    """``steps``: those that the run takes. ``wanted``: whatever it takes."""
-    step_s, build_s = report.predicted_step_s, _building_s(report.plan, profile)
-    run_s = steps * step_s
-
-    def seconds(counted: int) -> float:
-        return build_s + (_UNCOUNTED + counted) * step_s
-
-    for share, least_s in ((SHARE, 0.0), (LONG_SHARE, LONG_S)):
-        for counted in range(MOST_COUNTED, LEAST_COUNTED - 1, -1):
-            if run_s >= least_s and seconds(counted) <= share * run_s:
-                return Allowance(counted, seconds(counted))
-    return Allowance(LEAST_COUNTED, seconds(LEAST_COUNTED)) if wanted else Allowance(0, 0.0)
-
-
-def _building_s(plan: Plan, profile: ClusterProfile) -> float:
-    held: dict[int, float] = {}
-    for layer, ranks in holders(plan).items():
-        for rank in ranks:
-            held[rank] = held.get(rank, 0.0) + profile.model.layers[layer].parameters
-    return max(held.values()) / _PARAMETERS_PER_S
 
 
 @dataclass(frozen=True)
@@ -144,8 +100,9 @@ def try_plan(
     afford = _affordable(setup, options, planned)
     if afford.counted == 0:
         return profile, report
-    say(f"Trying the plan: about {units.seconds(afford.seconds)}")
-    trial = _Trial(setup, afford, options.plan is not None)
+    most = f", with another one {units.seconds(afford.most_s)} at most" if afford.most_s < math.inf else ""
+    say(f"Trying the plan: about {units.seconds(afford.seconds)}{most if options.plan is None else ''}")
+    trial = _Trial(setup, afford, planned.planning_s, options.plan is not None)
     profile, report = trial.best(*trial.fitting(profile, report))
     keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
     if options.profile is None and setup.job.profile.path is None:
@@ -186,11 +143,12 @@ def _of_the_machines(profile: ClusterProfile) -> ClusterProfile:
 
 
 class _Trial:
-    """Tries plans. All methods are collective. ``given``: the user's plan, which is kept whatever comes."""
+    """Tries plans. All methods are collective. ``planning_s``: what planning took before. ``given``: the user's plan, which is kept
+    whatever comes."""
 
-    def __init__(self, setup: RunSetup, afford: Allowance, given: bool) -> None:
-        self._setup, self._afford, self._given = setup, afford, given
-        self._world = setup.world
+    def __init__(self, setup: RunSetup, afford: Allowance, planning_s: float, given: bool) -> None:
+        self._setup, self._afford, self._planning_s, self._given = setup, afford, planning_s, given
+        self._world, self._ends_s = setup.world, time.perf_counter() + afford.most_s
 
     def fitting(
         self, profile: ClusterProfile, report: PlanReport
@@ -218,20 +176,40 @@ class _Trial:
         believed, first = self._believed(profile, report, steps)
         if self._given:
             return believed, first
+        if not self._in_time("Planning once more", self._planning_s + self._seconds(believed, first)):
+            return believed, explained(first, "there was no time to plan once more")
         second = self._planned(believed)
         if second.plan == first.plan:
             return believed, replace(second, tried_step_s=first.tried_step_s)
+        stays = partial(explained, first, said=(report, second))
+        takes = f"takes {units.seconds(second.predicted_step_s)} per step"
         if second.predicted_step_s > (1 - LEAST_GAIN) * first.predicted_step_s:
-            return believed, first
-        say(f"By these times another plan takes {units.seconds(second.predicted_step_s)} per step: trying it")
+            return believed, stays(f"by the measured times another plan {takes}", other=second)
+        say(f"By these times another plan {takes}: trying it")
+        if not self._in_time("  That", self._seconds(believed, second)):
+            return believed, stays(f"there was no time to try another plan, which {takes} by these times", other=second)
         found, lacks = self._run(believed, second)
         if lacks:
             say("  it does not fit: the first plan stays")
-            return believed, first
+            return believed, stays("another plan was tried and does not fit", other=second)
         faster = found is not None and steps is not None and clearly_faster(found, steps)
         faster = self._world.broadcast_json(faster)
-        other = self._believed(believed, second, found, "it is taken" if faster else "the first plan stays")
-        return other if faster else (believed, first)
+        again, other = self._believed(believed, second, found, "it is taken" if faster else "the first plan stays")
+        if faster:
+            return again, explained(other, f"the first plan took {_tried(first)}", (report, second), first)
+        return believed, stays(f"another plan was tried and took {_tried(other)}", other=other)
+
+    def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
+        """What trying a plan takes, about."""
+        return trial_s(report, profile, self._afford.counted)
+
+    def _in_time(self, what: str, seconds: float) -> bool:
+        """Does ``what``, which takes about so long, end before the time for trials does? Says so where it does not. Collective."""
+        left_s = self._ends_s - time.perf_counter()
+        fits = bool(self._world.broadcast_json(seconds <= left_s))
+        if not fits:
+            say(f"{what} would take about {units.seconds(seconds)}, too long for this run: the first plan stays")
+        return fits
 
     def _believed(
         self, profile: ClusterProfile, report: PlanReport, steps: MeasuredSteps | None, then: str = ""
@@ -262,7 +240,7 @@ class _Trial:
         from hetero_mpi.planning.decision.planner import complete_plan
 
         full = complete_plan(report.plan, profile, planning_request(self._setup, profile))
-        return replace(full, idle=report.idle, reasons=report.reasons, tried_step_s=tried_s)
+        return replace(full, tried_step_s=tried_s)
 
     def _planned(self, profile: ClusterProfile, lacking: str = "") -> PlanReport:
         """The planner's plan. Raises CollectiveUserError: none fits; with ``lacking``, what did not."""
@@ -397,6 +375,11 @@ def _others_text(profile: ClusterProfile) -> list[str]:
 
 def _note(steps: MeasuredSteps) -> str:
     return f"{_NOTE} {units.plural(len(steps.steps_s), 'step')} of a plan that was tried"
+
+
+def _tried(report: PlanReport) -> str:
+    assert report.tried_step_s is not None
+    return f"{units.seconds(report.tried_step_s)} per step"
 
 
 def clearly_faster(one: MeasuredSteps, other: MeasuredSteps) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import FLUID, PACKING, Alone, IdleRank, PlanReport, RankMemory
-from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.toml_files import plan_to_dict, report_from_dict
 from hetero_mpi.report import units
 from hetero_mpi.report.first_screen import measured_lines, planned_lines
@@ -298,6 +298,29 @@ def test_a_speed_that_was_asked_for_is_the_reason_it_is() -> None:
 def test_the_end_says_which_way_the_machines_differ(step_s: float, told: str) -> None:
     lines = final_lines(REPORT, PROFILE, [metrics(step, step_s=step_s) for step in range(1, 6)])
     assert lines[1] == f"  {told} when they were measured: measure again (--reprofile)"
+
+
+def test_the_end_blames_what_was_measured_when_the_plan_was_tried_or_made() -> None:
+    """No advice to measure again where the times are of the trial, or of a plan that was made during the run."""
+    tried = replace(REPORT, tried_step_s=2.0)
+    short, long = ([metrics(step, step_s=step_s) for step in range(1, 6)] for step_s in (0.5, 2.5))
+    host = HostProfile("a", 1 << 30, "made up", cores=2.0, other_threads=1.0)
+    beside = replace(PROFILE, hosts=(host,))
+    less = "other programs took more of the cores when the plan was tried"
+    assert final_lines(tried, beside, short)[1] == f"  75 % shorter: {less}"
+    assert (
+        final_lines(tried, beside, long)[1] == "  25 % longer: the machines are not as fast as when the plan was tried"
+    )
+    assert (
+        final_lines(tried, PROFILE, short)[1] == "  75 % shorter: the machines are faster than when the plan was tried"
+    )
+    told = final_lines(tried, replace(PROFILE, source="derived from sheets"), short)[1]
+    assert told == "  75 % shorter: the machines are faster than when the plan was tried"
+    before = [replace(metrics(step, step_s=1.0), predicted_step_s=1.0) for step in range(1, 6)]
+    later = [metrics(step, step_s=2.5) for step in range(6, 12)]
+    assert final_lines(REPORT, PROFILE, [*before, *later])[1] == (
+        "  25 % longer: the machines are not as fast as when the plan was made"
+    )
 
 
 # Logs

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from hetero_mpi.planning.analysis.trials import LONG_S, LONG_SHARE, MOST_COUNTED, allowance, explained
+from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import COMPUTE, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan_report import Alone, IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.runtime.measuring import Expected, OwnStep, Together, compared, with_others
-from hetero_mpi.runtime.trial import LONG_S, MOST_COUNTED, allowance, clearly_faster
+from hetero_mpi.runtime.trial import clearly_faster
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
 MODEL, SPEED = make_model(4), 4e3
@@ -111,6 +115,40 @@ def test_a_trial_takes_a_small_share_of_the_run() -> None:
         assert allowance(report, PROFILE, steps, True).counted == 1
     short = replace(report, predicted_step_s=1e-3)
     assert allowance(short, PROFILE, 50, False).counted == 0 and allowance(short, PROFILE, 100, False).counted > 0
+
+
+def test_no_other_plan_is_looked_for_where_the_run_is_too_short_for_it() -> None:
+    report = PlanReport(PLAN, 1.0, 1.0, "")
+    assert allowance(report, PROFILE, 1000, False).most_s == pytest.approx(LONG_SHARE * 1000)
+    assert allowance(report, PROFILE, 1000, True).most_s == allowance(report, PROFILE, 1, True).most_s == math.inf
+
+
+THREE = make_profile([1.0, 1.0, 1.0], model=MODEL, bytes_per_s=SPEED)
+STALE = "using 3 ranks would take 0.512 s per step instead of 0.427 s"
+ALONE = Plan((PipelinePlan((StagePlan((2,), 0, 6, 0),), 1, 4),), 4, SEQUENCE, 6)
+
+
+def test_the_reasons_of_a_tried_plan_belong_to_its_corrected_figures() -> None:
+    """What the planner said by the profile as it was is kept only where it says so of the other plan by the corrected one, too."""
+    odd = IdleRank(1, "its device does not offer bf16")
+    before = PlanReport(PLAN, 0.427, 0.4, "", idle=(IdleRank(2, STALE), odd), reasons=("an even cut: 0.5 s", "copies"))
+    taken = complete_plan(PLAN, THREE, PlanRequest(4, SEQUENCE, (1,), max_pipelines=1))
+    taken = replace(taken, tried_step_s=1.55, idle=(*taken.idle, IdleRank(1, "made up")), alone=Alone(2, 0.0))
+    other = PlanReport(ALONE, 1.2, 1.0, "", idle=(odd,), reasons=("an even cut: 1.4 s", "copies"), tried_step_s=1.6)
+    told = explained(taken, "another plan was tried and took 1.60 s", (before, other), other)
+    assert told.reasons[0] == "tried: 1.55 s per step; another plan was tried and took 1.60 s"
+    assert told.reasons[1].startswith("busiest: ") and told.reasons[-1] == "copies" and len(told.reasons) == 3
+    assert told.idle == (IdleRank(2, "another plan was tried and took 1.60 s"), odd)
+    assert told.alone == Alone(2, 1.6, "another plan was tried and took 1.60 s" if taken.predicted_step_s > 1.6 else "")
+    untried = explained(taken, "no time")
+    assert [one.reason for one in untried.idle] == ["no time"] * 2 and untried.alone == Alone(2, 0.0, "no time")
+    same = explained(taken, "a tie", (before, before), replace(other, plan=PLAN))
+    assert same.idle[0].reason == STALE, "said by both profiles"
+    without = explained(taken, "a tie", (before, replace(other, idle=())), replace(other, plan=PLAN))
+    assert {one.reason for one in without.idle} == {
+        "by the times of the trial, the search found no faster plan with it",
+        "a tie",
+    }
 
 
 def test_a_tie_within_the_noise_is_no_gain() -> None:

@@ -26,7 +26,6 @@ SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
 MOST_ACTIONS = 20_000
 """Of plans with more actions, alternatives are not simulated: it takes longer than planning."""
-ROUNDING = 1e-9
 UNTRIED = "the search found no faster plan with it"
 
 
@@ -40,9 +39,9 @@ class Beaten:
     def sentence(self, best_s: float) -> str:
         if self.step_s is None:
             return f"{self.name}: does not fit in memory"
-        if self.step_s <= best_s * (1 + ROUNDING):
-            return f"{self.name}: as fast ({describe_seconds(self.step_s)} per step)"
-        return f"{self.name}: {ratio(self.step_s, best_s):.2f}x slower ({describe_seconds(self.step_s)} per step)"
+        times = f"{ratio(self.step_s, best_s):.2f}"
+        how = "as fast" if float(times) <= 1 else f"{times}x slower"
+        return f"{self.name}: {how} ({describe_seconds(self.step_s)} per step)"
 
 
 def reasons(
@@ -70,11 +69,11 @@ def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float
         if stage.grouped and slowness(profile, plan.ranks).keys() & {*stage.ranks}:
             yield f"ranks of stage {number} have less than a core a thread: they wait longer for each other than is predicted"
     if plan.leader_of and without_s is not None:
+        without = "without ranks that hold a stage together"
         yield (
-            f"the best plan without ranks that hold a stage together: {ratio(without_s, step_s):.2f}x slower "
-            f"({describe_seconds(without_s)} per step)"
+            Beaten(f"the best plan {without}", without_s).sentence(step_s)
             if without_s < math.inf
-            else "no plan without ranks that hold a stage together fits in memory"
+            else f"no plan {without} fits in memory"
         )
 
 
@@ -100,7 +99,10 @@ def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation
     if found is None:
         yield f"{name} the model does not fit in memory"
     else:
-        yield f"{name} the step is {ratio(found.step_s, simulation.step_s) - 1:.1%} longer"
+        change = round(ratio(found.step_s, simulation.step_s) - 1, 3)
+        # The search is not exact: the plan without it may be the shorter one.
+        how = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'}" if change else "as long"
+        yield f"{name} the step is {how}"
 
 
 def _stages(plan: Plan, rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,8 @@ class Planned:
     """The profile was measured on exactly these ranks."""
     micro_batches: str
     """Why the planner could choose from these sizes, in words."""
+    planning_s: float
+    """What planning took."""
 
 
 def plan_run(setup: RunSetup, options: TrainOptions, pending: Pending) -> Planned:
@@ -106,9 +109,11 @@ def plan_run(setup: RunSetup, options: TrainOptions, pending: Pending) -> Planne
         profile = _obtain_profile(setup, subject, options, pending)
     profile = with_wire(profile, setup.job.train.wire)
     say(*(profile_lines if options.verbose or options.dry_run else measured_lines)(profile))
+    begin = time.perf_counter()
     report = obtain_plan(setup, profile, planning_request(setup, profile), pending, options.plan)
+    planning_s = time.perf_counter() - begin
     own = profile.source == MEASURED and profile.key == profile_key(world, setup.backend, subject)
-    return Planned(profile, report, own, reason)
+    return Planned(profile, report, own, reason, planning_s)
 
 
 def say_plan(
