@@ -59,6 +59,8 @@ class StepResult:
     """By ``time.perf_counter``."""
     length: int = 0
     """Tokens per sequence."""
+    sums_s: float = 0.0
+    """In the sums of the group that holds this rank's stage."""
 
 
 class BuildStage(Protocol):
@@ -234,12 +236,21 @@ class Trainer:
         if self.emulation is not None:
             self.emulation.pace.begin_step(step)
         self.update.begin()
-        data = self.step_data(step, batch)
+        data, summed_s = self.step_data(step, batch), self._summed_s()
         with memory_explained(self._action, self.memory, self.backend):
             events = self.executor.run(data)
         assert self._decided is not None
-        self.latest = replace(self._decided, events=tuple(events), began_s=self.executor.began_s, length=data.length)
+        self.latest = replace(
+            self._decided,
+            events=tuple(events),
+            began_s=self.executor.began_s,
+            length=data.length,
+            sums_s=self._summed_s() - summed_s,
+        )
         return self.latest
+
+    def _summed_s(self) -> float:
+        return self.group.summed_s if self.group is not None else 0.0
 
     def evaluate(self, held_out: Batch) -> float:
         """Sum of the losses of all targets of held-out sequences, or samples; that of routers counts as in training. Collective.

@@ -16,7 +16,7 @@ from typing import Any
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.planning.analysis.correction import Measured
 from hetero_mpi.planning.durations import Durations
-from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, Action, MeasuredEvent, Op, Schedule, parse_action
+from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, Action, Event, MeasuredEvent, Op, Schedule, parse_action
 from hetero_mpi.planning.types.cluster_changes import with_free_links
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
@@ -58,7 +58,7 @@ class OwnStep:
     """(action, when it began) of sends, (action, when it was on the device) of receives."""
 
 
-def own_step(trainer: Trainer, result: StepResult, wall_s: float, clock_s: float, sums_s: float) -> OwnStep:
+def own_step(trainer: Trainer, result: StepResult, wall_s: float, clock_s: float) -> OwnStep:
     """The trainer's latest step; where that was skipped, nothing is said of the optimizer. ``clock_s``: this rank's clock minus the
     common one."""
     computing_s, messages = dict[str, float](), []
@@ -66,13 +66,19 @@ def own_step(trainer: Trainer, result: StepResult, wall_s: float, clock_s: float
         op = event.action.op
         if op in COMPUTE or (op is Op.STEP and result.decision.finite):
             computing_s[op.value] = computing_s.get(op.value, 0.0) + event.end_s - event.start_s
-        elif op in _MESSAGES and isinstance(event, MeasuredEvent):
-            came_s = event.arrived_s + event.copied_s if event.arrived_s is not None else None
-            at_s = event.start_s if op in _NEXT else came_s
-            if at_s is not None:
-                messages.append((str(event.action), result.began_s - clock_s + at_s))
+        elif (at_s := message_at_s(event)) is not None:
+            messages.append((str(event.action), result.began_s - clock_s + at_s))
     worked_s = trainer.executor.worked_s if trainer.executor is not None else 0.0
-    return OwnStep(trainer.rank, wall_s, computing_s, worked_s, sums_s, tuple(messages))
+    return OwnStep(trainer.rank, wall_s, computing_s, worked_s, result.sums_s, tuple(messages))
+
+
+def message_at_s(event: Event) -> float | None:
+    """When a send began, or what was received was on the device; None: neither, or not known."""
+    if event.action.op in _NEXT:
+        return event.start_s
+    if event.action.op not in _MESSAGES or not isinstance(event, MeasuredEvent) or event.arrived_s is None:
+        return None
+    return event.arrived_s + event.copied_s
 
 
 Together = Mapping[int, OwnStep]

@@ -1,7 +1,7 @@
 """Moves layers when machines change their speed during a run: a laptop throttles, or somebody else uses a GPU.
 
-Every rank compares its measured computing time of a step with its profile. The ratio travels in the next step's decision, so it
-costs no message. Rank 0 watches the ratios (``planning.analysis.drift``) and asks a separate process for another plan
+Every rank compares what it measured of a step with its profile (``StepWord``). The ratios travel in the next step's decision, so
+they cost no message. Rank 0 watches them (``planning.analysis.drift``) and asks a separate process for another plan
 (``Replanner``). If the change pays, it says so in its own decision, so all ranks change after the same step.
 """
 
@@ -23,9 +23,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.background import Background
 from hetero_mpi.engine.trainer import StepResult
-from hetero_mpi.planning.analysis.drift import Decider, Move, moved_layers
-from hetero_mpi.planning.durations import Durations
-from hetero_mpi.planning.schedule import COMPUTE, Action
+from hetero_mpi.planning.analysis.drift import Decider, Move, Watched, as_measured, moved_layers
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
@@ -36,6 +34,7 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.context import RunContext, Share
 from hetero_mpi.runtime.reconfigure import lack_of_room
 from hetero_mpi.runtime.setup.profile_and_plan import planning_request
+from hetero_mpi.runtime.step_word import StepWord
 from hetero_mpi.state.background_save import MEMORY_SHARE
 
 if TYPE_CHECKING:
@@ -57,17 +56,13 @@ class Rebalancer:
         self._scale = cluster.time_scale if cluster.emulate is not None else 1.0
         self._hosts = [device.host for device in profile.devices]
         self._decider, self._replanner = Decider(range(len(profile.devices))), Replanner()
-        self._ratios: dict[int, float] = {}
+        self._ratios: dict[Watched, float] = {}
         """The ratios of the latest question."""
         self._answer: ReplanAnswer | None = None
         self._rebuild_s: float | None = None
         self._ready, self._room = False, True
         self._share: Share | None = None
-        self._stage: int | None = None
-        """The first of this rank's stages."""
-        self._actions: list[Action] = []
-        self._expected_s: dict[int, float] = {}
-        """Tokens per sequence -> profiled seconds of this rank's forwards and backwards."""
+        self._word: StepWord | None = None
         self._because = ""
         self._latest: StepResult | None = None
 
@@ -75,10 +70,7 @@ class Rebalancer:
         """Prepare for the steps of a plan. Collective over the active ranks."""
         assert share.trainer is not None
         self._share, self._ready, self._latest = share, False, None
-        places = share.trainer.places
-        self._stage = places[0].index if places else None
-        own = share.schedule.get(share.trainer.rank, ())
-        self._actions, self._expected_s = [action for action in own if action.op in COMPUTE], {}
+        self._word = StepWord(share.trainer.rank, share.plan, self._profile, share.schedule)
         if self._rebuild_s is None or share.seconds:
             seconds = share.seconds
             self._rebuild_s = (seconds.get("keep", 0.0) + seconds.get("build", 0.0)) / self._scale
@@ -99,38 +91,22 @@ class Rebalancer:
         self._replanner.close()
 
     def word(self) -> NDArray[np.float64]:
-        """What travels with the step decision: [1 on rank 0 when the plan is to be changed, then for each stage its rank's ratio
-        measured / profiled]; of a rank's stages only the first has it, and a group is measured by the rank that leads it."""
-        assert self._share is not None
-        word = np.zeros(1 + len(self._share.plan.numbered))
-        word[0] = self._ready and self._context.world.rank == 0
-        if self._stage is not None and self._context.world.rank not in self._share.plan.leader_of:
-            word[1 + self._stage] = self._ratio()
-        return word
-
-    def _ratio(self) -> float:
-        """Measured over profiled seconds of the last step's forwards and backwards; 0 before the first step."""
-        if self._latest is None or self._share is None:
-            return 0.0
-        measured_s = sum(event.end_s - event.start_s for event in self._latest.events if event.action.op in COMPUTE)
-        plan = self._share.plan
-        length = plan.sequence_length if self._share.emulation is not None else self._latest.length
-        if length not in self._expected_s:
-            durations = Durations(replace(plan, sequence_length=length), self._profile)
-            self._expected_s[length] = self._scale * sum(durations.of(action)[0] for action in self._actions)
-        expected_s = self._expected_s[length]
-        return measured_s / expected_s if expected_s > 0 else 0.0
+        """What travels with the step decision: 1 on rank 0 when the plan is to be changed, then the numbers of the last step."""
+        assert self._word is not None and self._share is not None
+        latest = self._latest
+        if latest is not None and self._share.emulation is not None:
+            latest = replace(latest, length=self._share.plan.sequence_length)
+        go = self._ready and self._context.world.rank == 0
+        return np.append(float(go), self._word.numbers(latest, self._scale))
 
     def due(self, step: int, result: StepResult) -> bool:
         """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
         answer on all ranks.
         """
-        assert self._share is not None
+        assert self._word is not None
         heard, self._latest = result.heard, result
         if self._context.world.rank == 0 and self._room and not self._ready:
-            ranks = [stage.ranks[0] for _, _, stage in self._share.plan.numbered]
-            ratios = {rank: float(ratio) for rank, ratio in zip(ranks, heard[1:], strict=True) if ratio > 0}
-            self._decider.observe(ratios)
+            self._decider.observe(self._word.ratios(heard[1:]))
             self._consider(self._context.job.train.steps - step - 1)
         return bool(heard[0] > 0)
 
@@ -154,7 +130,7 @@ class Rebalancer:
             "rebalanced",
             text,
             step=step,
-            speeds={str(rank): round(1 / ratio, 4) for rank, ratio in self._ratios.items()},
+            speeds={str(one): round(1 / ratio, 4) for one, ratio in self._ratios.items() if isinstance(one, int)},
             moved=[{"from": a, "to": b, "layers": layers} for (a, b), layers in moves.items()],
             step_s_before=prospect.now_s,
             step_s_after=prospect.then_s,
@@ -180,8 +156,9 @@ class Rebalancer:
         assert self._share is not None and self._rebuild_s is not None and self._decider.asked is not None
         self._ratios = self._decider.asked
         _LOG.info("%s: planning anew", self._decider.sentence(self._hosts))
+        measured = as_measured(self._ratios)
         self._replanner.ask(
-            ReplanQuestion(self._profile, self._ratios, self._request, self._share.report, remaining, self._rebuild_s)
+            ReplanQuestion(self._profile, measured, self._request, self._share.report, remaining, self._rebuild_s)
         )
 
     @cached_property

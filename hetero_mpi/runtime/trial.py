@@ -26,7 +26,6 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.batch import Batch
 from hetero_mpi.data.sequences import Dataset
 from hetero_mpi.device.backend import DTYPES
-from hetero_mpi.engine.host_group import HostGroup
 from hetero_mpi.engine.out_of_memory import OutOfMemory
 from hetero_mpi.engine.rehearsal import rehearse
 from hetero_mpi.engine.trainer import Trainer
@@ -293,7 +292,7 @@ def _steps(context: RunContext, share: Share, afford: Allowance) -> tuple[list[T
                 lack = _Lack(context.world.rank, str(error), error.used_bytes)
         steps, lacks = list[Together](), _lacking(members, lack)
         if not lacks and share.trainer is not None:
-            steps, lacks = _taken(context, share, share.trainer, own, group, afford)
+            steps, lacks = _taken(context, share, share.trainer, own, afford)
         share.give_up()
     if group is not None:
         group.close()
@@ -302,7 +301,7 @@ def _steps(context: RunContext, share: Share, afford: Allowance) -> tuple[list[T
 
 
 def _taken(
-    context: RunContext, share: Share, trainer: Trainer, own: Batch | None, group: HostGroup | None, afford: Allowance
+    context: RunContext, share: Share, trainer: Trainer, own: Batch | None, afford: Allowance
 ) -> tuple[list[Together], list[_Lack]]:
     members, lack = trainer.world, None
     batch = trainer.shared_batch(own, False)
@@ -319,12 +318,10 @@ def _taken(
         begun_s = ended_s = time.perf_counter()
         for number in range(1 + afford.counted):
             members.doing = f"trying the plan, step {number + 1}"
-            sums_s = group.summed_s if group is not None else 0.0
             late = bool(found) and trainer.rank == 0 and ended_s - begun_s > LATE * afford.seconds
             result = trainer.step(number, trainer.shared_batch(own, False), partial(bool, late))
             begin_s, ended_s = ended_s, time.perf_counter()
-            waited_s = group.summed_s - sums_s if group is not None else 0.0
-            found.append(own_step(trainer, result, ended_s - begin_s, clock_s, waited_s))
+            found.append(own_step(trainer, result, ended_s - begin_s, clock_s))
             if result.decision.stop:
                 break
         trainer.settle()

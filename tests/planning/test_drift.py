@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -19,14 +21,25 @@ from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
-from hetero_mpi.planning.analysis.drift import FEWEST, Decider, Move, Prospect, SpeedWatch, moved_layers, moving_s
+from hetero_mpi.planning.analysis.drift import (
+    FEWEST,
+    Decider,
+    GroupSums,
+    LinkBetween,
+    Move,
+    Prospect,
+    SpeedWatch,
+    as_measured,
+    moved_layers,
+    moving_s,
+)
 from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion, answer
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan_report import IdleRank, PlanReport
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.state.checkpointing import KINDS
 from hetero_mpi.state.redistribute import deliveries, held_under, parcels
@@ -99,7 +112,10 @@ def play(told: Speeds, true: Speeds, steps: int = 100, cost_s: float = 5.0, reba
         if move is Move.ASK:
             assert decider.asked is not None
             story.questions += 1
-            under_way = step + 2, answer(ReplanQuestion(PROFILE, decider.asked, REQUEST, report, remaining, cost_s))
+            under_way = (
+                step + 2,
+                answer(ReplanQuestion(PROFILE, as_measured(decider.asked), REQUEST, report, remaining, cost_s)),
+            )
         elif move is Move.GO:
             assert reply is not None
             report = reply.report
@@ -188,13 +204,46 @@ def test_bands() -> None:
     assert watch.changed() == {}
 
 
+def test_a_link_that_has_become_slow_is_noticed_and_left() -> None:
+    report = planned()
+    first, second, *_ = (stage.ranks[0] for _, _, stage in report.plan.numbered)
+    slow = LinkBetween((min(first, second), max(first, second)))
+    decider = Decider(range(3))
+    for _ in range(FEWEST + 3):
+        decider.observe({0: 1.0, 1: 1.0, 2: 1.0, slow: 1e4})
+        if decider.decide(1000) is Move.ASK:
+            break
+    assert decider.asked == {0: 1.0, 1: 1.0, 2: 1.0, slow: 1e4}
+    told = decider.sentence(["a", "b", "c"])
+    assert re.match(
+        r"the link between ranks \d and \d \(\w and \w\) runs at 0.0001 of the profiled speed for \d steps$", told
+    )
+    reply = answer(ReplanQuestion(PROFILE, as_measured(decider.asked), REQUEST, report, 1000, 1.0))
+    for pipeline in reply.report.plan.pipelines:
+        for before, after in itertools.pairwise(pipeline.stages):
+            assert {before.ranks[0], after.ranks[0]} != {first, second}
+    assert reply.prospect.then_s < 0.7 * reply.prospect.now_s
+
+
+def test_a_rank_that_idles_on_is_not_told_of_times_that_are_over() -> None:
+    odd = replace(PROFILE.devices[2], dtypes=("bf16",))
+    for profile, kept in ((PROFILE, False), (replace(PROFILE, devices=(*PROFILE.devices[:2], odd)), True)):
+        report = replace(
+            make_plan(restricted(profile, [0, 1]), REQUEST), idle=(IdleRank(2, "0.512 s instead of 0.427 s"),)
+        )
+        measured = as_measured({0: 1.0, 1: 3.0, 2: 90.0})
+        found = answer(ReplanQuestion(profile, measured, REQUEST, report, 1000, 1.0)).report
+        assert found.plan != report.plan and [one.rank for one in found.idle] == [2]
+        assert ("0.427" in found.idle[0].reason) == kept
+
+
 def two_pipelines() -> Plan:
     first = PipelinePlan((StagePlan((0,), 0, 5, 1), StagePlan((1,), 5, 10, 0)), 2, 5)
     return Plan((first, PipelinePlan((StagePlan((2,), 0, 10, 0),), 1, 3)), 8, SEQUENCE, 10)
 
 
 def test_several_pipelines_keep_their_ranks_shares_and_micro_batches() -> None:
-    reply = answer(ReplanQuestion(PROFILE, {1: 3.0}, REQUEST, reported(two_pipelines()), 1000, 1.0))
+    reply = answer(ReplanQuestion(PROFILE, as_measured({1: 3.0}), REQUEST, reported(two_pipelines()), 1000, 1.0))
     assert reply.prospect.gain_s > 0 and loads(reply.report.plan)[1] < 5
     for old, new in zip(two_pipelines().pipelines, reply.report.plan.pipelines, strict=True):
         assert (old.micro_batch, old.sequences) == (new.micro_batch, new.sequences)
@@ -205,9 +254,9 @@ def test_an_idle_rank_is_called_and_a_hopeless_one_is_left() -> None:
     profile = make_profile([1.0, 1.0, 1.6], model=make_model(4), bytes_per_s=1e9)
     request = replace(REQUEST, max_pipelines=1)
     report = make_plan(restricted(profile, [0, 1]), request)
-    called = answer(ReplanQuestion(profile, {1: 1.6}, request, report, 1000, 1.0)).report
+    called = answer(ReplanQuestion(profile, as_measured({1: 1.6}), request, report, 1000, 1.0)).report
     assert set(loads(called.plan)) == {0, 1, 2}
-    left = answer(ReplanQuestion(profile, {1: 50.0}, request, report, 1000, 1.0)).report
+    left = answer(ReplanQuestion(profile, as_measured({1: 50.0}), request, report, 1000, 1.0)).report
     assert set(loads(left.plan)) == {0, 2} and [idle.rank for idle in left.idle] == [1]
 
 
@@ -284,7 +333,8 @@ def test_what_moves_is_priced_as_it_is_sent(old: Plan, new: Plan) -> None:
 
 
 def test_the_program_answers_as_the_function_does() -> None:
-    question = ReplanQuestion(PROFILE, {1: 3.0}, REQUEST, planned(), 100, 1.0)
+    told = as_measured({1: 3.0, LinkBetween((0, 1)): 2.0, GroupSums((0, 1, 2)): 1.5})
+    question = ReplanQuestion(PROFILE, told, REQUEST, planned(), 100, 1.0)
     asked = json.dumps(encode(question, infinity_as_text=True))
     assert decode(ReplanQuestion, json.loads(asked), "question") == question
     command = [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
+from hetero_mpi.planning.analysis.drift import as_measured
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision import several_stages
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
@@ -245,7 +246,7 @@ def test_several_stages_keep_to_the_memory() -> None:
 def test_plans_made_while_the_run_goes_on_keep_several_stages() -> None:
     profile = like_cluster()
     report = make_plan(profile, ONE_PIPELINE)
-    found = answer(ReplanQuestion(profile, {3: 1.5}, ONE_PIPELINE, report, 1000, 0.0))
+    found = answer(ReplanQuestion(profile, as_measured({3: 1.5}), ONE_PIPELINE, report, 1000, 0.0))
     slowed = with_slowness(profile, {3: 1.5})
     assert simulate(found.report.plan, slowed).step_s < simulate(report.plan, slowed).step_s
     complete_plan(found.report.plan, profile, ONE_PIPELINE)

@@ -26,6 +26,7 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
+from hetero_mpi.planning.analysis.drift import LinkBetween, Watched
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.toml_files import load_plan
@@ -38,13 +39,15 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.data.sequences import Batch
     from hetero_mpi.device.backend import Memory
     from hetero_mpi.engine import trainer
+    from hetero_mpi.engine.host_group import HostGroup
     from hetero_mpi.engine.trainer import StepResult
     from hetero_mpi.model.files.model_files import ModelFiles
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
-    from hetero_mpi.runtime import build, run, trial
+    from hetero_mpi.runtime import build, rebalance, run, trial
     from hetero_mpi.runtime.context import RunContext, Share, TrainOptions
     from hetero_mpi.runtime.run import train
+    from hetero_mpi.runtime.step_word import StepWord
     from hetero_mpi.state import background_save
 
 Breaking = contextlib.AbstractContextManager[None]
@@ -122,6 +125,40 @@ def rank_2_is_slow(world: World, entry: dict[str, Any]) -> Iterator[None]:
         return forward(stage, position, x, targets)
 
     with mock.patch.object(Stage, "forward", slow):
+        yield
+
+
+class _Prompt(rebalance.Replanner):
+    """The steps wait for its answers."""
+
+    @property
+    def ready(self) -> bool:
+        while self._answering is not None and self._answering.running:
+            time.sleep(0.05)
+        return super().ready
+
+
+@contextlib.contextmanager
+def sums_are_slow(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """Groups wait in every sum, and the plan may change although it was given. Ranks are taken to be as fast as profiled, so that
+    a busy machine decides nothing."""
+    add, ratios = HostGroup.sum, StepWord.ratios
+
+    def slow(group: HostGroup, tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.002)
+        group.summed_s += 0.002
+        return add(group, tensor)
+
+    def steady(word: StepWord, told: NDArray[np.float64]) -> dict[Watched, float]:
+        found = {one: ratio for one, ratio in ratios(word, told).items() if not isinstance(one, LinkBetween)}
+        return {one: 1.0 if isinstance(one, int) or ratio < 10 else 1e4 for one, ratio in found.items()}
+
+    with (
+        mock.patch.object(HostGroup, "sum", slow),
+        mock.patch.object(StepWord, "ratios", steady),
+        mock.patch.object(rebalance, "Replanner", _Prompt),
+        mock.patch.object(run, "rebalancer_of", lambda context, given: rebalance.Rebalancer(context)),
+    ):
         yield
 
 
@@ -281,6 +318,7 @@ WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
         forward_fails_on_rank_1,
         memory_is_limited_on_rank_1,
         rank_2_is_slow,
+        sums_are_slow,
         memory_lacks_in_the_trial,
         a_small_device_is_left_clean,
         weights_are_locked,

@@ -25,7 +25,7 @@ from hetero_mpi.model.tuning import tuning_of
 from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
-from hetero_mpi.planning.types.toml_files import save_plan, save_profile
+from hetero_mpi.planning.types.toml_files import load_report, save_plan, save_profile
 from hetero_mpi.report.run_files.measured import STEPS_NAME, read_rank_steps
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support import training_cases
@@ -109,7 +109,14 @@ ADAPTED: dict[str, Any] = {"adapter": {"method": "lora", "rank": 4, "dropout": 0
 
 QUICK = {
     *("full-straight", "full-changed", "narrow"),
-    *("groups-straight", "groups-changed", "nf4-groups-straight", "nf4-groups-changed"),
+    *(
+        "slow-sums",
+        "slow-sums-straight",
+        "groups-straight",
+        "groups-changed",
+        "nf4-groups-straight",
+        "nf4-groups-changed",
+    ),
 }
 
 
@@ -131,9 +138,11 @@ def run_all(directory: Path, quick: bool) -> Runs:
     model = shop.model("tied", BLOCKS, tied=True, attention_dropout=0.1)
     entries: dict[str, dict[str, Any]] = {}
 
-    def entry(name: str, first: str, changes: dict[int, str], *, base: Path = model, **tables: Any) -> None:
+    def entry(
+        name: str, first: str, changes: dict[int, str], *, base: Path = model, steps: int = STEPS, **tables: Any
+    ) -> None:
         values = shop.values(base)
-        job = shop.job(name, values, train={"steps": STEPS}, checkpoint={"every": 1, "keep": 2}, **tables)
+        job = shop.job(name, values, train={"steps": steps}, checkpoint={"every": 1, "keep": 2}, **tables)
         entries[name] = {"job": job, "run_dir": directory / name, "plan": directory / f"{first}.toml"}
         if name in QUICK:
             entries[name]["profile"] = write_profile(directory / f"{name}.profile.toml", job, 3)
@@ -154,6 +163,9 @@ def run_all(directory: Path, quick: bool) -> Runs:
     entry("two-changed", "two", {3: "two-exchanged", 5: "two-otherwise"}, base=untied)
     entry("groups-straight", "first", {}, base=untied)
     entry("groups-changed", "group-and-rank", {2: "rank-and-group", 4: "first", 6: "group"}, base=untied)
+    entry("slow-sums-straight", "first", {}, base=untied, steps=30)
+    entry("slow-sums", "group-and-rank", {}, base=untied, steps=30)
+    entries["slow-sums"]["breaks"] = "sums_are_slow"
     wide = {
         "hidden_size": 64,
         "num_attention_heads": 4,
@@ -210,6 +222,15 @@ def test_a_run_without_the_memory_for_changes_says_so(runs: Runs) -> None:
         line for line in runs.outcomes["narrow"].printed.splitlines() if line.startswith("Layers stay where they are")
     ]
     assert len(lines) == 1 and " would need " in lines[0] and lines[0].endswith(" and has 1.00 kB free")
+
+
+def test_a_group_whose_sums_have_become_slow_is_left(runs: Runs) -> None:
+    straight, left = (np.array(runs.lines(name)) for name in ("slow-sums-straight", "slow-sums"))
+    np.testing.assert_allclose(left, straight, rtol=1e-4)
+    (event,) = [json.loads(line) for line in (runs.directory / "slow-sums" / "events.jsonl").read_text().splitlines()]
+    assert event["event"] == "rebalanced" and "the sums of ranks 0 and 1 (" in event["text"]
+    report = load_report(runs.directory / "slow-sums" / "plan.toml")
+    assert not report.plan.leader_of
 
 
 @pytest.mark.long

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from hetero_mpi.engine.trainer import StepResult
+from hetero_mpi.planning.analysis.drift import GroupSums, LinkBetween
 from hetero_mpi.planning.analysis.trials import LONG_S, LONG_SHARE, MOST_COUNTED, allowance, explained
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.durations import Durations
-from hetero_mpi.planning.schedule import COMPUTE, Op, schedule_of
+from hetero_mpi.planning.schedule import COMPUTE, Action, Event, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import Alone, IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.report.run_files.measured import MeasuredEvent
 from hetero_mpi.runtime.measuring import Expected, OwnStep, Together, compared, with_others
+from hetero_mpi.runtime.step_word import StepWord
 from hetero_mpi.runtime.trial import clearly_faster
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
@@ -79,6 +84,42 @@ def test_a_slow_rank_and_a_slow_link_are_told_and_named() -> None:
     assert any(line.startswith(f"link from rank 1 ({HOSTS[1]}) to rank 0") for line in told), told
     assert any("forward" in line and "backward" in line for line in told), told
     assert found.far(HOSTS, found.step_s) == [], "only where the step as a whole is far from its prediction"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_what_ranks_tell_during_a_run_adds_up_to_what_is_slow(grouped: bool) -> None:
+    """Each rank has a clock of its own. Of a group the slowest member counts, and the one that waited least in sums."""
+    profile = make_profile([1.0, 1.0, 1.0], model=replace(MODEL, heads=4), bytes_per_s=SPEED / 10)
+    profile = replace(profile, devices=tuple(replace(one, host="box") for one in profile.devices))
+    stages = (
+        (StagePlan((0, 1), 0, 3, 1, shares=(2, 2)), StagePlan((2,), 3, 6, 0)) if grouped else PLAN.pipelines[0].stages
+    )
+    plan = replace(PLAN, pipelines=(replace(PLAN.pipelines[0], stages=stages),))
+    schedule, own = schedule_of(plan, profile.model), expected(plan, profile)
+    slow, step = {0: 1.0, 1: 2.0, 2: 3.0}, simulate(plan, profile)
+    words = {rank: StepWord(rank, plan, profile, schedule) for rank in plan.ranks}
+    told, last = np.zeros(len(next(iter(words.values())).numbers(None))), plan.ranks[-1]
+    for rank, word in words.items():
+        assert word.ratios(told) == {}
+        events: list[Event] = []
+        for event in step.events:
+            if event.action.op in (Op.SEND_F, Op.SEND_B):
+                (source, destination), receive, seconds = own.message(event.action)
+                came_s = event.start_s + 5 * seconds - 100 * rank
+                sent = replace(event, start_s=event.start_s - 100 * rank)
+                events += [sent] if source == rank else []
+                events += [MeasuredEvent(rank, 0, receive, 0, came_s, arrived_s=came_s)] if destination == rank else []
+        for op, seconds in own.computing_s[rank].items():
+            events.append(Event(rank, 0, Action(op, 0, 0), 0.0, slow[rank] * seconds))
+        sums_s = own.sums_s.get((0, 1), 0.0) * (7.0 + rank) if rank < 2 else 0.0
+        events.append(Event(rank, 0, Action(Op.F, 0, 1), 0.0, sums_s))
+        result = StepResult(None, events=tuple(events), began_s=100.0 * rank, length=SEQUENCE, sums_s=sums_s)  # type: ignore[arg-type]
+        told += word.numbers(result)
+    found = words[0].ratios(told)
+    assert found.pop(LinkBetween((0, last))) == pytest.approx(5.0)
+    if grouped:
+        assert found.pop(GroupSums((0, 1))) == pytest.approx(7.0)
+    assert found == pytest.approx({0: 2.0, 2: 3.0} if grouped else {0: 1.0, 1: 2.0})
 
 
 def crowded(cores: float) -> ClusterProfile:

@@ -1,10 +1,11 @@
 """Decides from measured times when machines have changed their speed, and when moving layers for it pays. Pure.
 
-Every step each rank says how its computing lasted, against its profile (2: twice as long). Two questions, asked apart:
+Every step each rank says how its computing lasted, against its profile (2: twice as long); so are the sums of groups and the links
+between neighbouring stages told. Two questions, asked apart:
 
-* ``SpeedWatch``: has a rank's speed left the band around the speed that the plan was made with? By the median of the last
-  steps, with a band that widens with the noise, for several steps in a row: one slow step, or many that merely scatter, is no
-  change of speed.
+* ``SpeedWatch``: has a rank's speed, or that of sums or of a link, left the band around the speed that the plan was made with?
+  By the median of the last steps, with a band that widens with the noise, for several steps in a row: one slow step, or many that
+  merely scatter, is no change of speed.
 * ``Prospect``: is the plan for the new speeds enough faster? Nobody knows how long the new speed will last, so the layers move
   once the steps since the change have lost as much as moving costs. Whatever the machine does next, little more than twice
   the time is lost that somebody who knew the future would lose (the ski-rental argument; Karlin, Manasse, Rudolph, Sleator 1988,
@@ -22,6 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hetero_mpi.planning.analysis.correction import Measured, Pair
 from hetero_mpi.planning.owners import owned_units
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
@@ -48,9 +50,37 @@ _Way = tuple[int, int, int]
 """(from rank, to rank, layer)"""
 
 
+@dataclass(frozen=True)
+class GroupSums:
+    """What the ranks of a group add up in their host's memory."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LinkBetween:
+    """Messages between two ranks, there and back."""
+
+    ranks: Pair
+
+
+Watched = int | GroupSums | LinkBetween
+"""What has a speed: a rank's computing, or one of these."""
+
+
+def as_measured(ratios: Mapping[Watched, float]) -> Measured:
+    """As a profile is corrected by it."""
+    links = {one.ranks: (ratio,) for one, ratio in ratios.items() if isinstance(one, LinkBetween)}
+    return Measured(
+        {one: (ratio,) for one, ratio in ratios.items() if isinstance(one, int)},
+        sums={one.ranks: (ratio,) for one, ratio in ratios.items() if isinstance(one, GroupSums)},
+        links=links | {(b, a): ratio for (a, b), ratio in links.items()},
+    )
+
+
 @dataclass
 class _Record:
-    """What is known of one rank."""
+    """What is known of one speed."""
 
     planned: float = 1.0
     """The ratio that the plan was made with."""
@@ -66,41 +96,44 @@ class _Record:
 
 
 class SpeedWatch:
-    """The ranks' speeds, as ratios: measured over profiled seconds of computing."""
+    """Speeds as ratios: measured over profiled seconds. Of all ``ranks``, and of what else is told."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._records = {rank: _Record() for rank in ranks}
+        self._records: dict[Watched, _Record] = {rank: _Record() for rank in ranks}
 
-    def observe(self, ratios: Mapping[int, float]) -> None:
-        """One step: the ratios of the ranks that computed in it."""
-        for rank, ratio in ratios.items():
-            _take(self._records[rank], ratio)
+    def observe(self, ratios: Mapping[Watched, float]) -> None:
+        """One step: the ratios of what was measured in it."""
+        for one, ratio in ratios.items():
+            _take(self._records.setdefault(one, _Record()), ratio)
 
-    def changed(self) -> dict[int, int]:
-        """rank -> for how many steps now, of those whose speed has left its band for good enough reasons."""
-        return {rank: record.steps for rank, record in self._records.items() if record.medians >= PATIENCE}
+    def changed(self) -> dict[Watched, int]:
+        """For how many steps now, of those whose speed has left its band for good enough reasons."""
+        return {one: record.steps for one, record in self._records.items() if record.medians >= PATIENCE}
 
-    def ratios(self) -> dict[int, float]:
-        """Every rank's ratio as far as is known: the median of its last steps, else what was planned with."""
-        return {rank: _median(record) for rank, record in self._records.items()}
+    def ratios(self) -> dict[Watched, float]:
+        """Every ratio as far as is known: the median of the last steps, else what was planned with."""
+        return {one: _median(record) for one, record in self._records.items()}
 
-    def far_from(self, ratios: Mapping[int, float]) -> bool:
+    def far_from(self, ratios: Mapping[Watched, float]) -> bool:
         """Have speeds moved on by more than the band from these, which a plan is being made with?"""
-        return any(abs(math.log(ratio / ratios[rank])) > math.log1p(BAND) for rank, ratio in self.ratios().items())
+        return any(
+            abs(math.log(_median(record) / ratios.get(one, record.planned))) > _band(record)
+            for one, record in self._records.items()
+        )
 
     def look_again(self) -> None:
         """What seemed changed must show itself ``PATIENCE`` times once more."""
         for record in self._records.values():
             record.medians = 0
 
-    def settle(self, ratios: Mapping[int, float], moved: bool) -> None:
+    def settle(self, ratios: Mapping[Watched, float], moved: bool) -> None:
         """These ratios have been planned with: bands are around them from now on.
 
         Args:
             moved: layers have moved: what was measured before says nothing of the steps to come.
         """
-        for rank, record in self._records.items():
-            record.planned = ratios[rank]
+        for one, record in self._records.items():
+            record.planned = ratios.get(one, record.planned)
             record.side = record.medians = record.steps = 0
             if moved:
                 record.recent.clear()
@@ -112,15 +145,22 @@ def _take(record: _Record, ratio: float) -> None:
     record.recent.append(ratio)
     if len(record.recent) < FEWEST:
         return
-    # Of normal values the median jump is 0.954 sigma, and the median of n of them scatters by 1.25 sigma / sqrt(n).
-    error = 1.25 / 0.954 * statistics.median(record.jumps) / math.sqrt(len(record.recent))
     away = math.log(_median(record) / record.planned)
-    side = 0 if abs(away) <= max(math.log1p(BAND), SPREADS * error) else int(math.copysign(1, away))
+    side = 0 if abs(away) <= _band(record) else int(math.copysign(1, away))
     if side and side == record.side:
         record.medians, record.steps = record.medians + 1, record.steps + 1
     else:
         record.medians, record.steps = abs(side), _newest_beyond(record, side)
     record.side = side
+
+
+def _band(record: _Record) -> float:
+    """As a logarithm."""
+    if not record.jumps or not record.recent:
+        return math.log1p(BAND)
+    # Of normal values the median jump is 0.954 sigma, and the median of n of them scatters by 1.25 sigma / sqrt(n).
+    error = 1.25 / 0.954 * statistics.median(record.jumps) / math.sqrt(len(record.recent))
+    return max(math.log1p(BAND), SPREADS * error)
 
 
 def _newest_beyond(record: _Record, side: int) -> int:
@@ -177,13 +217,13 @@ class Decider:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.asked: dict[int, float] | None = None
+        self.asked: dict[Watched, float] | None = None
         self._watch = SpeedWatch(ranks)
         self._prospect: Prospect | None = None
         self._answered = True
 
-    def observe(self, ratios: Mapping[int, float]) -> None:
-        """One step: the ratios of the ranks that computed in it."""
+    def observe(self, ratios: Mapping[Watched, float]) -> None:
+        """One step: the ratios of what was measured in it."""
         self._watch.observe(ratios)
 
     def answered(self, prospect: Prospect | None) -> None:
@@ -223,14 +263,24 @@ class Decider:
         """Whose speed has changed, for a person. ``hosts``: of the ranks."""
         ratios = self._watch.ratios()
         return ", ".join(
-            f"rank {rank} ({hosts[rank]}) runs at {1 / ratios[rank]:.2f} of its profiled speed for {steps} steps"
-            for rank, steps in self._watch.changed().items()
+            f"{_subject(one, hosts)} at {1 / ratios[one]:.2g} of {'its' if isinstance(one, int) else 'the'} profiled speed "
+            f"for {steps} steps"
+            for one, steps in self._watch.changed().items()
         )
 
     def _settle(self, moved: bool) -> None:
         assert self.asked is not None
         self._watch.settle(self.asked, moved)
         self.asked = self._prospect = None
+
+
+def _subject(one: Watched, hosts: Sequence[str]) -> str:
+    if isinstance(one, int):
+        return f"rank {one} ({hosts[one]}) runs"
+    ranks = " and ".join(str(rank) for rank in one.ranks)
+    if isinstance(one, GroupSums):
+        return f"the sums of ranks {ranks} ({hosts[one.ranks[0]]}) run"
+    return f"the link between ranks {ranks} ({' and '.join(dict.fromkeys(hosts[rank] for rank in one.ranks))}) runs"
 
 
 def moved_layers(old: Plan, new: Plan) -> dict[tuple[int, int], list[int]]:

@@ -34,7 +34,8 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 _MADE = "made while the run went on, for the speeds measured then"
-_LEFT_OUT = "too slow by the speeds measured while the run went on"
+_LEFT_OUT = "too slow, or its links are, by the speeds measured while the run went on"
+_STILL_OUT = "the search found no faster plan with it, by the speeds measured while the run went on"
 IDLE_GAIN = 0.2
 """A rank that computes is left out only for so much more than keeping it gains: a rank that sleeps cannot show that it has
 become fast again."""
@@ -46,8 +47,8 @@ class ReplanQuestion:
 
     profile: ClusterProfile
     """As measured before the run."""
-    ratios: dict[int, float]
-    """rank -> by how much longer than profiled its computing lasts now."""
+    measured: Measured
+    """By how much longer than profiled things last now."""
     request: PlanRequest
     report: PlanReport
     """Of the plan that runs."""
@@ -68,9 +69,9 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
     """The plan with which the remaining steps and the change to it take the least time. Deterministic."""
     now = question.report.plan
     # What is not told is as it was: a machine that has changed says nothing of its like.
-    ratios = dict.fromkeys(range(len(question.profile.devices)), 1.0) | question.ratios
-    computing = {rank: (ratio,) for rank, ratio in ratios.items() if rank not in now.leader_of}
-    profile = corrected(question.profile, now, Measured(computing))
+    told = dict.fromkeys(range(len(question.profile.devices)), (1.0,)) | dict(question.measured.computing)
+    computing = {rank: ratios for rank, ratios in told.items() if rank not in now.leader_of}
+    profile = corrected(question.profile, now, replace(question.measured, computing=computing))
 
     def step_s(plan: Plan) -> float:
         return simulate(plan, profile).step_s
@@ -94,11 +95,19 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
         for plan in (_less_moved(best, question, seconds), best):
             with contextlib.suppress(UserError):  # memory: of ranks exchanged, and of pipelines that share a host's
                 completed = complete_plan(plan, profile, question.request)
-                known = {idle.rank: idle for idle in question.report.idle}
-                idle = tuple(known.get(one.rank, IdleRank(one.rank, _LEFT_OUT)) for one in completed.idle)
-                told = replace(completed, idle=idle, reasons=(_MADE, *completed.reasons[1:]))
-                return ReplanAnswer(told, Prospect(now_s, step_s(plan), cost_s(plan)))
+                idle = tuple(IdleRank(one.rank, _why_idle(one.rank, question)) for one in completed.idle)
+                report = replace(completed, idle=idle, reasons=(_MADE, *completed.reasons[1:]))
+                return ReplanAnswer(report, Prospect(now_s, step_s(plan), cost_s(plan)))
     return ReplanAnswer(question.report, Prospect(now_s, now_s, 0.0))
+
+
+def _why_idle(rank: int, question: ReplanQuestion) -> str:
+    """What was said before counts as far as it has nothing to do with times."""
+    known = {idle.rank: idle.reason for idle in question.report.idle}
+    model, device = question.profile.model, question.profile.devices[rank]
+    if rank in known and model.dtype not in device.dtypes:
+        return known[rank]
+    return _STILL_OUT if rank in known else _LEFT_OUT
 
 
 def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], float]) -> Plan:

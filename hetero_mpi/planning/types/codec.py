@@ -1,7 +1,8 @@
 """Dataclasses of plain values <-> dictionaries, driven by their type hints; all problems are collected, not the first.
 
-Knows ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]``, ``dict[str, X]`` and ``dict[int, X]``, ``X | None`` and
-dataclasses of these: all that a profile or a plan is made of. Nothing is coerced except an integer given where a float is wanted.
+Knows ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]`` (or a sequence), ``dict[str, X]`` and ``dict[int, X]`` (or a mapping,
+also of tuples of whole numbers), ``X | None`` and dataclasses of these: all that a profile or a plan is made of. Nothing is coerced
+except an integer given where a float is wanted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from hetero_mpi.errors import UserError
@@ -28,7 +29,7 @@ def encode(value: Any, infinity_as_text: bool = False) -> Any:
         told = {field.name: item for field, item in values.items() if item is not None and (item or field.compare)}
         return {name: encode(item, infinity_as_text) for name, item in told.items()}
     if isinstance(value, Mapping):
-        return {str(key): encode(item, infinity_as_text) for key, item in value.items()}
+        return {_key_text(key): encode(item, infinity_as_text) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [encode(item, infinity_as_text) for item in value]
     if infinity_as_text and isinstance(value, float) and math.isinf(value):
@@ -62,19 +63,32 @@ def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
             return data
         return _decode_record(kind, data, path, problems)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
+    if origin in (tuple, Sequence):
         if not isinstance(data, (list, tuple)):
             return _refuse(path, data, "must be a list", problems)
         return tuple(_decode(arguments[0], item, f"{path}[{i}]", problems) for i, item in enumerate(data))
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(data, dict):
             return _refuse(path, data, "must be a table", problems)
         return {
-            arguments[0](key): _decode(arguments[1], item, _join(path, key), problems) for key, item in data.items()
+            _key(arguments[0], key): _decode(arguments[1], item, _join(path, key), problems)
+            for key, item in data.items()
         }
     if isinstance(kind, types.UnionType):
         return _decode(next(of for of in arguments if of is not type(None)), data, path, problems)
     return _decode_scalar(kind, data, path, problems)
+
+
+def _key_text(key: object) -> str:
+    """
+    >>> _key_text((0, 1))
+    '0,1'
+    """
+    return ",".join(map(str, key)) if isinstance(key, tuple) else str(key)
+
+
+def _key(kind: Any, text: str) -> Any:
+    return tuple(map(int, text.split(","))) if typing.get_origin(kind) is tuple else kind(text)
 
 
 def _decode_scalar(kind: type, data: Any, path: str, problems: list[str]) -> Any:
