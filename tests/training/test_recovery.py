@@ -309,6 +309,22 @@ def test_with_nothing_left_the_run_begins_anew_np4(job: LongRun, undisturbed: li
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_while_a_plan_is_tried_np2(tmp_path: Path, victim: int) -> None:
+    """The other rank plans anew, tries nothing, and trains with the numbers of one process."""
+    job, run = LongRun(tmp_path, 2, module="tests.programs.stuck_trial"), tmp_path / "run"
+    arguments, environment = start(job, run, "--set", "profile.trial=true")
+    with job.started(arguments, environment, run) as running:
+        running.wait_for("the trial", lambda: "Trying the plan" in running.text())
+        running.find_ranks()
+        running.ranks[victim].send_signal(signal.SIGKILL)
+        assert running.end() == 0, running.text()
+        told = running.text()
+    assert f"Died: rank {victim} on " in told and "Tried: " not in told and told.count("Trying the plan") == 1, told
+    np.testing.assert_allclose(losses(run), alone(job), rtol=1e-4)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_a_death_while_profiling_np4(job: LongRun, undisturbed: list[float], seed: int) -> None:
     chance = random.Random(seed)

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.support.long_run import LongRun
 from tests.support.mpi import run_mpi
 
 PROGRAM = "tests/programs/watched.py"
+TRIED = ("--set", "profile.trial=true")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,30 @@ def test_a_stopped_rank_is_waited_for_then_named_np2(job: LongRun, victim: int) 
     assert f"Stopped, or cut off from the others: rank {victim} on" in told
     log = (run / "logs" / f"rank-{other:04d}.log").read_text()
     assert "the main thread is at" in log and "loop.py" in log
+
+
+@pytest.mark.long
+def test_a_trial_that_hangs_ends_the_job_and_everybody_is_named_np2(tmp_path: Path) -> None:
+    job, run = LongRun(tmp_path, 2, module="tests.programs.stuck_trial"), tmp_path / "run"
+    with job.started(*job.command(run, *TRIED, "--set", "cluster.watchdog_s=10"), run) as running:
+        assert running.end() == ExitCode.HUNG, running.text()
+        told = running.text()
+    where = [line.strip() for line in told.splitlines() if line.startswith("  rank ")]
+    assert "trying the plan, step 2" in where[0] and " waits for " in where[0], told
+    assert "trying the plan, step 1" in where[1] and " waits for " not in where[1], told
+    assert "Tried: " not in told and not (run / "metrics.jsonl").exists()
+
+
+@pytest.mark.long
+def test_a_death_in_a_trial_ends_all_and_leaves_the_run_directory_as_it_was_np2(tmp_path: Path) -> None:
+    job, run = LongRun(tmp_path, 2, module="tests.programs.stuck_trial"), tmp_path / "run"
+    with job.started(*job.command(run, *TRIED), run) as running:
+        running.wait_for("the trial", lambda: "Trying the plan" in running.text())
+        running.find_ranks()
+        running.ranks[1].send_signal(signal.SIGKILL)
+        assert running.end() in (signal.SIGKILL, 128 + signal.SIGKILL), running.text()
+        assert f"PID {running.ranks[1].pid} " in running.text(), running.text()
+    assert {path.name for path in run.iterdir()} <= {"logs", ".lock"}
 
 
 def test_a_killed_rank_ends_all_and_is_named_np2(job: LongRun) -> None:
