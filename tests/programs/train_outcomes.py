@@ -27,6 +27,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.analysis.drift import LinkBetween, Watched
+from hetero_mpi.planning.analysis.trials import Allowance
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.toml_files import load_plan
@@ -159,6 +160,12 @@ def sums_are_slow(world: World, entry: dict[str, Any]) -> Iterator[None]:
         mock.patch.object(rebalance, "Replanner", _Prompt),
         mock.patch.object(run, "rebalancer_of", lambda context, given: rebalance.Rebalancer(context)),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def there_is_no_time_for_another_plan(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    with mock.patch.object(trial, "allowance", lambda *of: Allowance(1, 0.1, most_s=0.0)):
         yield
 
 
@@ -319,6 +326,7 @@ WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
         memory_is_limited_on_rank_1,
         rank_2_is_slow,
         sums_are_slow,
+        there_is_no_time_for_another_plan,
         memory_lacks_in_the_trial,
         a_small_device_is_left_clean,
         weights_are_locked,

@@ -18,6 +18,7 @@ from hetero_mpi.report import units
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.shipped import USED_PROFILE
 from tests.stand_in_gpu import THROUGH, build
+from tests.support.made_up_profile import write_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
 RANKS, LAYERS = 3, 6
@@ -91,7 +92,9 @@ def given(shop: Shop) -> dict[str, Outcome]:
         for trial in (True, False):
             options = {"plan": shop.directory / f"{of}.toml"}
             own = {**tables, "profile": {"trial": trial}}
-            entries[f"{name}-{trial}"] = shop.entry(f"{name}-{trial}", options=options, **own)
+            made = entries[f"{name}-{trial}"] = shop.entry(f"{name}-{trial}", options=options, **own)
+            if name != "line":  # which is measured
+                made["profile"] = write_profile(shop.directory / f"{name}.profile.toml", made["job"], RANKS)
     return shop.run_entries(RANKS, entries)
 
 
@@ -112,7 +115,7 @@ def test_a_given_plan_is_tried_and_kept_with_a_corrected_profile_np3(shop: Shop,
         run = shop.directory / f"{name}-True"
         report = load_report(run / "plan.toml")
         assert report.plan == PLANS[of] and report.tried_step_s is not None
-        profile = load_profile(run / "profile.toml")
+        profile = load_profile(run / ("profile.toml" if name == "line" else USED_PROFILE))
         assert sum(note.startswith("corrected by 1 step") for note in profile.notes) == 1
     untried = load_report(shop.directory / "line-False" / "plan.toml")
     assert untried.tried_step_s is None
@@ -136,6 +139,9 @@ def chosen(shop: Shop, given: dict[str, Outcome]) -> dict[str, Outcome]:
         "lacks-given": shop.entry("lacks-given", profile=TRIED, options={**line, **lacks, "rank": 1, "times": 9}),
         "dry": shop.entry("dry", profile=TRIED, options={"dry_run": True}),
         "dry-auto": shop.entry("dry-auto", options={"dry_run": True}, **LONG),
+        "hurried": shop.entry(
+            "hurried", profile=TRIED, options={"dry_run": True, "breaks": "there_is_no_time_for_another_plan"}
+        ),
         "short": shop.entry("short"),
         "other": shop.entry("other", options={"profile": other, "dry_run": False}),
         "goes-on": {
@@ -155,8 +161,23 @@ def test_another_plan_is_taken_where_it_was_faster_np3(shop: Shop, chosen: dict[
     assert re.search(r"^  rank 2 \(.*\): .*forward .* times as long as predicted$", printed, re.M), printed
     report, used = load_report(run / "plan.toml"), load_profile(run / USED_PROFILE)
     assert sum(2 in ranks for ranks in holders(report.plan).values()) == 1
+    assert re.match(r"tried: .* per step; the first plan took .* per step$", report.reasons[0])
     assert report.tried_step_s is not None and f"Tried: {units.seconds(report.tried_step_s)} per step" in printed
     assert used.devices[2].layers["embedding"].forward_s.seconds > used.devices[0].layers["embedding"].forward_s.seconds
+
+
+def test_no_other_plan_is_looked_for_where_there_is_no_time_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
+    printed = chosen["hurried"].printed
+    assert re.search(
+        r"^Trying the plan: about 100 ms, with another one 0 s at most\nTried: .*\n(  .*\n)*"
+        r"Planning once more would take about .*, too long for this run: the first plan stays$",
+        printed,
+        re.M,
+    ), printed
+    report = load_report(shop.directory / "hurried" / "plan.toml")
+    assert report.tried_step_s is not None
+    assert report.reasons[0].startswith("tried: ") and report.reasons[0].endswith("no time to plan once more")
+    assert {one.reason for one in report.idle} <= {"there was no time to plan once more"}
 
 
 def test_what_does_not_fit_is_planned_anew_with_what_was_there_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
@@ -191,6 +212,7 @@ def test_when_a_plan_is_not_tried_np3(shop: Shop, chosen: dict[str, Outcome]) ->
     assert "not tried" not in chosen["short"].printed
 
 
+@pytest.mark.long
 def test_on_gpus_beside_a_cpu_np3(tmp_path: Path) -> None:
     """NF4, streamed and in a group: the trial runs, changes no bit, leaves nothing on the device, and names what does not
     fit."""
