@@ -22,7 +22,7 @@ MOST_COUNTED, LEAST_COUNTED = 5, 1
 _UNCOUNTED = 2
 _PARAMETERS_PER_S = 1e8
 """How fast weights are made up, roughly: 8 billion in 80 s."""
-LEAST_GAIN = 0.01
+LEAST_GAIN = 0.03
 """Another plan is tried where it would be faster by this share: predictions are not better than that."""
 _NOT_FOUND = "by the times of the trial, the search found no faster plan with it"
 
