@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -361,6 +362,18 @@ def test_a_tried_step_stands_beside_the_predicted_one() -> None:
     end = final_lines(tried, PROFILE, [metrics(step, step_s=2.2) for step in range(1, 6)])
     assert end[0].endswith("; 2.00 s predicted, 2.10 s when tried")
     assert report_from_dict(plan_to_dict(tried)) == tried
+
+
+def test_the_first_screen_shows_times_as_they_are_predicted() -> None:
+    """Where ranks have less than a core for each thread, as beside other programs, compute is as much longer."""
+    host = HostProfile(PROFILE.devices[0].host, 1 << 40, "made up", cores=1.0, other_threads=1.0)
+    crowded = replace(PROFILE, hosts=(host,), devices=tuple(replace(one, host=host.name) for one in PROFILE.devices))
+    shown, full = planned_lines(REPORT, crowded, Path("run")), plan_lines(REPORT, crowded)
+    assert _computing(shown) == _computing(full) != _computing(planned_lines(REPORT, PROFILE, Path("run")))
+
+
+def _computing(lines: list[str]) -> list[str]:
+    return [found[0] for line in lines for found in [re.findall(r"GB +(?:yes +)?([\d.]+ m?s)", line)] if found]
 
 
 FIRST_SCREEN = """\
