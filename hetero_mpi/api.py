@@ -195,8 +195,8 @@ def train(
     """
 
     def work(world: World) -> TrainResult:
-        from hetero_mpi.runtime.context import TrainOptions
         from hetero_mpi.runtime.run import run_job
+        from hetero_mpi.runtime.setup.context import TrainOptions
 
         shared: dict[str, Any] | None = None
         with world.led("reading plan and profile"):

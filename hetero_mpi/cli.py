@@ -170,8 +170,8 @@ def _train(job: Path, overrides: Sequence[str], schedule: str | None, **options:
     def command(world: World) -> int:
         loaded = _read_early(world, job, _with_schedule(overrides, schedule))
         with _eager_imports(world):
-            from hetero_mpi.runtime.context import TrainOptions
             from hetero_mpi.runtime.run import train
+            from hetero_mpi.runtime.setup.context import TrainOptions
 
         return train(world, TrainOptions(loaded, **options))
 

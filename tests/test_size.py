@@ -25,17 +25,17 @@ LINES = {
     "data": 3_800,
     "device": 1_360,
     "emulation": 610,
-    "engine": 2_160,
+    "engine": 2_170,
     "job": 1_170,
     "launch": 4_810,
     "model": 7_810,
-    "planning": 11_580,
+    "planning": 11_770,
     "profiling": 1_360,
-    "report": 4_830,
-    "runtime": 7_030,
+    "report": 4_850,
+    "runtime": 7_120,
     "state": 1_770,
     "web": 430,
-    "in all": 55_830,
+    "in all": 56_130,
 }
 """Lines of each package, and in all."""
 SLACK = 40
@@ -103,8 +103,8 @@ def test_what_one_must_load_stays_small(module: str) -> None:
 def test_a_closure_follows_imports() -> None:
     assert "hetero_mpi.model.stage" in closure("engine.executor", True)
     assert "hetero_mpi.planning.types.cost" in closure("model.stage", True), "over several steps"
-    assert "hetero_mpi.engine.trainer" not in closure("runtime.context", False), "it is named for types only"
-    assert "hetero_mpi.engine.trainer" in closure("runtime.context", True)
+    assert "hetero_mpi.engine.trainer" not in closure("runtime.setup.context", False), "it is named for types only"
+    assert "hetero_mpi.engine.trainer" in closure("runtime.setup.context", True)
 
 
 def package_lines() -> dict[str, int]:

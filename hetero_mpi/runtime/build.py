@@ -23,7 +23,7 @@ from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.weights import SeededStart, Start
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.runtime.context import RunContext, Share
+from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.custom_model import start_values
 from hetero_mpi.runtime.setup.material import model_directory
 from hetero_mpi.state.checkpointing import load_adapter, send_parameters

@@ -22,7 +22,7 @@ from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
-from hetero_mpi.runtime.context import RunContext, Share
+from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.state.checkpointing import open_saver
 from hetero_mpi.state.training_state import TrainingState
 

@@ -31,8 +31,8 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.event_log import append_event
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.context import RunContext, Share
 from hetero_mpi.runtime.reconfigure import lack_of_room
+from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.profile_and_plan import planning_request
 from hetero_mpi.runtime.step_word import StepWord
 from hetero_mpi.state.background_save import MEMORY_SHARE

@@ -31,7 +31,7 @@ from hetero_mpi.planning.schedule import holders, schedule_of
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.runtime.build import build
-from hetero_mpi.runtime.context import RunContext, Share
+from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.state.background_save import Snapshot, lack_of_memory, size_bytes
 from hetero_mpi.state.checkpointing import KINDS, take_over
 from hetero_mpi.state.redistribute import Delivery, LiveState, Parcel, deliveries, held_under, move, parcels

@@ -40,7 +40,7 @@ from hetero_mpi.report import units
 from hetero_mpi.report.first_screen import planned_lines
 from hetero_mpi.report.run_files.event_log import append_event
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.context import RunSetup
+from hetero_mpi.runtime.setup.context import RunSetup
 from hetero_mpi.runtime.setup.material import prepare
 from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request

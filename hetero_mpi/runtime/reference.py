@@ -19,7 +19,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.context import RunContext
+from hetero_mpi.runtime.setup.context import RunContext
 from hetero_mpi.state.training_state import TrainingState
 
 _TELL_S = 30.0

@@ -26,10 +26,10 @@ from hetero_mpi.model.optimizer import learning_rate
 from hetero_mpi.report.run_files.event_log import own_event
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.set_aside import EarlierRun
-from hetero_mpi.runtime.context import RunSetup, TrainOptions
 from hetero_mpi.runtime.finished import finished, shared
 from hetero_mpi.runtime.reference import check_reference
 from hetero_mpi.runtime.result import TrainResult
+from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions
 from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.state.checkpointing import (
     ANY,

@@ -31,7 +31,6 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import is_used
 from hetero_mpi.report.run_files.set_aside import holds_run
 from hetero_mpi.runtime.build import build, start_adapter, start_layers
-from hetero_mpi.runtime.context import RunContext, RunSetup, Share, TrainOptions
 from hetero_mpi.runtime.emulation_check import check_emulated_times
 from hetero_mpi.runtime.loop import Loop, Shown
 from hetero_mpi.runtime.origin import bring_back, origin
@@ -59,6 +58,7 @@ from hetero_mpi.runtime.run_report import (
     reported,
     show_plan,
 )
+from hetero_mpi.runtime.setup.context import RunContext, RunSetup, Share, TrainOptions
 from hetero_mpi.runtime.setup.material import base_name
 from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import plan_run, say_plan

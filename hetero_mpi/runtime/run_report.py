@@ -36,10 +36,10 @@ from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter
 from hetero_mpi.report.run_files.trackers import Trackers
 from hetero_mpi.report.summary import final_lines, measured_step_s
 from hetero_mpi.report.trace import save_run_trace
-from hetero_mpi.runtime.context import RunContext, Share
 from hetero_mpi.runtime.generate.generate import write_sample
 from hetero_mpi.runtime.other_programs import OtherPrograms
 from hetero_mpi.runtime.result import TrainResult
+from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.material import base_name
 from hetero_mpi.runtime.watchdog import Standing, Watchdog
 from hetero_mpi.shipped import USED_PROFILE

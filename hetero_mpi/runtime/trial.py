@@ -49,7 +49,6 @@ from hetero_mpi.profiling.bench import ProfilingStart
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.build import group_of, trainer_of
-from hetero_mpi.runtime.context import RunContext, RunSetup, Share, TrainOptions
 from hetero_mpi.runtime.measuring import (
     Expected,
     MeasuredSteps,
@@ -62,6 +61,7 @@ from hetero_mpi.runtime.measuring import (
     with_others,
 )
 from hetero_mpi.runtime.reconfigure import join
+from hetero_mpi.runtime.setup.context import RunContext, RunSetup, Share, TrainOptions
 from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import Planned, keep, planning_request
 from hetero_mpi.runtime.watchdog import watched

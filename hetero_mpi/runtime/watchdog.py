@@ -32,7 +32,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.schedule import busy
 from hetero_mpi.report import units
-from hetero_mpi.runtime.context import RunContext, Share
+from hetero_mpi.runtime.setup.context import RunContext, Share
 
 SHORTEST_S = 60.0
 STEPS = 20

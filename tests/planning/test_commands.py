@@ -247,7 +247,7 @@ def test_what_is_lost_takes_one_search_where_memory_is_plenty(
         asked.append(request)
         return decide(profile, request)
 
-    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.decide", counted)
+    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.fastest", counted)
     lost = losses(own, own, profile, request)
     assert len(asked) == searches and all(one.brief for one in asked)
     seconds = [one.step_s for one in whole if one is not None]

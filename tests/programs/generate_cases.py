@@ -21,9 +21,9 @@ from hetero_mpi.model.eager_imports import eager_imports
 
 with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.runtime import run
-    from hetero_mpi.runtime.context import TrainOptions
     from hetero_mpi.runtime.generate import generate as command
     from hetero_mpi.runtime.generate import place
+    from hetero_mpi.runtime.setup.context import TrainOptions
     from tests.programs.pooled import forget
 
 

@@ -39,15 +39,15 @@ with eager_imports():  # as a rank of ``train`` does
 
     from hetero_mpi.data.sequences import Batch
     from hetero_mpi.device.backend import Memory
-    from hetero_mpi.engine import trainer
+    from hetero_mpi.engine import stage_builder, trainer
     from hetero_mpi.engine.host_group import HostGroup
     from hetero_mpi.engine.trainer import StepResult
     from hetero_mpi.model.files.model_files import ModelFiles
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
     from hetero_mpi.runtime import build, rebalance, run, trial
-    from hetero_mpi.runtime.context import RunContext, Share, TrainOptions
     from hetero_mpi.runtime.run import train
+    from hetero_mpi.runtime.setup.context import RunContext, Share, TrainOptions
     from hetero_mpi.runtime.step_word import StepWord
     from hetero_mpi.state import background_save
 
@@ -75,7 +75,7 @@ def loading_fails(world: World, entry: dict[str, Any]) -> Iterator[None]:
     if world.rank != entry["rank"]:
         yield
         return
-    with mock.patch.object(trainer, "Stage", side_effect=UserError("the shelf is full: make room")):
+    with mock.patch.object(stage_builder, "Stage", side_effect=UserError("the shelf is full: make room")):
         yield
 
 

@@ -227,14 +227,14 @@ def test_sums_of_gradients_last(np3: Runs) -> None:
 
 def test_everything_a_person_sees_says_emulated(np3: Runs) -> None:
     printed, plain = np3.outcomes["untied"].printed, np3.outcomes["untied-plain"].printed
-    for text in ("emulated host", "emulated device", "figures emulated, made up", "on emulated devices", "cuda card 2"):
+    for text in ("Emulated, made up: 3 ranks; ", "on emulated devices", "cuda card 2"):
         assert text in printed
     assert "Step time, emulated: " in printed and "Emulation: " in printed
     assert all(step.emulated for step in np3.metrics("untied"))
     assert not any(step.emulated for step in np3.metrics("untied-plain"))
     assert "emulated" not in (np3.directory / "untied-plain" / "metrics.jsonl").read_text()
     assert load_profile(np3.directory / "untied" / "profile.toml").source == "emulated, made up"
-    assert "emulated host" not in plain and "Step time: " in plain
+    assert "mulated" not in plain and "Step time: " in plain
 
 
 def test_rates_are_those_of_the_emulated_model(np3: Runs) -> None:

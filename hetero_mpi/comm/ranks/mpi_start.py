@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from hetero_mpi.comm.ranks.library import (
     parse_library_version,
     world_size_problem,
 )
-from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, version_problem
+from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, PACKAGE, own_source, version_problem
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.host_limits import usable_cores
@@ -282,3 +282,12 @@ def _system_exit(leaving: SystemExit) -> tuple[int, str | None]:
     if leaving.code is None or isinstance(leaving.code, int):
         return leaving.code or 0, None
     return 1, str(leaving.code)
+
+
+def check_versions(world: World, own: Mapping[str, str]) -> None:
+    """Refuse differing software. ``own``: this rank's name -> version; the MPI library's is added. Collective. Raises
+    CollectiveUserError: a name in ``MUST_MATCH`` differs between ranks; with the values and the remedy.
+    """
+    problem = version_problem(world.all_gather_json({MPI_LIBRARY: world.library, **own}), world.hosts)
+    if problem is not None:
+        raise CollectiveUserError(problem)

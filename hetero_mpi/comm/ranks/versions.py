@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 from hetero_mpi import __version__
-from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.shipped import SHIPPED_FILES
 
 Rule = Literal["exact", "minor"]
@@ -59,15 +58,6 @@ def _significant(version: str, rule: Rule) -> str:
         return version
     found = re.search(r"^(.*?\d+)(\.\d+)?", version)
     return found.group(0) if found else version
-
-
-def check_versions(world: World, own: Mapping[str, str]) -> None:
-    """Refuse differing software. ``own``: this rank's name -> version; the MPI library's is added. Collective. Raises
-    CollectiveUserError: a name in ``MUST_MATCH`` differs between ranks; with the values and the remedy.
-    """
-    problem = version_problem(world.all_gather_json({MPI_LIBRARY: world.library, **own}), world.hosts)
-    if problem is not None:
-        raise CollectiveUserError(problem)
 
 
 def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str | None:

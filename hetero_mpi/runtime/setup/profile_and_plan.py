@@ -37,7 +37,7 @@ from hetero_mpi.report.first_screen import measured_lines, planned_lines
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import note, say
 from hetero_mpi.report.tables import plan_lines, profile_lines
-from hetero_mpi.runtime.context import RunSetup, TrainOptions
+from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions
 from hetero_mpi.runtime.setup.pending import Pending, Write
 from hetero_mpi.state.copies import versions_in_memory
 

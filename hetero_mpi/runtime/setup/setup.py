@@ -14,7 +14,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import hetero_mpi
-from hetero_mpi.comm.ranks.versions import check_versions, own_versions
+from hetero_mpi.comm.ranks.mpi_start import check_versions
+from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.samples import Samples
@@ -36,7 +37,7 @@ from hetero_mpi.model.tuning import tuning_of
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
-from hetero_mpi.runtime.context import RunSetup, TrainOptions
+from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions
 from hetero_mpi.runtime.setup.custom_model import custom_chain
 from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
 from hetero_mpi.runtime.setup.material import prepare
