@@ -411,7 +411,11 @@ def test_version_and_reference_need_no_launcher() -> None:
     )
     assert (version.returncode, version.stdout) == (0, f"hetero_mpi {__version__}\n")
     reference = subprocess.run(
-        [sys.executable, "-m", "hetero_mpi", "reference"], cwd=ROOT, capture_output=True, text=True, env=dict(os.environ)
+        [sys.executable, "-m", "hetero_mpi", "reference"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
     )  # given, since readline, where something has loaded it, sets COLUMNS for processes that inherit
     assert (reference.returncode, reference.stdout) == (0, (ROOT / "jobs" / "reference.toml").read_text())
 
