@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.ranks.mpi_start import run_guarded
-from hetero_mpi.comm.ranks.versions import check_versions, own_versions
+from hetero_mpi.comm.ranks.mpi_start import check_versions, run_guarded
+from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.errors import UserError
 

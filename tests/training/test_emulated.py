@@ -234,7 +234,7 @@ def test_everything_a_person_sees_says_emulated(np3: Runs) -> None:
     assert not any(step.emulated for step in np3.metrics("untied-plain"))
     assert "emulated" not in (np3.directory / "untied-plain" / "metrics.jsonl").read_text()
     assert load_profile(np3.directory / "untied" / "profile.toml").source == "emulated, made up"
-    assert "mulated" not in plain and "Step time: " in plain
+    assert "Emulated" not in plain and "on emulated" not in plain and "Step time: " in plain
 
 
 def test_rates_are_those_of_the_emulated_model(np3: Runs) -> None:
