@@ -38,6 +38,18 @@ def parser_of(docstring: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that compute beside what is measured."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def run_ranks(ranks: int, program: Sequence[str], timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
     """``python PROGRAM`` on so many ranks with one thread each, from the repository's root; the output is kept."""
     command = build_command(find_launcher(), ranks, None, [sys.executable, *program])

@@ -19,7 +19,9 @@ from dataclasses import fields
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from harness import busy  # noqa: E402
 
 from hetero_mpi.planning.types.profile import ClusterProfile, LayerTimes  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
@@ -57,14 +59,9 @@ def main() -> int:
 
 def _profiled(job: str, ranks: int, load: int, path: Path) -> ClusterProfile:
     """A profile made beside so many busy processes."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
-    try:
-        words = ["launch", "-np", str(ranks), "--", "profile", job, "-o", str(path), "--reprofile"]
+    words = ["launch", "-np", str(ranks), "--", "profile", job, "-o", str(path), "--reprofile"]
+    with busy(load):
         done = subprocess.run([sys.executable, "-m", "hetero_mpi", *words], capture_output=True, text=True, check=False)
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
     if done.returncode != 0:
         raise SystemExit(done.stdout + done.stderr)
     took = next((line.strip() for line in done.stdout.splitlines() if "layers took" in line), "")

@@ -20,15 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from harness import parser_of  # noqa: E402
+from harness import busy, parser_of  # noqa: E402
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
@@ -69,18 +67,6 @@ class Run:
     @property
     def expected_s(self) -> float:
         return self.predicted_s if self.tried_s is None else self.tried_s
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """So many processes that compute."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
 
 
 def run(folder: Path, steps: int, *arguments: str) -> Run:

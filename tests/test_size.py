@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_house import imported
+
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
 CLOSURES = {"model.stage": 5_000, "engine.executor": 7_500, "engine.trainer": 9_500}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
@@ -54,7 +56,7 @@ def lines_of(module: str) -> int:
     return FILES[module].read_text().count("\n")
 
 
-def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
+def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements that run when a module is imported, but those for types."""
     for node in body:
         yield node
@@ -64,15 +66,12 @@ def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
             yield from at_import(node.body)
 
 
-def imported(module: str, all_of_it: bool) -> set[str]:
+def imports_of(module: str, all_of_it: bool) -> set[str]:
     """Modules of the package that a module imports."""
-    tree, found = ast.parse(FILES[module].read_text()), set()
-    for node in ast.walk(tree) if all_of_it else at_import(tree.body):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {known for name in found if (known := known_part(name))} - {"hetero_mpi"}
+    tree = ast.parse(FILES[module].read_text())
+    if not all_of_it:
+        tree = ast.Module([node for node in at_import(tree.body) if isinstance(node, ast.Import | ast.ImportFrom)], [])
+    return {known for name in imported(tree) if (known := known_part(name))} - {"hetero_mpi"}
 
 
 def known_part(name: str) -> str:
@@ -89,7 +88,7 @@ def closure(module: str, all_of_it: bool) -> dict[str, int]:
         name = waiting.pop()
         if name not in seen:
             seen.add(name)
-            waiting += imported(name, all_of_it)
+            waiting += imports_of(name, all_of_it)
     return {name: lines_of(name) for name in seen}
 
 

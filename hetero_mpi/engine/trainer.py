@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,17 +63,9 @@ class StepResult:
     """In the sums of the group that holds this rank's stage."""
 
 
-class BuildStage(Protocol):
-    """Makes one of a rank's stages (``stage_builder``)."""
-
-    def __call__(
-        self,
-        own: StagePlan,
-        split_backward: bool,
-        shared: Shared,
-        foreign: Collection[str],
-        embedding: nn.Parameter | None,
-    ) -> Stage: ...
+BuildStage = Callable[[StagePlan, bool, Shared, Collection[str], "nn.Parameter | None"], Stage]
+"""Makes one of a rank's stages (``stage_builder``): of a plan's stage, whether its backward is split, the layers that several ranks
+hold, what other ranks own of them, and the embedding where another stage of this rank has it."""
 
 
 class Trainer:

@@ -58,10 +58,12 @@ def _sharing(
     profile: ClusterProfile, ranks: Collection[int]
 ) -> Iterator[tuple[HostProfile, float, list[DeviceProfile]]]:
     """Every host with its cores that has a number of them, and those of ``ranks`` that compute on them: a GPU's rank does not."""
+    limited = [(host, host.cores) for host in profile.hosts if host.cores is not None]
     by_host: dict[str, list[DeviceProfile]] = {}
-    for device in (profile.devices[rank] for rank in ranks):
+    for rank in ranks if limited else ():  # searches ask of every plan, mostly where nothing is limited
+        device = profile.devices[rank]
         if device.backend == "cpu":
             by_host.setdefault(device.host, []).append(device)
-    for host in profile.hosts:
-        if host.cores is not None and host.name in by_host:
-            yield host, host.cores, by_host[host.name]
+    for host, cores in limited:
+        if host.name in by_host:
+            yield host, cores, by_host[host.name]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.planning.shared_cores import while_computing
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
@@ -41,9 +40,7 @@ def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) ->
     """The headline, who holds what, who idles, the batch, and where more is said."""
     lines = wrapped("", headline(report))
     lines += [plan_title(report.plan, profile)]
-    headers, rows = stage_table(
-        report.plan, while_computing(profile, report.plan.ranks), report.memory, len(report.plan.numbered) > FEW
-    )
+    headers, rows = stage_table(report.plan, profile, report.memory, len(report.plan.numbered) > FEW)
     kept = [place for place, name in enumerate(headers) if name not in ("weights", "micro-batches", "warm-up")]
     lines += table([headers[place] for place in kept], [[row[place] for place in kept] for row in rows])
     for line in idle_lines(report.idle):

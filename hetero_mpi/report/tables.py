@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from hetero_mpi.planning.copies import with_streams
-from hetero_mpi.planning.durations import compute_s, stage_s
+from hetero_mpi.planning.durations import Durations, compute_s, stage_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.planning.shared_cores import while_computing
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import PACKING, HostMemory, IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
@@ -88,7 +86,6 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
         every: a row for each stage, however many there are.
     """
     plan, report = (told, None) if isinstance(told, Plan) else (told.plan, told)
-    profile = while_computing(profile, plan.ranks) if profile is not None else None
     many = len(plan.numbered) > MOST_STAGES and not every
     lines = wrapped("", headline(report)) if report is not None else []
     lines += [plan_title(plan, profile)]
@@ -189,6 +186,7 @@ def stage_table(
     plan: Plan, profile: ClusterProfile | None, memory: Sequence[RankMemory], many: bool
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headings, and rows of stages. ``many``: stages on one kind of device (without a profile: of as many layers) share a row."""
+    profile = Durations(plan, profile).profile if profile is not None else None
     groups: dict[object, list[tuple[PipelinePlan, StagePlan]]] = {}
     for number, index, stage in plan.numbered:
         kind = (_devices(stage, profile) or stage.last - stage.first) if many else number
@@ -255,8 +253,7 @@ def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
 
 
 def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> float:
-    seen = with_streams(profile, plan)
-    return sum(stage_s(seen, pipeline, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B))
+    return sum(stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B))
 
 
 def batch_lines(plan: Plan) -> list[str]:

@@ -63,7 +63,7 @@ from hetero_mpi.runtime.measuring import (
 from hetero_mpi.runtime.reconfigure import join
 from hetero_mpi.runtime.setup.context import RunContext, RunSetup, Share, TrainOptions
 from hetero_mpi.runtime.setup.pending import Pending
-from hetero_mpi.runtime.setup.profile_and_plan import Planned, keep, planning_request
+from hetero_mpi.runtime.setup.profile_and_plan import Planned, keep, obtain_plan, planning_request
 from hetero_mpi.runtime.watchdog import watched
 
 LATE = 2.0
@@ -101,7 +101,7 @@ def try_plan(
         return profile, report
     most = f", with another one {units.seconds(afford.most_s)} at most" if afford.most_s < math.inf else ""
     say(f"Trying the plan: about {units.seconds(afford.seconds)}{most if options.plan is None else ''}")
-    trial = _Trial(setup, afford, planned.planning_s, options.plan is not None)
+    trial = _Trial(setup, afford, planned.planning_s, options.plan is not None, pending)
     profile, report = trial.best(*trial.fitting(profile, report))
     keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
     if options.profile is None and setup.job.profile.path is None:
@@ -145,8 +145,9 @@ class _Trial:
     """Tries plans. All methods are collective. ``planning_s``: what planning took before. ``given``: the user's plan, which is kept
     whatever comes."""
 
-    def __init__(self, setup: RunSetup, afford: Allowance, planning_s: float, given: bool) -> None:
+    def __init__(self, setup: RunSetup, afford: Allowance, planning_s: float, given: bool, pending: Pending) -> None:
         self._setup, self._afford, self._planning_s, self._given = setup, afford, planning_s, given
+        self._pending = pending
         self._world, self._ends_s = setup.world, time.perf_counter() + afford.most_s
 
     def fitting(
@@ -243,16 +244,12 @@ class _Trial:
 
     def _planned(self, profile: ClusterProfile, lacking: str = "") -> PlanReport:
         """The planner's plan. Raises CollectiveUserError: none fits; with ``lacking``, what did not."""
-        report: PlanReport | None = None
-        with self._world.led("planning"):
-            if self._world.rank == 0:
-                from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
-
-                try:
-                    report = make_plan(profile, planning_request(self._setup, profile))
-                except UserError as error:
-                    raise UserError(f"The plan was tried: {lacking}\n{error}" if lacking else str(error)) from None
-        return report_from_dict(self._world.broadcast_json(plan_to_dict(report) if report is not None else None))
+        try:
+            return obtain_plan(self._setup, profile, planning_request(self._setup, profile), self._pending)
+        except CollectiveUserError as error:
+            if not lacking:
+                raise
+            raise CollectiveUserError(f"The plan was tried: {lacking}\n{error}", error.exit_code) from None
 
     def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[MeasuredSteps | None, list[_Lack]]:
         """(what its steps came to, on rank 0; the ranks that it does not fit, on all)."""
