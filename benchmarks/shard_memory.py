@@ -174,15 +174,14 @@ def _stream(directory: Path, held: str) -> int:
         from hetero_mpi.job.schema import TrainTable
         from hetero_mpi.model.host_weights import large_files_folder
         from hetero_mpi.model.optimizer import Optimizer
-        from hetero_mpi.model.stage import MicroBatch
+        from hetero_mpi.model.stage import MicroBatch, StageSpec
         from hetero_mpi.model.streamed_stage import StreamedStage
 
         files, chain, tuning, sizes = _opened(directory, held)
         first, last = (_cut(sizes, part / world.size) for part in (world.rank, world.rank + 1))
         watched = _Watched()
-        stage = StreamedStage(
-            chain, first, last, Backend(), STREAMED[held], files, 0, tuning, None, 1, large_files_folder()
-        )
+        spec = StageSpec(chain, first, last, Backend(), STREAMED[held], 0, tuning, slice_sequences=1)
+        stage = StreamedStage(spec, files, folder=large_files_folder())
         optimizer = Optimizer(stage, TrainTable(steps=2, optimizer=_optimizer(held)))
         tokens = torch.ones((4, 64), dtype=torch.int64)
         hidden = torch.zeros((4, 64, CONFIG["hidden_size"]), dtype=stage.dtype)
@@ -249,13 +248,13 @@ def _load(directory: Path, held: str) -> int:
         import psutil
 
         from hetero_mpi.device.backend import Backend
-        from hetero_mpi.model.stage import Stage
+        from hetero_mpi.model.stage import Stage, StageSpec
 
         backend, (start, chain, tuning, sizes) = Backend(), _opened(directory, held)
         first, last = (_cut(sizes, part / world.size) for part in (world.rank, world.rank + 1))
         process = psutil.Process()
         before, peak_before = process.memory_info().rss, backend.peak_bytes()
-        stage = Stage(chain, first, last, backend, HELD[held], start, 0, tuning)
+        stage = Stage(StageSpec(chain, first, last, backend, HELD[held], 0, tuning), start)
         row = {
             "ranks": world.size,
             "rank": world.rank,

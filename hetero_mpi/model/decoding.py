@@ -21,7 +21,7 @@ from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.model.transformers.record_rotary import depends_on_length
+from hetero_mpi.model.transformers.packed_records import depends_on_length
 
 NOT_A_NUMBER = -1
 """What ``pick`` gives instead of a token when the model's output is not a number."""

@@ -7,6 +7,7 @@ state of their packing are one.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -110,8 +111,9 @@ class HeldLayers(ABC):
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
-    def gradients_gone(self) -> None:  # noqa: B027 - nothing to do, where memory is not short
-        """A step has ended, and its gradients are no more."""
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which the optimizer steps: at its end the gradients are no more."""
+        return contextlib.nullcontext()
 
 
 class FlatGradients:
@@ -128,7 +130,7 @@ class FlatGradients:
     """
 
     def __init__(self, stage: HeldLayers, layer: int) -> None:
-        self._stage = stage
+        self._stage, self.backend = stage, stage.backend
         owned = stage.shared[layer]
         names = [name for of_part in owned for name in of_part]
         starts, length = flat_layout(stage.parameters[name].numel() for name in names)
@@ -194,6 +196,9 @@ class HeldStages(HeldLayers):
 
     def take_gradients(self, parameter: nn.Parameter, add: Callable[[torch.Tensor], None]) -> None:
         self._holders[parameter].take_gradients(parameter, add)
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        return self._stages[0].updating()  # one rank steps once, and no streamed stage is among them
 
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
         wanted = list(layers)

@@ -103,7 +103,7 @@ def _adamw(backend: Backend) -> Compared:
 
 def _model(backend: Backend, dtype: str) -> Compared:
     """Embedding, a block and a head: the loss, and the gradient of every parameter."""
-    from hetero_mpi.model.stage import MicroBatch, Stage
+    from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
     from hetero_mpi.model.transformers.chain import TransformersChain
     from hetero_mpi.model.transformers.families import read_config
     from hetero_mpi.model.transformers.weights import SeededStart
@@ -112,7 +112,7 @@ def _model(backend: Backend, dtype: str) -> Compared:
     tokens, targets = torch.randint(0, int(_CONFIG["vocab_size"]), (2, 2, _TOKENS))  # type: ignore[call-overload]
     losses, stages = [], []
     for side, own in ((backend, dtype), (Backend(), "fp32")):
-        stage = Stage(chain, 0, chain.layer_count, side, own, SeededStart(0))
+        stage = Stage(StageSpec(chain, 0, chain.layer_count, side, own), SeededStart(0))
         if side is not backend:
             stage.model.double()
         inputs = (side.from_host(tokens), side.from_host(targets))

@@ -19,7 +19,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.memory import is_out_of_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.group.division import experts_to_share
-from hetero_mpi.model.group.link import StageGroup
+from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.model_cost import shareable_heads
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.types.profile import LayerTimes

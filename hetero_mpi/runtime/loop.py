@@ -74,9 +74,9 @@ class Loop:
         self._run_dir = context.run_dir
         self.saver = open_saver(self.trainer, context.run_dir / "checkpoints", self.job, state.newest_checkpoint)
         self._held_out = self._broadcast_held_out()
-        self._recorder = Recorder(
-            self.trainer, self.world, context.transport, context.run_dir, state.step, self.job.train.steps
-        )
+        self._emulation = share.emulation
+        steps, scale = (state.step, self.job.train.steps), share.emulation.time_scale if share.emulation else 1.0
+        self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
 
     def run(self, metrics: MetricsWriter | None, display: ProgressDisplay | None) -> bool:
         """Train until the last step (returns True), or until the plan is to be changed; the same on all ranks. The last checkpoint
@@ -157,7 +157,7 @@ class Loop:
         )
 
     def _line(self, step: int, decision: StepDecision, target_tokens: int, seconds: float) -> StepMetrics:
-        emulation, tokens = self.trainer.emulation, float(target_tokens)
+        emulation, tokens = self._emulation, float(target_tokens)
         if emulation is not None:
             seconds, tokens = emulation.step_s(seconds), emulation.tokens(target_tokens)
         return StepMetrics(

@@ -68,8 +68,7 @@ def own_step(trainer: Trainer, result: StepResult, wall_s: float, clock_s: float
             computing_s[op.value] = computing_s.get(op.value, 0.0) + event.end_s - event.start_s
         elif (at_s := message_at_s(event)) is not None:
             messages.append((str(event.action), result.began_s - clock_s + at_s))
-    worked_s = trainer.executor.worked_s if trainer.executor is not None else 0.0
-    return OwnStep(trainer.rank, wall_s, computing_s, worked_s, result.sums_s, tuple(messages))
+    return OwnStep(trainer.rank, wall_s, computing_s, result.worked_s, result.sums_s, tuple(messages))
 
 
 def message_at_s(event: Event) -> float | None:

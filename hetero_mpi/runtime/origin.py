@@ -35,8 +35,7 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.reconfigure import build_share, hand_over
 from hetero_mpi.runtime.recovery import RunHistory
 from hetero_mpi.runtime.resume import accept, later_aside, newest_checkpoint
-from hetero_mpi.runtime.setup.context import RunContext, RunSetup, Share, TrainOptions
-from hetero_mpi.runtime.setup.pending import Pending
+from hetero_mpi.runtime.setup.context import Pending, RunContext, RunSetup, Share, TrainOptions
 from hetero_mpi.state.checkpointing import ANY, KINDS, LATEST, check_settings, check_shapes, check_train
 from hetero_mpi.state.copies import Copies, newest_whole, supervised
 from hetero_mpi.state.redistribute import Parcel, deliveries, parcels

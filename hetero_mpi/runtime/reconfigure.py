@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.emulation.pace import emulate
+from hetero_mpi.emulation.emulated_cluster import emulate
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.held_layers import Kept

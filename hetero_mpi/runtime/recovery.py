@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hetero_mpi.comm.ranks import ulfm
-from hetero_mpi.comm.ranks.shrink import Loss, settled, survivors
+from hetero_mpi.comm.ranks.mpi_start import Loss, settled, survivors
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.documents import matching_files
@@ -40,9 +40,8 @@ from hetero_mpi.report import units
 from hetero_mpi.report.first_screen import planned_lines
 from hetero_mpi.report.run_files.event_log import append_event
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.setup.context import RunSetup
+from hetero_mpi.runtime.setup.context import Pending, RunSetup
 from hetero_mpi.runtime.setup.material import prepare
-from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request
 from hetero_mpi.state.copies import SAID, Copies, LocalCheckpoint, supervised
 from hetero_mpi.state.peer_replicas import PeerReplicas

@@ -29,8 +29,7 @@ from hetero_mpi.report.run_files.set_aside import EarlierRun
 from hetero_mpi.runtime.finished import finished, shared
 from hetero_mpi.runtime.reference import check_reference
 from hetero_mpi.runtime.result import TrainResult
-from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions
-from hetero_mpi.runtime.setup.pending import Pending
+from hetero_mpi.runtime.setup.context import Pending, RunSetup, TrainOptions
 from hetero_mpi.state.checkpointing import (
     ANY,
     LATEST,

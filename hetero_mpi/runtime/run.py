@@ -19,6 +19,7 @@ from hetero_mpi.checkpoint.directory import remove_shards
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.emulation.emulation_check import check_emulated_times
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job.load import job_to_dict
@@ -31,10 +32,8 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import is_used
 from hetero_mpi.report.run_files.set_aside import holds_run
 from hetero_mpi.runtime.build import build, start_adapter, start_layers
-from hetero_mpi.runtime.emulation_check import check_emulated_times
 from hetero_mpi.runtime.loop import Loop, Shown
 from hetero_mpi.runtime.origin import bring_back, origin
-from hetero_mpi.runtime.other_programs import OtherPrograms
 from hetero_mpi.runtime.rebalance import Rebalancer, rebalancer_of
 from hetero_mpi.runtime.reconfigure import change, join
 from hetero_mpi.runtime.recovery import RunHistory, beside_steps, outlive, plan_again
@@ -50,6 +49,7 @@ from hetero_mpi.runtime.resume import (
     run_id_of,
 )
 from hetero_mpi.runtime.run_report import (
+    OtherPrograms,
     draw_plan,
     keep_profile,
     leave_result,
@@ -58,9 +58,8 @@ from hetero_mpi.runtime.run_report import (
     reported,
     show_plan,
 )
-from hetero_mpi.runtime.setup.context import RunContext, RunSetup, Share, TrainOptions
+from hetero_mpi.runtime.setup.context import Pending, RunContext, RunSetup, Share, TrainOptions
 from hetero_mpi.runtime.setup.material import base_name
-from hetero_mpi.runtime.setup.pending import Pending
 from hetero_mpi.runtime.setup.profile_and_plan import plan_run, say_plan
 from hetero_mpi.runtime.setup.setup import claimed, look_around, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 
-from hetero_mpi.comm.clocks import clock_offset_s
+from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.batch import Batch
 from hetero_mpi.data.sequences import Dataset
 from hetero_mpi.device.backend import DTYPES
-from hetero_mpi.engine.out_of_memory import OutOfMemory
-from hetero_mpi.engine.rehearsal import rehearse
+from hetero_mpi.engine.memory_trial import OutOfMemory
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.optimizer import LossScale
@@ -61,8 +60,7 @@ from hetero_mpi.runtime.measuring import (
     with_others,
 )
 from hetero_mpi.runtime.reconfigure import join
-from hetero_mpi.runtime.setup.context import RunContext, RunSetup, Share, TrainOptions
-from hetero_mpi.runtime.setup.pending import Pending
+from hetero_mpi.runtime.setup.context import Pending, RunContext, RunSetup, Share, TrainOptions
 from hetero_mpi.runtime.setup.profile_and_plan import Planned, keep, obtain_plan, planning_request
 from hetero_mpi.runtime.watchdog import watched
 
@@ -304,7 +302,7 @@ def _taken(
     batch = trainer.shared_batch(own, False)
     with members.together("trying the plan, each rank by itself"):
         try:
-            rehearse(trainer, batch)
+            trainer.rehearse(batch)
         except OutOfMemory as error:
             lack = _Lack(trainer.rank, str(error), error.used_bytes)
     if lacks := _lacking(members, lack):

@@ -23,6 +23,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, tuning_of
+from tests.support.stages import stage_of
 from tests.support.training_cases import Case
 
 CASE = Case("plain", "llama", True, 0.0, True, 2, "even")
@@ -38,7 +39,7 @@ def job(quantization: str = "none", **adapter: object) -> JobConfig:
 
 
 def stage(tuning: Tuning, first: int, last: int, dtype: str = "fp32") -> Stage:
-    return Stage(chain(), first, last, Backend(), dtype, SeededStart(1), 7, tuning)
+    return stage_of(chain(), first, last, Backend(), dtype, SeededStart(1), 7, tuning)
 
 
 def test_targets_that_match_nothing() -> None:

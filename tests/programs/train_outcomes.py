@@ -46,9 +46,9 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
     from hetero_mpi.runtime import build, rebalance, run, trial
+    from hetero_mpi.runtime.rebalance import StepWord
     from hetero_mpi.runtime.run import train
     from hetero_mpi.runtime.setup.context import RunContext, Share, TrainOptions
-    from hetero_mpi.runtime.step_word import StepWord
     from hetero_mpi.state import background_save
 
 Breaking = contextlib.AbstractContextManager[None]
@@ -172,7 +172,7 @@ def there_is_no_time_for_another_plan(world: World, entry: dict[str, Any]) -> It
 @contextlib.contextmanager
 def memory_lacks_in_the_trial(world: World, entry: dict[str, Any]) -> Iterator[None]:
     """Rank ``entry["rank"]`` has no memory for the first ``entry["times"]`` plans that are tried."""
-    rehearse, left = trial.rehearse, entry["times"]
+    rehearse, left = trainer.Trainer.rehearse, entry["times"]
 
     def lacking(own: trainer.Trainer, batch: Batch) -> None:
         nonlocal left
@@ -182,7 +182,7 @@ def memory_lacks_in_the_trial(world: World, entry: dict[str, Any]) -> Iterator[N
         with mock.patch.object(Stage, "forward", side_effect=torch.OutOfMemoryError("HIP out of memory. Tried it")):
             return rehearse(own, batch)
 
-    with mock.patch.object(trial, "rehearse", lacking):
+    with mock.patch.object(trainer.Trainer, "rehearse", lacking):
         yield
 
 

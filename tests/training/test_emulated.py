@@ -13,11 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_mpi.comm.clocks import compare_clocks
-from hetero_mpi.comm.precise_sleep import Sleeper
-from hetero_mpi.emulation.emulated_links import EmulatedTransport
-from hetero_mpi.emulation.emulated_nics import Nics
-from hetero_mpi.emulation.pace import ActionPacer
+from hetero_mpi.comm.links import compare_clocks
+from hetero_mpi.emulation.paced_stage import ActionPacer, Sleeper
+from hetero_mpi.emulation.paced_transport import Line, LinkTimes, Nics, PacedTransport
 from hetero_mpi.planning.durations import finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
@@ -259,13 +257,12 @@ def test_what_cannot_be_emulated_is_refused_on_all_ranks(np3: Runs, name: str, t
     assert all(text in outcome.texts[0] for text in texts), outcome.texts[0]
 
 
-def pair(delay_s: float, cards: Nics | None = None) -> list[EmulatedTransport]:
+def pair(delay_s: float, cards: Nics | None = None) -> list[PacedTransport]:
     """Two emulated transports that reach each other."""
     ends: tuple[LoopbackTransport, ...] = LoopbackNetwork(2).transports
-    return [
-        EmulatedTransport(end, rank, lambda a, b, size: delay_s, cards, [0.0, 0.0], Sleeper(False))
-        for rank, end in enumerate(ends)
-    ]
+    line = Line(lambda a, b, size: delay_s, cards)
+    times = LinkTimes(lambda tag: line, lambda number, sums: 0.0, cards)
+    return [PacedTransport(end, rank, times, [0.0, 0.0], Sleeper(False)) for rank, end in enumerate(ends)]
 
 
 def test_messages_of_a_pair_queue_behind_each_other() -> None:

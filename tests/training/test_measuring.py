@@ -21,7 +21,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report.run_files.measured import MeasuredEvent
 from hetero_mpi.runtime.measuring import Expected, OwnStep, Together, compared, with_others
-from hetero_mpi.runtime.step_word import StepWord
+from hetero_mpi.runtime.rebalance import StepWord
 from hetero_mpi.runtime.trial import clearly_faster
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 

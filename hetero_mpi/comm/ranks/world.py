@@ -66,7 +66,7 @@ class World(Collectives):
     guard: Any = None
     """A communicator used only at the end of the job."""
     bereaved: bool = False
-    """Ranks have died, and this is the world of the survivors (``comm.ranks.shrink``)."""
+    """Ranks have died, and this is the world of the survivors (``comm.ranks.mpi_start``)."""
 
     @property
     def host(self) -> str:

@@ -21,7 +21,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, embedding_matrices
 from hetero_mpi.model.layer.loss import IGNORED, Routers, summed_loss
 from hetero_mpi.model.layer.quantize import unpack_experts
-from hetero_mpi.model.transformers import record_attention, record_rotary
+from hetero_mpi.model.transformers import packed_records
 from hetero_mpi.model.transformers.initial_values import initialise, materialize, restore_buffers
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
@@ -149,7 +149,7 @@ class TransformersChain(LayerChain):
 
     def frame(self) -> PreTrainedModel:
         model = build_on_meta(self.config)
-        record_rotary.install(model)
+        packed_records.install_rotary(model)
         return model
 
     def vacate(self, model: nn.Module, layer: int) -> None:
@@ -187,7 +187,7 @@ class TransformersChain(LayerChain):
     def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
         if positions is None:
             return {}
-        record_attention.install()
+        packed_records.install_attention()
         keywords: dict[str, Any] = {"position_ids": positions}
         if self.name in MASKED_FAMILIES:
             hidden = x if x.is_floating_point() else torch.empty((*x.shape, 0), device=x.device)

@@ -20,7 +20,7 @@ from hetero_mpi.job.schema import AdapterTable, ClusterTable
 from hetero_mpi.model.adapter_files import read_adapter
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.model_cost import model_cost
-from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -206,9 +206,8 @@ def _stage(setup: GenerateSetup, start: Start) -> Stage | None:
     source, rank = setup.source, setup.world.rank
     for own in setup.plan.pipelines[0].stages:
         if rank in own.ranks:
-            backend, tuning = setup.backend, setup.tuning
-            given = setup.chain, own.first, own.last, backend, source.dtype, start, source.seed, tuning
-            return StreamedStage(*given, folder=large_files_folder()) if own.streamed else Stage(*given)
+            spec = StageSpec(setup.chain, own.first, own.last, setup.backend, source.dtype, source.seed, setup.tuning)
+            return StreamedStage(spec, start, folder=large_files_folder()) if own.streamed else Stage(spec, start)
     return None
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.comm.ranks.shrink import settled, survivors
+from hetero_mpi.comm.ranks.mpi_start import settled, survivors
 from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import RELEASE_POLL_S, CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError

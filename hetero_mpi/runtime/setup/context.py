@@ -1,20 +1,24 @@
-"""What the parts of a run hand to each other: its options, what every rank knows, and a rank's share under one plan.
+"""What the parts of a run hand to each other: its options, what every rank knows, a rank's share under one plan, and what a start
+has to write.
 
 Plain data: nothing that it names is imported with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hetero_mpi.report.run_files.logs import write_waiting_logs
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
     from hetero_mpi.comm.transport import Transport
     from hetero_mpi.data.samples import DataSource
     from hetero_mpi.device.backend import Backend
-    from hetero_mpi.emulation.pace import Emulation
+    from hetero_mpi.emulation.emulated_cluster import Emulation
     from hetero_mpi.engine.trainer import Trainer
     from hetero_mpi.job.load import LoadedJob
     from hetero_mpi.job.schema import JobConfig
@@ -113,3 +117,27 @@ class Share:
         if self.trainer is not None:
             self.trainer.close()
         self.trainer = None
+
+
+Write = Callable[[], object]
+
+
+class Pending:
+    """The writes of this rank, in their order."""
+
+    def __init__(self) -> None:
+        self._writes: list[Write] = []
+
+    def add(self, write: Write) -> None:
+        self._writes.append(write)
+
+    def add_first(self, write: Write) -> None:
+        """Add a write that makes room for the others."""
+        self._writes.insert(0, write)
+
+    def carry_out(self) -> None:
+        """The start is accepted: carry out all writes, once. Raises UserError: as they do."""
+        write_waiting_logs()
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write()

@@ -35,7 +35,7 @@ from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.families import check_keys, read_config
 from hetero_mpi.model.transformers.generation import end_tokens, model_stops, read_generation, with_end
-from hetero_mpi.model.transformers.record_rotary import depends_on_length
+from hetero_mpi.model.transformers.packed_records import depends_on_length
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES, PADDING_FAMILIES
 from hetero_mpi.report.run_files.logs import say

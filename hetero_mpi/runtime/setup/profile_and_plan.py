@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.emulation.pace import emulated_profile
+from hetero_mpi.emulation.emulated_cluster import emulated_profile
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_micro_batches, with_memory, within_timed
 from hetero_mpi.job.rules import EIGHT_BIT
@@ -37,8 +37,7 @@ from hetero_mpi.report.first_screen import measured_lines, planned_lines
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import note, say
 from hetero_mpi.report.tables import plan_lines, profile_lines
-from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions
-from hetero_mpi.runtime.setup.pending import Pending, Write
+from hetero_mpi.runtime.setup.context import Pending, RunSetup, TrainOptions, Write
 from hetero_mpi.state.copies import versions_in_memory
 
 

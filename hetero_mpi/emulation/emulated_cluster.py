@@ -1,131 +1,46 @@
 """Emulated clusters: ranks that last as long as the devices and links of a profile, while a small model stands in for its own.
 
 ``[cluster] emulate = PROFILE``. The profile's model is what is planned; the job's model, with as many blocks, is what is
-computed. Every forward, backward (whole or in parts) and optimizer step runs its real arithmetic and then waits until
-``durations.duration`` times ``[cluster] time_scale`` has passed; ``emulation.emulated_links`` delays messages and all-reduces.
-The profile is looked at through ``NETWORK`` once, when it is read: planner, prediction and ranks see the same NICs.
-Nothing else differs from a run without emulation: losses have the same bits.
+computed, by stages (``paced_stage``) and over a transport (``paced_transport``) that take as long as the profile's. The profile
+is looked at through ``NETWORK`` once, when it is read: planner, prediction and ranks see the same NICs. Nothing else differs from
+a run without emulation: losses have the same bits.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
-from hetero_mpi.comm.clocks import clock_offset_s
-from hetero_mpi.comm.precise_sleep import Sleeper
+from torch import nn
+
+from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.emulation.emulated_links import Delay, EmulatedTransport
-from hetero_mpi.emulation.emulated_nics import Nics, shared_nics
+from hetero_mpi.emulation.paced_stage import ActionPacer, PacedStage, Sleeper
+from hetero_mpi.emulation.paced_transport import Delay, Line, LinkTimes, Nics, PacedTransport
+from hetero_mpi.engine.channel import EVALUATION, TIED_TAG
+from hetero_mpi.engine.rank_setup import BuildStage
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.plan_request import with_memory
+from hetero_mpi.model.held_layers import Shared
+from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.durations import Durations, finished_layers_s, return_s, sum_s, tied_s, update_s, values_s
-from hetero_mpi.planning.schedule import COMPUTE, Action, Op
+from hetero_mpi.planning.durations import return_s, tied_s
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, sent_bytes
 from hetero_mpi.planning.types.network import Network
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import EMULATED, ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict
 from hetero_mpi.report import units
 
 NETWORK = Network(shared_nic=True)
 """How messages meet in an emulated cluster: the ranks of every host share its NIC."""
-_PACED = (*COMPUTE, Op.STEP)
-
-
-class ActionPacer:
-    """Makes this rank's actions last.
-
-    Attributes:
-        actions: how many were paced.
-        late: of these, how many took longer than they should, by real arithmetic or since nobody woke this rank in time ...
-        late_s: ... and by how much in all (wall clock).
-
-    Args:
-        speeds: (rank, from which step on, share of the profile's speed).
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        profile: ClusterProfile,
-        time_scale: float,
-        sleeper: Sleeper,
-        speeds: Sequence[tuple[int, int, float]] = (),
-    ) -> None:
-        self._plan, self._scale, self._sleeper = plan, time_scale, sleeper
-        self._speeds = sorted(speeds, key=lambda change: change[1])
-        self._step = 0
-        self._known = Durations(plan, profile)
-        self._profile = self._known.profile
-        self._finished_s: dict[Action, dict[int, float]] = {}
-        self.actions, self.late, self.late_s = 0, 0, 0.0
-        self._layer = 0
-
-    def lasts_s(self, action: Action) -> float:
-        """Seconds of wall clock that an action is to last; STEP without what it or the next forward waits for."""
-        scale = self._scale_now(action)
-        if action.op is Op.STEP:
-            return scale * update_s(action.stage, self._plan, self._profile)
-        return scale * self._known.of(action)[0]
-
-    def _scale_now(self, action: Action) -> float:
-        """Seconds of wall clock per second of the device that does ``action``, at its speed in this step."""
-        rank, speed = self._known.stages[action.stage].ranks[0], 1.0
-        for changed, first_step, share in self._speeds:
-            speed = share if changed == rank and first_step <= self._step else speed
-        return self._scale / speed
-
-    def begin_step(self, step: int) -> None:
-        """The number of the step that runs: devices may change their speed."""
-        self._step = step
-
-    def begin_exchange(self, layer: int) -> None:
-        """Whose gradients this rank is about to sum, or whose values to exchange; ``exchange_s`` is asked for it."""
-        self._layer = layer
-
-    def go_on_from(self, before: ActionPacer) -> None:
-        """Count on, after a change of plans."""
-        self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
-
-    def exchange_s(self, sums: bool) -> float:
-        """Seconds of wall clock that the exchange of the layer named last is to last: its gradients are summed, or new values go
-        out. The stand-in's bytes do not matter, and what the emulated model does not train takes no time."""
-        seconds = sum_s if sums else values_s
-        return self._scale * seconds(self._plan, self._profile, self._layer)
-
-    def hold(self, action: Action, start_s: float, finished: Callable[[int], None] | None = None) -> None:
-        """Wait until an action that began at ``start_s`` (``time.perf_counter``) has lasted long enough.
-
-        ``finished``: is told each layer when a last backward would have finished it.
-        """
-        if action.op not in _PACED:
-            return
-        end_s = start_s + self.lasts_s(action)
-        late_s = time.perf_counter() - end_s
-        if finished is not None:
-            for layer, after_s in self._layers_s(action).items():
-                self._sleeper.until(start_s + after_s)
-                finished(layer)
-        self.actions += 1
-        if late_s > 0:
-            self.late, self.late_s = self.late + 1, self.late_s + late_s
-        else:
-            self._sleeper.until(end_s)
-
-    def _layers_s(self, action: Action) -> dict[int, float]:
-        if action not in self._finished_s:
-            self._finished_s[action] = finished_layers_s(action, self._plan, self._profile)
-        scale = self._scale_now(action)
-        return {layer: scale * seconds for layer, seconds in self._finished_s[action].items()}
 
 
 @dataclass(frozen=True)
@@ -138,10 +53,7 @@ class Emulation:
     time_scale: float
     """Seconds of wall clock per second of the emulated cluster."""
     transport: Transport
-    """Carries the messages between stages in steps, and those only."""
-    end_transport: Transport
-    """Carries the gradient and the values of a tied matrix between the two ends, and sums gradients. As simulated, these share
-    NICs among themselves; the few messages between stages that still pass beside them are not slowed down by them."""
+    """Paces the messages and exchanges of steps, and no others."""
     pace: ActionPacer
     stand_in_sequence: int
     """Tokens per sequence of the job."""
@@ -151,6 +63,18 @@ class Emulation:
     @property
     def stand_in_plan(self) -> Plan:
         return replace(self.plan, sequence_length=self.stand_in_sequence)
+
+    def paced(self, build: BuildStage) -> BuildStage:
+        """``build`` with stages that last."""
+
+        def paced(
+            own: StagePlan, split: bool, shared: Shared, foreign: Collection[str], embedding: nn.Parameter | None
+        ) -> Stage:
+            stage = build(own, split, shared, foreign, embedding)
+            number = next(number for number, _, one in self.plan.numbered if one == own)
+            return cast(Stage, PacedStage(stage, number, self.pace))
+
+        return paced
 
     def step_s(self, wall_s: float) -> float:
         """Seconds of the emulated cluster."""
@@ -238,26 +162,26 @@ def emulate(
     sleeper = Sleeper(spare_core=cores >= 2)  # one computes, one spins
     scale = loaded.job.cluster.time_scale
     hosts = [device.host for device in profile.devices]
-    nics, end_nics = shared_nics(world, hosts), shared_nics(world, hosts)
+    nics, end_nics = Nics.shared(world, hosts), Nics.shared(world, hosts)
     offsets_s = world.all_gather_json(clock_offset_s(world, transport))
     pace = ActionPacer(plan, profile, scale, sleeper, loaded.job.cluster.speed_changes())
     own = loaded.job.data.sequence_length
     dtype = loaded.job.train.dtype
     row_bytes = own * sent_bytes(chain.config.hidden_size * DTYPE_BYTES[dtype], dtype, profile.model.wire)
 
-    def links(delay_s: Delay, nics: Nics) -> EmulatedTransport:
-        return EmulatedTransport(transport, world.rank, delay_s, nics, offsets_s, sleeper, pace.exchange_s)
+    between = Line(_between_stages(profile, plan, scale, row_bytes), nics)
+    # As simulated, what the ends exchange shares NICs with sums of gradients; the few messages between stages that still pass
+    # beside it are not slowed down by it.
+    ends = Line(_between_ends(profile, plan, scale), end_nics)
 
-    return Emulation(
-        profile,
-        plan,
-        scale,
-        links(_between_stages(profile, plan, scale, row_bytes), nics),
-        links(_between_ends(profile, plan, scale), end_nics),
-        pace,
-        own,
-        cores,
-    )
+    def line_of(tag: int) -> Line | None:
+        if tag < TIED_TAG:
+            return between if tag % 4 != EVALUATION else None
+        return ends if tag <= TIED_TAG + 1 else None
+
+    times = LinkTimes(line_of, pace.exchange_s, end_nics)
+    paced = PacedTransport(transport, world.rank, times, offsets_s, sleeper)
+    return Emulation(profile, plan, scale, paced, pace, own, cores)
 
 
 def _between_stages(profile: ClusterProfile, plan: Plan, scale: float, row_bytes: int) -> Delay:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import cast
 
 import torch
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.emulation.pace import Emulation
+from hetero_mpi.emulation.emulated_cluster import Emulation
+from hetero_mpi.emulation.paced_stage import PacedStage
 from hetero_mpi.engine.placement import Placement
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.adamw import AdamW
@@ -62,8 +64,8 @@ def check_emulated_times(trainer: Trainer, world: World, emulation: Emulation, p
     own: dict[Action, float] = {}
     for turn in range(world.size):
         if turn == world.rank and trainer.optimizer is not None:
-            for stage, place in zip(trainer.stages, trainer.places, strict=True):
-                own |= _compute_s(stage, place, emulation, trainer)
+            for paced, place in zip(trainer.stages, trainer.places, strict=True):
+                own |= _compute_s(cast(PacedStage, paced).stage, place, emulation, trainer)
             own[Action(Op.STEP, trainer.places[0].index)] = _optimizer_s(trainer)
         world.meet_asleep()
     step_s = emulation.time_scale * predicted_step_s

@@ -1,8 +1,12 @@
-"""Rotary tables that depend on a text's length (longrope, dynamic), record by record.
+"""Records packed into one sequence, which do not see each other: attention and rotary tables, record by record.
 
-transformers chooses one table for all that it computes at once, by the largest position in it, and keeps the table of the longest
-text so far. So a record would be computed by the length of what stands beside it: other records, padding, or an earlier text. Here
-each record has the table that it has by itself.
+Attention: transformers makes one mask of a packed sequence, and then computes every pair of its tokens, also those that are
+masked. Here each record is a call of its own, of the causal kernel where the mask says no more than that. The numbers are those
+of the mask.
+
+Rotary tables that depend on a text's length (longrope, dynamic): transformers chooses one table for all that it computes at once,
+by the largest position in it, and keeps the table of the longest text so far. So a record would be computed by the length of what
+stands beside it: other records, padding, or an earlier text. Here each record has the table that it has by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +16,71 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+Record = tuple[int, int, bool]
+"""[first, last) within a sequence, and whether its mask is just causal."""
+
+_known = WeakTensorKeyDictionary()
+"""Mask -> the records of each of its sequences: one serves all layers of a micro-batch, and finding them waits for the device."""
+
+
+def install_attention() -> None:
+    """From now on transformers' ``sdpa`` attention is this one."""
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _attend)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    positions = keywords.get("position_ids")
+    if attention_mask is None or not _packed(query, key, attention_mask, positions) or "position_bias" in keywords:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
+    if attention_mask not in _known:
+        _known[attention_mask] = _records(attention_mask, positions)
+    rows = []
+    for row, records in enumerate(_known[attention_mask]):
+        outputs = []
+        for first, last, causal in records:
+            own = [tensor[row : row + 1, :, first:last] for tensor in (query, key, value)]
+            mask = None if causal else attention_mask[row : row + 1, :, first:last, first:last]
+            outputs.append(sdpa_attention_forward(module, *own, mask, **keywords)[0])
+        rows.append(torch.cat(outputs, dim=1))
+    return torch.cat(rows), None
+
+
+def _packed(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None) -> bool:
+    """Are there positions of every token, and a mask of every pair of tokens that all heads share?"""
+    rows, length = query.shape[0], query.shape[2]
+    return (
+        positions is not None
+        and positions.shape == (rows, length)
+        and key.shape[2] == length
+        and mask.dtype == torch.bool
+        and mask.shape == (rows, 1, length, length)
+    )
+
+
+def _records(mask: torch.Tensor, positions: torch.Tensor) -> list[list[Record]]:
+    length = mask.shape[-1]
+    places = positions.cpu()
+    seen = mask[:, 0].cpu()
+    causal = torch.ones((length, length), dtype=torch.bool).tril()
+    found = []
+    for row in range(len(places)):
+        starts = [0, *(torch.nonzero(places[row].diff() != 1).flatten() + 1).tolist()]
+        bounds = zip(starts, [*starts[1:], length], strict=True)
+        found.append([(a, b, torch.equal(seen[row, a:b, a:b], causal[a:b, a:b])) for a, b in bounds])
+    return found
+
 
 _LONG = "longrope"
 _DYNAMIC = "dynamic"
@@ -25,7 +93,7 @@ def depends_on_length(config: PreTrainedConfig) -> bool:
     return any(_by_length(one.get("rope_type")) for one in of_kinds)
 
 
-def install(model: nn.Module) -> None:
+def install_rotary(model: nn.Module) -> None:
     """Let the model's rotary embeddings compute record by record where their tables depend on the length."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
