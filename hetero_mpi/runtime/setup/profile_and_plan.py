@@ -39,7 +39,7 @@ from hetero_mpi.report.run_files.logs import note, say
 from hetero_mpi.report.tables import plan_lines, profile_lines
 from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions
 from hetero_mpi.runtime.setup.pending import Pending, Write
-from hetero_mpi.state.copies import versions_in_memory
+from hetero_mpi.state.peer_replicas import versions_in_memory
 
 
 def subject_of(setup: RunSetup) -> tuple[Subject, str]:
