@@ -34,10 +34,10 @@ LINES = {
     "planning": 11_770,
     "profiling": 1_360,
     "report": 4_850,
-    "runtime": 7_120,
-    "state": 1_770,
+    "runtime": 6_840,
+    "state": 1_820,
     "web": 430,
-    "in all": 56_130,
+    "in all": 55_870,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -1,10 +1,10 @@
 """A directory of checkpoints: their names, the newest whole one, and which may go. And local shards, ``RUN/copies/rank-0002/
 step-00000120.5f2c09aa.h5``: copies of the trained state on the disks of hosts.
 
-A *version* is all ranks' trained parameters and moments after one step. A *shard* is the part of a version that one rank writes, in
-the format of checkpoints: the rank's own part, and those of the ranks whose peer it is. All shards of a version, and no others,
-bear its id, so shards of different moments, or of the same step taken twice, never make one whole. This module knows names, headers
-and removal only. ``state`` writes shards, and ``runtime.origin`` finds out which version is whole.
+A *version* is all ranks' trained parameters and moments after one step. A checkpoint is a version in one file. A *shard* is the
+part of a version that one rank writes, in the same format: the rank's own part, and those of the ranks whose peer it is. All shards
+of a version, and no others, bear its id, so shards of different moments, or of the same step taken twice, never make one whole.
+This module knows names, headers and removal only. ``state.local_shards`` writes shards, ``runtime.start_state`` reads versions.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from hetero_mpi.checkpoint.format import CheckpointError
 from hetero_mpi.checkpoint.reader import CheckpointReader, verify
@@ -120,19 +121,51 @@ def _step_of(path: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A shard's header. Its tensors have not been read yet."""
+class Part:
+    """What one rank can read of a version: a checkpoint, which is all of it, a shard, or copies in its memory."""
 
-    path: Path
+    rank: int
+    """The rank that can read it."""
+    path: Path | None
+    """None: in the rank's memory."""
     version_id: str
-    """The id of its version."""
+    """Equal in all parts of a version, and in no others; "": a checkpoint."""
     step: int
     begun: str
-    """The id of its run (``new_run_id``)."""
+    """The id of its run (``new_run_id``); "": not known."""
     writer: int
     """The rank that wrote it."""
-    names: tuple[str, ...]
+    names: frozenset[str]
     """Parameters and constants of the model of which every tensor is in it."""
+
+    @property
+    def is_shard(self) -> bool:
+        return self.path is not None and self.version_id != ""
+
+    def to_row(self) -> list[Any]:
+        """JSON-able."""
+        path = str(self.path) if self.path is not None else None
+        return [self.rank, path, self.version_id, self.step, self.begun, self.writer, sorted(self.names)]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Part:
+        rank, path, version_id, step, begun, writer, names = row
+        own = Path(path) if path is not None else None
+        return cls(rank, own, version_id, step, begun, writer, frozenset(names))
+
+
+def newest_version(parts: Sequence[Part], needed: Collection[str]) -> list[Part]:
+    """The parts of the newest version that together hold all ``needed`` names; empty: no version is whole.
+
+    Newest is the latest step of the run that began last; of versions of one step, the first in ``parts``.
+    """
+    versions: dict[tuple[str, int, str], list[Part]] = {}
+    for part in parts:
+        versions.setdefault((part.begun, part.step, part.version_id), []).append(part)
+    for key in sorted(versions, key=lambda key: key[:2], reverse=True):
+        if set(needed) <= set().union(*(part.names for part in versions[key])):
+            return versions[key]
+    return []
 
 
 def new_run_id() -> str:
@@ -151,22 +184,18 @@ def shard_path(run_dir: Path, rank: int, step: int, version_id: str) -> Path:
     return run_dir / SHARDS_NAME / f"rank-{rank:04}" / f"step-{step:08d}.{version_id}.h5"
 
 
-def shards_on_disk(run_dir: Path) -> tuple[list[Shard], list[str]]:
-    """The shards on this host whose headers can be read, and remarks about the others."""
+def shards_on_disk(run_dir: Path, rank: int = 0) -> tuple[list[Part], list[str]]:
+    """The shards on the host of ``rank`` whose headers can be read, and remarks about the others."""
     found, remarks = [], []
     for path, _ in sorted(_named(run_dir)):
         try:
             with CheckpointReader(path) as reader:
                 said = reader.metadata
-                names = tuple(said["names"])
-                found.append(
-                    Shard(
-                        path, str(said["version_id"]), int(said["step"]), str(said["begun"]), int(said["rank"]), names
-                    )
-                )
+                own = said["version_id"], said["step"], said["begun"] or "", said["rank"], frozenset(said["names"])
+                found.append(Part(rank, path, *own))
         except CheckpointError as error:
             remarks.append(f"passed over {path}: {error}")
-        except (KeyError, TypeError, ValueError):
+        except KeyError:
             remarks.append(f"passed over {path}: a checkpoint, but no shard of a copy")
     return found, remarks
 

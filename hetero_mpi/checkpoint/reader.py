@@ -19,16 +19,18 @@ from hetero_mpi.checkpoint.format import (
     FORMAT_VERSION,
     KINDS,
     METADATA,
+    MOST_BYTES,
     PIECE_BYTES,
     SCALES,
     STORAGE,
     CheckpointError,
     Summary,
+    check_metadata,
+    check_size,
     crc32,
     piece_count,
     pieces,
 )
-from hetero_mpi.checkpoint.metadata import MOST_BYTES, check_metadata, check_size
 from hetero_mpi.checkpoint.opening import TEXT, Stored, damage_named
 from hetero_mpi.planning.types.cost import MOMENT_BLOCK
 

@@ -30,7 +30,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import MAGNITUDE, Tuning, expert_delta, merged, tuning_of
-from hetero_mpi.state.checkpointing import check_tensors
+from hetero_mpi.state.stored_state import check_tensors
 
 _RESULTS = ("model", "adapter")
 

@@ -27,9 +27,9 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.custom_model import start_values
 from hetero_mpi.runtime.setup.material import model_directory
-from hetero_mpi.state.checkpointing import load_adapter, send_parameters
 from hetero_mpi.state.file_supply import open_files
 from hetero_mpi.state.redistribute import Parcel
+from hetero_mpi.state.results import load_adapter, send_parameters
 
 
 def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossScale, kept: Kept | None = None) -> Share:

@@ -23,7 +23,7 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.runtime.setup.context import RunContext, Share
-from hetero_mpi.state.checkpointing import open_saver
+from hetero_mpi.state.saving import Saver, Snapshots
 from hetero_mpi.state.training_state import TrainingState
 
 _SKIPS_IN_A_ROW = 10
@@ -54,6 +54,7 @@ class Loop:
         asked: has this rank been asked to end the run (``runtime.signals``)?
         rebalancer: says when the plan is to be changed; None: never.
         beside: called after every step but the last, by every active rank.
+        snapshots: of the trainer.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Loop:
         asked: Callable[[], bool],
         rebalancer: PlanChanges | None,
         beside: Callable[[], None],
+        snapshots: Snapshots,
     ) -> None:
         assert share.trainer is not None and share.members is not None
         self.job, self.plan, self.dataset = context.job, share.own_plan, context.dataset
@@ -72,7 +74,9 @@ class Loop:
         self.trainer, self.world, self.state, self.metadata = share.trainer, share.members, state, metadata
         self._asked, self._rebalancer, self._beside = asked, rebalancer, beside
         self._run_dir = context.run_dir
-        self.saver = open_saver(self.trainer, context.run_dir / "checkpoints", self.job, state.newest_checkpoint)
+        threaded = self.job.cluster.communication_thread
+        directory, newest = context.run_dir / "checkpoints", state.newest_checkpoint
+        self.saver = Saver(self.world, snapshots, directory, self.job.checkpoint, threaded, newest)
         self._held_out = self._broadcast_held_out()
         self._emulation = share.emulation
         steps, scale = (state.step, self.job.train.steps), share.emulation.time_scale if share.emulation else 1.0

@@ -40,7 +40,7 @@ from hetero_mpi.runtime.measuring import LEAST_SHARE, Expected, Pair, message_at
 from hetero_mpi.runtime.reconfigure import lack_of_room
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.profile_and_plan import planning_request
-from hetero_mpi.state.background_save import MEMORY_SHARE
+from hetero_mpi.state.saving import MEMORY_SHARE
 
 if TYPE_CHECKING:
     from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion

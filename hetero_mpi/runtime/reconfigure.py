@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import torch
 
+from hetero_mpi.checkpoint import KINDS
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.emulation.emulated_cluster import emulate
 from hetero_mpi.engine.placement import active_ranks
@@ -32,9 +33,8 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.runtime.build import build
 from hetero_mpi.runtime.setup.context import RunContext, Share
-from hetero_mpi.state.background_save import Snapshot, lack_of_memory, size_bytes
-from hetero_mpi.state.checkpointing import KINDS, take_over
-from hetero_mpi.state.redistribute import Delivery, LiveState, Parcel, deliveries, held_under, move, parcels
+from hetero_mpi.state.redistribute import Delivery, LiveState, Parcel, deliveries, held_under, move, parcels, take_over
+from hetero_mpi.state.saving import Snapshot, lack_of_memory, size_bytes
 from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
@@ -73,16 +73,21 @@ def join(context: RunContext, report: PlanReport) -> Share:
     return Share(report, schedule, emulation, context.world.subset(active_ranks(plan)))
 
 
-def build_share(context: RunContext, report: PlanReport, state: TrainingState, kept: Kept | None = None) -> Share:
-    """This rank's share of ``report.plan`` with its stage, whose trained state is still to be moved. Collective over all ranks of
-    the job, idle ones included; no rank may be asleep. ``kept``: frozen weights that this rank already has in memory. Raises
-    CollectiveUserError: on all ranks, if an active rank cannot build its stage.
+def build_share(
+    context: RunContext, report: PlanReport, state: TrainingState, kept: Kept | None = None, brought: bool = True
+) -> Share:
+    """This rank's share of ``report.plan`` with its stage. Collective over all ranks of the job, idle ones included; no rank may be
+    asleep. Raises CollectiveUserError: on all ranks, if an active rank cannot build its stage.
+
+    Args:
+        kept: frozen weights that this rank already has in memory.
+        brought: the trained state is still to be moved.
     """
     share = join(context, report)
     problem: CollectiveUserError | None = None
     if share.members is not None:
         try:
-            share = build(context, share, True, state.loss_scale, kept)
+            share = build(context, share, brought, state.loss_scale, kept)
         except CollectiveUserError as error:
             problem = error
     context.world.share_problem(problem)

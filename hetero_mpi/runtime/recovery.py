@@ -28,7 +28,6 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.documents import matching_files
 from hetero_mpi.device.memory import memory_kills, memory_kills_text
-from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.files.hub import is_hub_id
@@ -43,8 +42,9 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.context import Pending, RunSetup
 from hetero_mpi.runtime.setup.material import prepare
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request
-from hetero_mpi.state.copies import SAID, Copies, LocalCheckpoint, supervised
-from hetero_mpi.state.peer_replicas import PeerReplicas
+from hetero_mpi.state.local_shards import SAID, ShardWriter, supervised
+from hetero_mpi.state.peer_replicas import PeerReplicas, StateVersion
+from hetero_mpi.state.saving import Snapshots
 from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
@@ -74,7 +74,8 @@ class RunHistory:
     profiled_ranks: int = 0
     """Number of ranks when it was made. The measured micro-batch sizes follow from it."""
     state: TrainingState | None = None
-    copies: Copies = field(default_factory=Copies)
+    versions: list[StateVersion] = field(default_factory=list)
+    """Copies of the trained state in this process's memory, oldest first. They outlive plans, transports and other ranks."""
     told: bool = True
     """Has the first step since the last death been reported?"""
     gone: str = ""
@@ -255,25 +256,30 @@ def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile, pe
 
 @contextlib.contextmanager
 def beside_steps(
-    setup: RunSetup, history: RunHistory, trainer: Trainer, state: TrainingState, described: dict[str, Any]
+    setup: RunSetup,
+    history: RunHistory,
+    world: World,
+    snapshots: Snapshots,
+    state: TrainingState,
+    described: dict[str, Any],
 ) -> Iterator[Callable[[], None]]:
     """A context that keeps copies of the trained state during a run that may lose ranks or machines. Collective over the active
     ranks.
 
-    Yields a function to be called after each step. ``described``: what every checkpoint carries besides tensors; used on rank 0.
+    Yields a function to be called after each step. ``world``: the active ranks. ``described``: what every checkpoint carries
+    besides tensors; used on rank 0.
     """
-    every, world = setup.job.checkpoint.replicate_every, trainer.world
+    every = setup.job.checkpoint.replicate_every
     if not (ulfm.active() or supervised()) or every == 0:
         yield lambda: history.tell_first_step(setup, state.step)
         return
-    local: LocalCheckpoint | None = None
+    local: ShardWriter | None = None
     if supervised():
         said = world.broadcast_json({key: described[key] for key in SAID if key in described})
-        history.belongs_to(said["begun"])
-        local = LocalCheckpoint(world, setup.run_dir, said, history.kept_version)
+        local = ShardWriter(world, setup.run_dir, said, history.kept_version)
     threaded = setup.job.cluster.communication_thread and world.thread_level == "multiple"
     fixed = every if isinstance(every, int) else None
-    with PeerReplicas(trainer, history.copies, fixed, threaded, local) as peers:
+    with PeerReplicas(world, snapshots, history.versions, fixed, threaded, local) as peers:
         peers.begin(state)
 
         def after() -> None:

@@ -31,23 +31,12 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import is_used
 from hetero_mpi.report.run_files.set_aside import holds_run
-from hetero_mpi.runtime.build import build, start_adapter, start_layers
 from hetero_mpi.runtime.loop import Loop, Shown
-from hetero_mpi.runtime.origin import bring_back, origin
 from hetero_mpi.runtime.rebalance import Rebalancer, rebalancer_of
-from hetero_mpi.runtime.reconfigure import change, join
+from hetero_mpi.runtime.reconfigure import change
 from hetero_mpi.runtime.recovery import RunHistory, beside_steps, outlive, plan_again
 from hetero_mpi.runtime.reference import find_reference
 from hetero_mpi.runtime.result import TrainResult
-from hetero_mpi.runtime.resume import (
-    Accepted,
-    accept_checkpoint,
-    earlier_run,
-    look_first,
-    make_room,
-    open_checkpoint,
-    run_id_of,
-)
 from hetero_mpi.runtime.run_report import (
     OtherPrograms,
     draw_plan,
@@ -63,9 +52,10 @@ from hetero_mpi.runtime.setup.material import base_name
 from hetero_mpi.runtime.setup.profile_and_plan import plan_run, say_plan
 from hetero_mpi.runtime.setup.setup import claimed, look_around, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest
+from hetero_mpi.runtime.start_state import StartState, begin, find_start, look_first
 from hetero_mpi.runtime.trial import try_plan
 from hetero_mpi.runtime.watchdog import watched
-from hetero_mpi.state.checkpointing import ANY, LATEST, restore
+from hetero_mpi.state.saving import Snapshots
 from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
@@ -103,12 +93,11 @@ def _attempt(world: World, options: TrainOptions, stop: StopRequest, history: Ru
 
 
 def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: RunHistory) -> TrainResult | None:
-    world, pending, accepted = setup.world, Pending(), None
-    if not options.dry_run and not history.shared(world, history.state):
-        accepted, past = accept_checkpoint(setup, options)
+    world, pending, start = setup.world, Pending(), StartState()
+    if not options.dry_run:
+        start, past = find_start(setup, history, options, pending)
         if past is not None:
             return past
-        make_room(setup, earlier_run(setup, options), pending)
     profile = history.known_profile(world)
     if profile is not None:
         report = plan_again(setup, history, profile, pending)
@@ -126,21 +115,12 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
         _end_dry_run(setup, pending)
         return None
     context = RunContext.of(setup, profile)
-    begin = origin(context, history, options, pending)
-    if begin is not None and begin.held is not None:
-        share, state = bring_back(context, history, report, begin, pending)
-        if not history.losses:
-            _check_emulated_times(share)
-    else:
-        share, state = join(context, report), TrainingState.initial(context.job.train.dtype)
-        if share.members is not None:
-            with _passed_on(world, share):
-                if begin is not None:
-                    options, accepted = replace(options, resume=str(begin.checkpoint)), None
-                share, state = _start(context, history, share, options, accepted, pending)
+    share, state = begin(context, history, report, start)
     if share.members is not None:
         with _passed_on(world, share):
             assert share.trainer is not None
+            if not history.losses:
+                _check_emulated_times(share)
             find_reference(context, share.members, share.trainer, state)
         world.release(_idle_ranks(world, share), None)
     else:
@@ -185,42 +165,6 @@ def _end_dry_run(setup: RunSetup, pending: Pending) -> None:
         say(f"{setup.run_dir} holds a run and stays as it is: --run-dir DIR keeps profile and plan of a dry run")
     else:
         pending.carry_out()
-
-
-def _start(
-    context: RunContext,
-    history: RunHistory,
-    share: Share,
-    options: TrainOptions,
-    accepted: Accepted | None,
-    pending: Pending,
-) -> tuple[Share, TrainingState]:
-    """The active ranks' shares with their trainers: from initial weights, an adapter or a checkpoint. Collective over them."""
-    assert share.members is not None
-    members = share.members
-    with contextlib.ExitStack() as stack:
-        reader, state = open_checkpoint(context, members, options, accepted, stack, pending)
-        history.belongs_to(history.begun or (run_id_of(reader, options) if members.rank == 0 else None))
-        if not history.losses and options.resume not in (LATEST, ANY):
-            # Copies there are of a run that this one does not continue.
-            pending.add(partial(remove_shards, context.run_dir))
-        begin = time.perf_counter()
-        resumed = state.newest_checkpoint is not None
-        brought = resumed or context.chain.start_is_sent
-        share = replace(
-            build(context, share, brought, state.loss_scale), seconds={"build": time.perf_counter() - begin}
-        )
-        trainer = share.trainer
-        assert trainer is not None
-        if resumed:
-            members.doing = "restoring the checkpoint"
-            restore(trainer, reader, state.updates)
-        elif context.job.adapter.path is not None:
-            start_adapter(context, members, trainer)
-        elif context.chain.start_is_sent:
-            start_layers(context, members, trainer)
-    _check_emulated_times(share)
-    return share, state
 
 
 def _check_emulated_times(share: Share) -> None:
@@ -288,8 +232,9 @@ class _Steps:
             rebalancer.begin(share)
         described = {**self.metadata, "plan": plan_to_dict(share.plan)}
         with _passed_on(world, share):
-            with beside_steps(context, self.history, share.trainer, state, described) as beside:
-                loop = Loop(context, share, state, described, self.asked, rebalancer, beside)
+            snapshots = Snapshots.of(share.trainer)
+            with beside_steps(context, self.history, share.members, snapshots, state, described) as beside:
+                loop = Loop(context, share, state, described, self.asked, rebalancer, beside, snapshots)
                 with watched(context, share) as watchdog:
                     show_plan(self.shown[1], context, share.plan, watchdog)
                     done = loop.run(*self.shown)

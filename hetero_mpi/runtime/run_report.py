@@ -47,7 +47,7 @@ from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.material import base_name
 from hetero_mpi.runtime.watchdog import Standing, Watchdog
 from hetero_mpi.shipped import USED_PROFILE
-from hetero_mpi.state.checkpointing import save_adapter, save_model
+from hetero_mpi.state.results import save_adapter, save_model
 from hetero_mpi.state.training_state import TrainingState
 
 TRACE_NAME = "trace.json"

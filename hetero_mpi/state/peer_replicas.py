@@ -4,7 +4,7 @@ steps.
     rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
     rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's
     background        each sends its copy to its *peer*, on another host where there is one,
-                      and writes what it then has to its own disk, where there is a supervisor (``LocalCheckpoint``)
+                      and writes what it then has to its own disk, where there is a supervisor (``local_shards``)
 
 A *version* is all ranks' trained parameters and moments after one step. Every rank keeps a copy of its own part, because its device
 has moved on when somebody dies. A peer keeps what it receives. A new version replaces the one before the last only when all ranks
@@ -17,9 +17,12 @@ Two versions in memory serve ranks that outlive others. Without such ranks one i
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,29 +30,23 @@ from numpy.typing import NDArray
 
 from hetero_mpi.background import Background
 from hetero_mpi.checkpoint import PIECE_BYTES
-from hetero_mpi.checkpoint.directory import new_version_id
+from hetero_mpi.checkpoint.directory import Part, new_version_id
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import send_in_order
-from hetero_mpi.device.backend import Backend, host_bytes
-from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.state.background_save import MEMORY_SHARE, BesideTraining, Snapshot, lack_of_memory, size_bytes, views
-from hetero_mpi.state.checkpointing import KINDS
-from hetero_mpi.state.copies import (
-    DISK_SHARE,
-    VERSIONS,
-    Copies,
-    CopyCosts,
-    LocalCheckpoint,
-    StateVersion,
-    peers,
-    steps_between,
-)
-from hetero_mpi.state.redistribute import LiveState, Parcel, give_parts, parcels
+from hetero_mpi.state.local_shards import DISK_SHARE, ShardWriter, supervised
+from hetero_mpi.state.redistribute import Parcel
+from hetero_mpi.state.saving import MEMORY_SHARE, BesideTraining, Snapshots, lack_of_memory, size_bytes, views
 from hetero_mpi.state.training_state import TrainingState
 
+VERSIONS = 2
+"""Versions in memory where ranks may outlive others: the newest whole one, and one under way. Otherwise one is enough."""
+COST_SHARE = 0.02
+"""Largest share of the time that copies may take."""
 _TAG = 1
 _FIRST_LOOK = 4
 """Steps before it is first decided how often copies are made, as the first few of a run are slower than the rest."""
@@ -57,41 +54,144 @@ _STEPS_ALONE = 3
 """Number of steps without a transfer that must have been timed before that."""
 
 
-class _Slot:
-    """Host memory for one version, allocated once: the own part in one block, and the parts received."""
+@dataclass
+class StateVersion:
+    """What this process has of one version: the trained state after one step."""
 
-    def __init__(self, own: Sequence[Parcel], received: dict[int, list[Parcel]], backend: Backend) -> None:
-        self.own = Snapshot(own, backend)
-        self.received = {rank: torch.empty(size_bytes(listed), dtype=torch.uint8) for rank, listed in received.items()}
-        self.received_views = {
-            key: view for rank, listed in received.items() for key, view in views(self.received[rank], listed).items()
-        }
+    version_id: str
+    state: dict[str, Any]
+    """The training state, as ``TrainingState.to_dict`` returns it."""
+    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    """(kind, name) -> host tensor."""
+    names: set[str] = field(default_factory=set)
+    """Parameters and constants of which every tensor is here."""
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    def part(self, rank: int, begun: str) -> Part:
+        """The same as it is told to other ranks, by ``rank`` of the run ``begun``."""
+        return Part(rank, None, self.version_id, self.step, begun, rank, frozenset(self.names))
+
+
+def versions_in_memory(every: int | str) -> int:
+    """Number of versions that a rank of this run holds in memory (``state.peer_replicas``). ``every``: ``[checkpoint]
+    replicate_every``.
+    """
+    if every == 0:
+        return 0
+    return VERSIONS if ulfm.active() else int(supervised())
+
+
+def peers(sizes: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
+    """rank -> its peer, the rank that keeps its copy. It is on another host where there is one, and there the rank that holds
+    least. ``sizes``: bytes that each rank has to give; ranks with none need no peer.
+    """
+    held, found = list(sizes), {}
+    count = len(sizes)
+    for rank in sorted(range(count), key=lambda rank: (-sizes[rank], rank)):
+        others = [other for other in range(count) if other != rank]
+        elsewhere = [other for other in others if hosts[other] != hosts[rank]] or others
+        if sizes[rank] and elsewhere:
+            found[rank] = min(elsewhere, key=lambda other: (held[other], (other - rank) % count))
+            held[found[rank]] += sizes[rank]
+    return dict(sorted(found.items()))
+
+
+def steps_between(cost_s: float, step_s: float) -> int:
+    """The smallest number of steps of ``step_s`` between two copies of ``cost_s`` each that keeps their cost within
+    ``COST_SHARE``.
+    """
+    return max(1, math.ceil(cost_s / (COST_SHARE * step_s)))
+
+
+class CopyCosts:
+    """Measures what copies cost this rank: the time that training stands still, and the delay of the steps during a transfer."""
+
+    def __init__(self) -> None:
+        self.stall_s = 0.0
+        self.processor_s = 0.0
+        """Of the thread that transfers: at worst it computes on a core that training needs."""
+        self._alone: deque[float] = deque(maxlen=50)
+        self._beside: list[float] = []
+        self._earlier: deque[tuple[float, float, float]] = deque(maxlen=10)
+        self._last_s = time.perf_counter()
+
+    def begin(self, stall_s: float) -> None:
+        """Record that a copy has been taken and its transfer begins. ``stall_s``: how long training stood still."""
+        if self.stall_s:
+            self._earlier.append(self._parts())
+        self.stall_s, self.processor_s = stall_s, 0.0
+        self._beside.clear()
+        self._last_s = time.perf_counter()
+
+    def transferred(self, processor_s: float) -> None:
+        """Record the end of a transfer. ``processor_s``: processor time of its thread."""
+        self.processor_s = processor_s
+
+    def step(self, beside: bool) -> None:
+        """Record a step. ``beside``: a transfer was under way during a part of it at least."""
+        now = time.perf_counter()
+        (self._beside if beside else self._alone).append(now - self._last_s)
+        self._last_s = now
+
+    def pause_ended(self) -> None:
+        """Do not count the time since the last step as part of one."""
+        self._last_s = time.perf_counter()
+
+    @property
+    def steps_alone(self) -> int:
+        return len(self._alone)
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of a step without any transfer; 0: none was timed."""
+        return statistics.median(self._alone) if self._alone else 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """Cost of a version, seconds: the mean over the last ones, since steps also vary by chance."""
+        stalls, processors, longer = zip(*self._earlier, self._parts(), strict=True)
+        return float(statistics.mean(stalls) + max(statistics.mean(processors), statistics.mean(longer)))
+
+    def _parts(self) -> tuple[float, float, float]:
+        """Of the newest version: stall, processor time, and the additional time of the steps during its transfer (may be
+        negative).
+        """
+        longer_s = 0.0
+        if self._beside and self._alone:
+            longer_s = len(self._beside) * (statistics.median(self._beside) - self.step_s)
+        return self.stall_s, self.processor_s, longer_s
 
 
 class PeerReplicas(BesideTraining):
     """Makes versions while one plan lasts. Every method is collective over the active ranks, between two steps.
 
     Args:
-        copies: where versions are kept; older ones, of other plans too, stay until the first new one is whole.
+        kept: where versions are kept; older ones, of other plans too, stay until the first new one is whole.
         every: steps between versions; None: as few as ``COST_SHARE`` allows, by measured times.
         threaded: may MPI be called by several threads? If not, training stands still while copies are sent and written.
         local: writes versions to the hosts' disks; None: nothing is written.
     """
 
     def __init__(
-        self, trainer: Trainer, copies: Copies, every: int | None, threaded: bool, local: LocalCheckpoint | None
+        self,
+        world: World,
+        snapshots: Snapshots,
+        kept: list[StateVersion],
+        every: int | None,
+        threaded: bool,
+        local: ShardWriter | None,
     ) -> None:
-        world = trainer.world
         self._threaded = threaded
         self._in_memory = ulfm.active()
         self._versions = VERSIONS if self._in_memory else 1
-        self.world, self.trainer, self.copies, self._fixed = world, trainer, copies, every
+        self.world, self.kept, self._fixed = world, kept, every
         self.every: int | None = every
-        active = list(world.numbers or range(world.size))
-        self._listed = listed = [parcel.among(active) for parcel in parcels(trainer.tuning, trainer.plan, KINDS)]
+        self._snapshots, self._own, listed = snapshots, snapshots.own, snapshots.listed
         sizes = [size_bytes(p for p in listed if p.owner == rank) for rank in range(world.size)]
         self.peer_of = peers(sizes, world.hosts)
-        self._own = [parcel for parcel in listed if parcel.owner == world.rank]
         self._received = {
             sender: [parcel for parcel in listed if parcel.owner == sender]
             for sender, peer in self.peer_of.items()
@@ -109,14 +209,17 @@ class PeerReplicas(BesideTraining):
             self._local = local if room else None
         self.enabled = self.enabled and (self._local is not None or (self._in_memory and world.size > 1))
         super().__init__(MpiTransport(world.comm, threaded=False) if self.enabled else None)
-        self._slots = deque(
-            _Slot(self._own, self._received, trainer.backend) for _ in range(self._versions * self.enabled)
-        )
+        self._held = snapshots.holder(self._versions)
+        self._buffers = deque(self._new_buffers() for _ in range(self._versions * self.enabled))
         self._costs = CopyCosts()
         self._said = math.inf
         """The number of steps that a person was told last."""
         self._taken = self._next = 0
         self._new: list[StateVersion] = []
+
+    def _new_buffers(self) -> dict[int, torch.Tensor]:
+        """Rank -> host memory for the part that is received from it."""
+        return {rank: torch.empty(size_bytes(own), dtype=torch.uint8) for rank, own in self._received.items()}
 
     def begin(self, state: TrainingState) -> None:
         """Before the first step: make a version of this moment."""
@@ -175,56 +278,55 @@ class PeerReplicas(BesideTraining):
                 f"{units.seconds(step_s)} ({units.percent(share)} of the time)"
             )
 
-    def _take(self, state: TrainingState, begin_s: float, number: str) -> None:
+    def _take(self, state: TrainingState, begin_s: float, version_id: str) -> None:
         """Copy this rank's part, and begin to send it.
 
         Args:
             begin_s: when training stopped for it.
-            number: the version's id, the same on all ranks and never used before.
+            version_id: the same on all ranks and never used before.
         """
-        slot = self._slots[0]
-        self._slots.rotate(-1)
-        live = LiveState(self.trainer)
-        slot.own.take(live)
-        give_parts(self.world.rank, self._listed, live)
-        version = StateVersion(state.step, state.to_dict(), dict(slot.own.views), _names(self._own))
+        buffers = self._buffers[0]
+        self._buffers.rotate(-1)
+        own = self._snapshots.take(state.step, self._held)
+        version = StateVersion(version_id, state.to_dict(), dict(own.views), _names(self._own))
         self._new.append(version)
-        self.copies.versions.append(version)
+        self.kept.append(version)
         self._taken = version.step
         if not self._threaded:
-            self._exchange(slot, version, number)
+            self._exchange(own.flat, buffers, version)
         self._costs.begin(time.perf_counter() - begin_s)
         if self._threaded:
             action = f"keeping copies of step {version.step} on other ranks and disks"
-            self._work = Background(action, lambda: self._exchange(slot, version, number))
+            self._work = Background(action, lambda: self._exchange(own.flat, buffers, version))
 
     def _forget(self) -> None:
         """Drop the older versions: the newest is whole on all ranks."""
-        self.copies.versions[:] = self._new = self._new[-1:]
+        self.kept[:] = self._new = self._new[-1:]
 
-    def _exchange(self, slot: _Slot, version: StateVersion, number: str) -> None:
+    def _exchange(self, own: torch.Tensor, buffers: dict[int, torch.Tensor], version: StateVersion) -> None:
         """Send the own part, receive the others', and write the shard where that is asked for. Runs in the background."""
         begin_s = time.thread_time()
-        self._transfer(slot)
-        received = [parcel for listed in self._received.values() for parcel in listed]
-        version.tensors.update(slot.received_views)
-        version.names.update(_names(received))
+        self._transfer(own, buffers)
+        for rank, listed in self._received.items():
+            version.tensors.update(views(buffers[rank], listed))
+            version.names.update(_names(listed))
         if self._local is not None:
-            self._local.write(number, version.state, [*self._own, *received], version.tensors)
+            listed = [*self._own, *(parcel for listed in self._received.values() for parcel in listed)]
+            self._local.write(version.version_id, version.state, listed, version.tensors)
         if self._threaded:  # else it is a part of what training stood still
             self._costs.transferred(time.thread_time() - begin_s)
 
-    def _transfer(self, slot: _Slot) -> None:
+    def _transfer(self, own: torch.Tensor, buffers: dict[int, torch.Tensor]) -> None:
         assert self._transport is not None
         # All receives at once: no two ranks can wait for each other's, whoever keeps whose copies.
         coming = [
             self._transport.post_receive(sender, _TAG, piece)
-            for sender, flat in slot.received.items()
+            for sender, flat in buffers.items()
             for piece in _cut(flat)
         ]
         peer = self.peer_of.get(self.world.rank)
         if peer is not None:
-            pieces = self.world.marked(_cut(slot.own.flat))
+            pieces = self.world.marked(_cut(own))
             send_in_order(self._transport, ((peer, _TAG, piece) for piece in pieces))
         for request in self.world.marked(coming):
             self._transport.wait(request)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from hetero_mpi.comm.transport import AHEAD, Request, Transport, receive_in_order, send_in_order
-from hetero_mpi.device.backend import HOST, host_bytes
+from hetero_mpi.comm.transport import AHEAD, Request, Transport
+from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.engine.placement import parameter_owners
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.layer.interface import ParameterSpec
@@ -136,33 +135,6 @@ def give_parts(rank: int, listed: Iterable[Parcel], own: LiveState) -> None:
             own.give(parcel)
 
 
-def collect(
-    rank: int, transport: Transport, listed: Iterable[Parcel], own: LiveState
-) -> Iterator[tuple[Parcel, torch.Tensor]]:
-    """Send every parcel to rank 0. Collective: every rank must exhaust the iterator. ``own``: returns a parcel this rank holds.
-
-    Yields:
-        on rank 0 each parcel with its host tensor, valid until the next one is taken; nothing on other ranks.
-    """
-    listed = list(listed)
-    if rank != 0:
-        owned = (_on_host(own(parcel)) for parcel in listed if parcel.owner == rank)
-        send_in_order(transport, ((0, _TAG, host_bytes(tensor)) for tensor in owned))
-        give_parts(rank, listed, own)
-        return
-    coming = ((p.owner, _TAG, np.empty(p.bytes, np.uint8)) for p in listed if p.owner != 0)
-    arriving = receive_in_order(transport, coming)
-    for parcel in listed:
-        if parcel.owner == 0:
-            yield parcel, _on_host(own(parcel))
-        else:
-            yield parcel, torch.from_numpy(next(arriving)).view(parcel.dtype).view(parcel.shape)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(HOST).contiguous()
-
-
 @dataclass(frozen=True)
 class Delivery:
     """One parcel's transfer: the rank that sends it, and the ranks that need it."""
@@ -196,22 +168,6 @@ def held_under(tuning: Tuning, plan: Plan) -> Callable[[Parcel], tuple[int, ...]
     """Gives the ranks that have a parcel under ``plan``: its owner, or of a constant all that hold it."""
     held, owner = holders(plan), parameter_owners(tuning, plan)
     return lambda parcel: (owner[parcel.name],) if parcel.name in owner else held[tuning.constants[parcel.name].layer]
-
-
-def distribute(
-    rank: int,
-    transport: Transport,
-    listed: Iterable[Parcel],
-    produce: Callable[[Parcel], torch.Tensor],
-    keep: Callable[[Parcel, torch.Tensor], None],
-) -> None:
-    """Send every parcel from rank 0 to all ranks that need it. Collective.
-
-    Args:
-        produce: returns a parcel on rank 0, as a contiguous host tensor.
-        keep: takes a parcel that this rank needs.
-    """
-    move(rank, transport, deliveries(listed, lambda parcel: (0,)), produce, keep)
 
 
 def move(
@@ -258,6 +214,19 @@ def move(
             finish()
     while under_way:
         finish()
+    return received
+
+
+def take_over(trainer: Trainer, listed: Sequence[Delivery], own: Callable[[Parcel], torch.Tensor], updates: int) -> int:
+    """Move parameters and moments of all ``KINDS`` from the ranks that have them to the ranks that need them now. Collective over
+    the trainers. Ranks that only send call ``move`` with the same list. Returns the bytes that this rank received.
+
+    Args:
+        own: returns what this rank has, as a contiguous host tensor.
+        updates: updates by the optimizer so far.
+    """
+    received = move(trainer.rank, trainer.transport, listed, own, keeper(trainer, updates))
+    trainer.share_tied_weight()
     return received
 
 

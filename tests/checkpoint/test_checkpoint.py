@@ -30,7 +30,7 @@ from hetero_mpi.checkpoint import (
     prune,
     verify,
 )
-from hetero_mpi.checkpoint.sink import WINDOW_BYTES
+from hetero_mpi.checkpoint.writer import WINDOW_BYTES
 from hetero_mpi.report.checkpoints import checkpoint_lines
 from tests.support.checkpoint_samples import told
 
@@ -181,9 +181,9 @@ FAILING = """
 import errno, sys
 from pathlib import Path
 import numpy as np
-from hetero_mpi.checkpoint import CheckpointError, CheckpointWriter, sink, verify
+from hetero_mpi.checkpoint import CheckpointError, CheckpointWriter, verify, writer as module
 from tests.support.checkpoint_samples import told
-path, works = Path(sys.argv[1]), sink.os.pwrite
+path, works = Path(sys.argv[1]), module.os.pwrite
 
 def disk_is_full_after(writes):
     def write(descriptor, content, offset):
@@ -195,7 +195,7 @@ def disk_is_full_after(writes):
     return write
 
 def attempt(writes):
-    sink.os.pwrite = disk_is_full_after(writes)
+    module.os.pwrite = disk_is_full_after(writes)
     try:
         with CheckpointWriter(path, told(1, note=["x" * 3000])) as writer:
             for number in range(200):

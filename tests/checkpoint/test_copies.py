@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from hetero_mpi.checkpoint import CheckpointReader, verify
-from hetero_mpi.checkpoint.directory import Shard, keep_versions, shards_on_disk
+from hetero_mpi.checkpoint.directory import Part, keep_versions, newest_version, shards_on_disk
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.event_log import START_VARIABLE
 from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.runtime.origin import ShardSource, newest_version
 from tests.support.long_run import LongRun, newest_step
 from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.training.test_recovery import outliving_or_skip
 
 
-def source(rank: int, version_id: str, step: int, names: str) -> ShardSource:
-    return ShardSource(rank, Shard(Path(f"{version_id}-{rank}"), version_id, step, "run", rank, tuple(names)))
+def source(rank: int, version_id: str, step: int, names: str, begun: str = "run") -> Part:
+    path = Path(f"{version_id}-{rank}") if version_id else None
+    return Part(rank, path, version_id, step, begun, rank, frozenset(names))
 
 
 def test_only_shards_of_one_moment_make_a_version() -> None:
@@ -35,8 +35,18 @@ def test_only_shards_of_one_moment_make_a_version() -> None:
     older = [source(0, "aa", 6, "a"), source(2, "aa", 6, "bc")]
     assert newest_version([*newer, *other_time, *older], set("abc")) == older
     assert newest_version([*newer, *other_time, *older], set("ab")) == newer
-    assert newest_version([*newer, *other_time], set("abc")) is None
-    assert newest_version([], {"a"}) is None
+    assert newest_version([*newer, *other_time], set("abc")) == []
+    assert newest_version([], {"a"}) == []
+
+
+def test_the_newest_version_is_of_the_run_that_began_last_wherever_it_lies() -> None:
+    checkpoint = [source(0, "", 12, "abc")]
+    copies = [source(1, "aa", 12, "abc")]
+    later_run = [source(1, "bb", 3, "ab", "run2"), source(2, "bb", 3, "c", "run2")]
+    assert newest_version([*checkpoint, *copies], set("abc")) == checkpoint, "of equals the first"
+    assert newest_version([*copies, *checkpoint], set("abc")) == copies
+    assert newest_version([*checkpoint, *copies, *later_run], set("abc")) == later_run
+    assert newest_version([*checkpoint, *copies, *later_run[:1]], set("abc")) == checkpoint
 
 
 @dataclass

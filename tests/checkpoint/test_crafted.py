@@ -136,7 +136,7 @@ def test_values_are_looked_at_in_every_type(dtype: str, tmp_path: Path) -> None:
 def test_resuming_takes_the_newest_that_is_whole_and_of_this_model(tmp_path: Path) -> None:
     from hetero_mpi.model.layer.interface import ParameterSpec
     from hetero_mpi.model.tuning import Tuning
-    from hetero_mpi.state.checkpointing import LATEST, check_tensors, find_checkpoint
+    from hetero_mpi.state.stored_state import LATEST, check_tensors, find_checkpoint
 
     good, *odd = (checkpoint_path(tmp_path / "checkpoints", step) for step in (1, 2, 3))
     for path, name in zip(odd, ("step-negative", "nan-weights"), strict=True):

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.state.background_save import lack_of_memory
+from hetero_mpi.state.saving import lack_of_memory
 from tests.support.rank_pool import run_pooled
 
 CASES = (

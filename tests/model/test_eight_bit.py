@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter, verify
+from hetero_mpi.checkpoint import KINDS, CheckpointReader, CheckpointWriter, verify
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
@@ -33,9 +33,9 @@ from hetero_mpi.planning.memory import with_copies
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.state.background_save import Snapshot
-from hetero_mpi.state.checkpointing import KINDS, check_tensors, check_train, restore
-from hetero_mpi.state.redistribute import LiveState, parcels
+from hetero_mpi.state.redistribute import LiveState, Parcel, deliveries, parcels, take_over
+from hetero_mpi.state.saving import Snapshot
+from hetero_mpi.state.stored_state import check_tensors, check_train
 from tests.support.checkpoint_samples import told
 from tests.support.family_configs import tiny_keys
 from tests.support.planning_samples import make_model, make_profile
@@ -127,6 +127,17 @@ def test_moments_take_two_bytes_and_the_plan_counts_them() -> None:
         assert abs(found - cost.owned_bytes(trainer.stages[0].first, trainer.stages[0].last)) <= 8 * len(held)
 
 
+def brought_back(trainer: Trainer, reader: CheckpointReader) -> None:
+    """Parameters and moments of a checkpoint that rank 0 reads, on the ranks that need them."""
+
+    def tensor(parcel: Parcel) -> torch.Tensor:
+        assert trainer.rank == 0
+        return torch.from_numpy(reader.read(parcel.kind, parcel.name)[0])
+
+    listed = parcels(trainer.tuning, trainer.plan, KINDS)
+    take_over(trainer, deliveries(listed, lambda parcel: (0,)), tensor, 2)
+
+
 @pytest.mark.parametrize("layout", ["reversed, short micro-batch", "unlike pipelines"])
 def test_a_checkpoint_goes_on_under_another_plan_with_the_same_bits(layout: str, tmp_path: Path) -> None:
     """From every owner to the file, and from there to the owners under the plan of one rank and back."""
@@ -145,12 +156,12 @@ def test_a_checkpoint_goes_on_under_another_plan_with_the_same_bits(layout: str,
     threads = threads_of("pipeline and rank")
     with CheckpointReader(path) as reader:
         check_tensors(reader, path, TUNING)
-        threads.together(lambda trainer: restore(trainer, reader if trainer.rank == 0 else None, 2))
+        threads.together(lambda trainer: brought_back(trainer, reader))
     moved = state_of(threads)
     assert moved.keys() == state.keys() and all(torch.equal(moved[key], tensor) for key, tensor in state.items())
     again = threads_of(layout)
     with CheckpointReader(path) as reader:
-        again.together(lambda trainer: restore(trainer, reader if trainer.rank == 0 else None, 2))
+        again.together(lambda trainer: brought_back(trainer, reader))
     assert take(again, range(2, 4)) == take(straight, range(2, 4))
     found, expected = state_of(again), state_of(straight)
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())

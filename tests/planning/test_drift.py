@@ -16,6 +16,7 @@ from functools import cache, lru_cache
 import numpy as np
 import pytest
 
+from hetero_mpi.checkpoint import KINDS
 from hetero_mpi.engine.placement import divided_tensors
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -41,7 +42,6 @@ from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import IdleRank, PlanReport
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.state.checkpointing import KINDS
 from hetero_mpi.state.redistribute import deliveries, held_under, parcels
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported
 

@@ -19,9 +19,9 @@ from hetero_mpi.checkpoint import PIECE_BYTES, CheckpointError, CheckpointReader
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend, Memory
-from hetero_mpi.state import background_save
-from hetero_mpi.state.background_save import PIECES_HELD, Saver
+from hetero_mpi.state import saving
 from hetero_mpi.state.redistribute import Parcel
+from hetero_mpi.state.saving import PIECES_HELD, Saver, Snapshots
 from tests.support.checkpoint_samples import told
 
 KINDS = ("parameters", "moments1", "moments2")
@@ -54,7 +54,8 @@ class Case:
         def live(parcel: Any) -> torch.Tensor:
             return self.tensors[parcel.kind, parcel.name]
 
-        self.saver = Saver(world, Backend(), listed, live, directory, wishes, threaded=True)  # type: ignore[arg-type]
+        snapshots = Snapshots(world.rank, Backend(), listed, live)  # type: ignore[arg-type]
+        self.saver = Saver(world, snapshots, directory, wishes, threaded=True)  # type: ignore[arg-type]
 
     def become(self, round_: int) -> None:
         """As an optimizer's step does: new values in the same memory."""
@@ -150,7 +151,7 @@ def a_full_disk_costs_one_checkpoint(world: World, directory: Path) -> None:
 
 def other_errors_of_the_background_reach_training(world: World, directory: Path) -> None:
     case = Case(world, directory)
-    with mock.patch.object(background_save, "prune", side_effect=ZeroDivisionError("a defect")):
+    with mock.patch.object(saving, "prune", side_effect=ZeroDivisionError("a defect")):
         case.save(1)
         try:
             case.saver.finish()
@@ -166,7 +167,7 @@ def without_memory_or_wish_training_waits(world: World, directory: Path) -> None
     assert world.rank != 0 or path.exists()
     case.check(1)
     case = Case(world, directory / "memory")
-    with mock.patch.object(background_save, "host_memory", lambda: Memory(1000, "little")):
+    with mock.patch.object(saving, "host_memory", lambda: Memory(1000, "little")):
         path = case.save(2)
     assert world.rank != 0 or path.exists()
     case.check(2)

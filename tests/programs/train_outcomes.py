@@ -49,7 +49,7 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.runtime.rebalance import StepWord
     from hetero_mpi.runtime.run import train
     from hetero_mpi.runtime.setup.context import RunContext, Share, TrainOptions
-    from hetero_mpi.state import background_save
+    from hetero_mpi.state import saving
 
 Breaking = contextlib.AbstractContextManager[None]
 
@@ -312,7 +312,7 @@ def no_room_to_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
     if world.rank != 1:
         yield
         return
-    with mock.patch.object(background_save, "host_memory", lambda: Memory(1000, "hardly any")):
+    with mock.patch.object(saving, "host_memory", lambda: Memory(1000, "hardly any")):
         yield
 
 

@@ -20,8 +20,8 @@ from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
 from hetero_mpi.profiling.device import DeviceBenchmark
 from hetero_mpi.profiling.host_profiles import measure_memory
-from hetero_mpi.state.background_save import Snapshot
 from hetero_mpi.state.redistribute import Parcel
+from hetero_mpi.state.saving import Snapshot
 from tests.stand_in_gpu.fixtures import CHAIN, LARGE, measured, subject
 from tests.support.stages import stage_of
 

@@ -27,7 +27,7 @@ from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.state.copies import CopyCosts, newest_whole, peers, steps_between
+from hetero_mpi.state.peer_replicas import CopyCosts, peers, steps_between
 from tests.support.elastic import Cluster, Elastic, events
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left, newest_step
 from tests.support.mpi import launcher_or_skip, run_mpi
@@ -51,18 +51,6 @@ STEPS = 150
 )
 def test_a_peer_is_on_another_host_and_has_room(sizes: list[int], hosts: str, expected: dict[int, int]) -> None:
     assert peers(sizes, list(hosts)) == expected
-
-
-def test_the_newest_version_that_is_whole() -> None:
-    names = {"a", "b", "c"}
-    everything = [[(8, ["a", "b"]), (10, ["a"])], [(8, ["b", "c"]), (10, ["b", "c"])]]
-    assert newest_whole(everything, names) == (10, {"a": (0,), "b": (1,), "c": (1,)})
-    without_rank_0 = [everything[1]]
-    assert newest_whole(without_rank_0, names) is None
-    assert newest_whole(without_rank_0, {"b", "c"}) == (10, {"b": (0,), "c": (0,)})
-    interrupted = [[(8, ["a", "b"]), (10, ["a"])], [(8, ["b", "c"]), (10, ["b"])]]  # c has not arrived yet
-    assert newest_whole(interrupted, names) == (8, {"a": (0,), "b": (0, 1), "c": (1,)})
-    assert newest_whole([[], []], names) is None
 
 
 def test_copies_take_at_most_two_per_cent_of_the_time() -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from hetero_mpi.checkpoint import KINDS
 from hetero_mpi.comm.transport import Group, Numbers, Request
 from hetero_mpi.data.batch import Batch
 from hetero_mpi.device.backend import Backend
@@ -24,7 +25,6 @@ from hetero_mpi.model.optimizer import StepDecision
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.state.checkpointing import KINDS
 from hetero_mpi.state.redistribute import LiveState, parcels
 from tests.support.late_copies import LateBackend
 from tests.support.loopback import LoopbackTransport

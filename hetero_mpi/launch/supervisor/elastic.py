@@ -6,7 +6,7 @@ launcher and watches the hosts itself (``heartbeat_server``, ``host_agent``). Wh
     end what is left on all hosts -> see which hosts answer -> start again on those, from the newest state they have
 
 The job plans again for the ranks it then has, and finds that state itself: a checkpoint of the host that leads, or copies on the
-disks of all hosts (``runtime.origin``). A host that is back takes part from the next start on.
+disks of all hosts (``runtime.start_state``). A host that is back takes part from the next start on.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from hetero_mpi.runtime.generate.writer import Writer
 from hetero_mpi.runtime.setup.device_test import Needs
 from hetero_mpi.runtime.setup.setup import default_threads, open_device, settle_products, share_of_cores
 from hetero_mpi.state.file_supply import open_files
-from hetero_mpi.state.redistribute import Parcel, distribute, parcels
+from hetero_mpi.state.redistribute import Parcel, deliveries, move, parcels
 
 T = TypeVar("T")
 
@@ -220,5 +220,5 @@ def _load_adapter(setup: GenerateSetup, stage: Stage | None, transport: Transpor
         assert stage is not None
         stage.parameters[parcel.name].data.copy_(value)
 
-    listed = parcels(setup.tuning, setup.plan, ("parameters",))
-    distribute(setup.world.rank, transport, listed, lambda parcel: stored[parcel.name], keep)
+    listed = deliveries(parcels(setup.tuning, setup.plan, ("parameters",)), lambda parcel: (0,))
+    move(setup.world.rank, transport, listed, lambda parcel: stored[parcel.name], keep)

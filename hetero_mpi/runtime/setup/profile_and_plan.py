@@ -38,7 +38,7 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import note, say
 from hetero_mpi.report.tables import plan_lines, profile_lines
 from hetero_mpi.runtime.setup.context import Pending, RunSetup, TrainOptions, Write
-from hetero_mpi.state.copies import versions_in_memory
+from hetero_mpi.state.peer_replicas import versions_in_memory
 
 
 def subject_of(setup: RunSetup) -> tuple[Subject, str]:

@@ -1,12 +1,13 @@
-"""Writes checkpoints during training: a snapshot in host memory, a thread that sends it to rank 0, and rank 0's file.
+"""Checkpoints written during training: a snapshot in host memory, a thread that sends it to rank 0, and rank 0's file.
 
     training     step 9 | copy | step 10 | step 11 | ...
     background               send piece by piece ......      on every rank that holds something
                              receive, write, fsync, rename   on rank 0
 
-At the end of a step every rank copies what it holds into host buffers, which are allocated once. Training waits for this copy only,
-and the file holds exactly that moment. Pieces of at most 8 MiB travel through a transport of the saver's own, which only the
-background thread uses, so they do not mix with other messages. Rank 0 needs memory for four pieces, however large the model.
+At the end of a step every rank copies what it holds into host buffers, which are allocated once, and which peer replicas of that
+step share (``Snapshots``). Training waits for this copy only, and the file holds exactly that moment. Pieces of at most 8 MiB
+travel through a transport of the saver's own, which only the background thread uses, so they do not mix with other messages. Rank 0
+needs memory for four pieces, however large the model.
 
 A thread does as well as a process would: h5py releases the interpreter's lock while it writes, and so do CRC-32 and fsync
 (measured: another thread never waited longer than the interpreter's own turn of 5 ms; docs/checkpoint.md).
@@ -18,6 +19,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import cycle
@@ -30,6 +32,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.background import Background
 from hetero_mpi.checkpoint import (
+    KINDS,
     PIECE_BYTES,
     CheckpointError,
     CheckpointWriter,
@@ -44,10 +47,11 @@ from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import receive_in_order, send_in_order
 from hetero_mpi.device.backend import Backend, host_memory
+from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.schema import CheckpointTable
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.state.redistribute import LiveState, Parcel, give_parts
+from hetero_mpi.state.redistribute import LiveState, Parcel, give_parts, parcels
 
 _LOG = logging.getLogger(__name__)
 _TAG, _ALIGNED = 1, 4
@@ -85,6 +89,52 @@ class Snapshot:
         return self.views[parcel.kind, parcel.name]
 
 
+class Snapshots:
+    """This rank's snapshots while one plan lasts. Who asks for one of the same step gets the same; the memory of one that nobody
+    holds any more is used again.
+
+    Args:
+        listed: all tensors of a checkpoint, in the order of the file; the same list on every rank.
+        live: returns a parcel that this rank owns, where it lies on the device.
+    """
+
+    def __init__(self, rank: int, backend: Backend, listed: Iterable[Parcel], live: LiveState) -> None:
+        self.backend, self.listed, self.live = backend, list(listed), live
+        self.own = [parcel for parcel in self.listed if parcel.owner == rank]
+        self._rank = rank
+        self._all: list[Snapshot] = []
+        self._holders: list[deque[Snapshot]] = []
+        self._newest: tuple[int, Snapshot] | None = None
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Snapshots:
+        # Savers and replicas have transports of the active ranks only, which are numbered anew there.
+        active = list(trainer.world.numbers or range(trainer.world.size))
+        listed = [parcel.among(active) for parcel in parcels(trainer.tuning, trainer.plan, KINDS)]
+        return cls(trainer.world.rank, trainer.backend, listed, LiveState(trainer))
+
+    def holder(self, most: int) -> deque[Snapshot]:
+        """The snapshots that somebody needs at once, at most so many: when it takes a further one, the oldest is free."""
+        self._holders.append(deque(maxlen=most))
+        return self._holders[-1]
+
+    def take(self, step: int, holder: deque[Snapshot]) -> Snapshot:
+        """The snapshot of this moment, after ``step`` steps. Ranks of a group come together."""
+        if self._newest is None or self._newest[0] != step:
+            if len(holder) == holder.maxlen:
+                holder.popleft()
+            held = {id(one) for own in self._holders for one in own}
+            free = next((one for one in self._all if id(one) not in held), None)
+            if free is None:
+                free = Snapshot(self.own, self.backend)
+                self._all.append(free)
+            free.take(self.live)
+            give_parts(self._rank, self.listed, self.live)
+            self._newest = step, free
+        holder.append(self._newest[1])
+        return self._newest[1]
+
+
 class BesideTraining:
     """Work that a thread does beside training, with a transport of its own.
 
@@ -120,8 +170,7 @@ class Saver(BesideTraining):
     """Writes the checkpoints of a run. Every method is collective over the active ranks, at the end of a step.
 
     Args:
-        listed: all tensors of a checkpoint, in the order of the file; the same list on every rank.
-        live: returns a parcel that this rank owns, where it lies on the device.
+        snapshots: of this rank's trainer.
         directory: where checkpoints go (rank 0).
         threaded: may MPI be called by several threads? If not, training stands still while a checkpoint is written.
         newest: the newest checkpoint of an earlier start.
@@ -133,9 +182,7 @@ class Saver(BesideTraining):
     def __init__(
         self,
         world: World,
-        backend: Backend,
-        listed: Iterable[Parcel],
-        live: LiveState,
+        snapshots: Snapshots,
         directory: Path,
         table: CheckpointTable,
         threaded: bool,
@@ -143,13 +190,10 @@ class Saver(BesideTraining):
     ) -> None:
         self._own_transport = MpiTransport(world.comm, threaded=False)
         super().__init__(self._own_transport)
-        self.world, self.backend, self.live, self.directory, self.table = world, backend, live, directory, table
-        self.newest = newest
-        # The transport is of the active ranks only, which are numbered anew there.
-        active = list(world.numbers or range(world.size))
-        self._listed = [parcel.among(active) for parcel in listed]
+        self.world, self.directory, self.table, self.newest = world, directory, table, newest
+        self._snapshots, self._listed, self._live = snapshots, snapshots.listed, snapshots.live
+        self._held = snapshots.holder(1)
         self._buffers: list[NDArray[np.uint8]] = []
-        self._snapshot: Snapshot | None = None
         self._may_thread = table.background and threaded and world.thread_level == "multiple"
         self._decided = not self._may_thread
 
@@ -169,18 +213,15 @@ class Saver(BesideTraining):
             self._decide()
         path = checkpoint_path(self.directory, step)
         if not self._may_thread:
-            give_parts(self.world.rank, self._listed, self.live)
-            self._send_or_write(path, metadata, lambda parcel: self.backend.to_host(self.live(parcel)), begin)
+            give_parts(self.world.rank, self._listed, self._live)
+            self._send_or_write(path, metadata, lambda one: self._snapshots.backend.to_host(self._live(one)), begin)
             return path
-        if self._snapshot is None:
-            self._snapshot = Snapshot((p for p in self._listed if p.owner == self.world.rank), self.backend)
         copying = time.perf_counter()
-        self._snapshot.take(self.live)
-        give_parts(self.world.rank, self._listed, self.live)
+        snapshot = self._snapshots.take(step, self._held)
         copied_s = time.perf_counter() - copying
-        work = partial(self._send_or_write, path, metadata, self._snapshot, begin)
+        work = partial(self._send_or_write, path, metadata, snapshot, begin)
         self._work = Background(f"writing the checkpoint of step {step}", work)
-        _LOG.info("step %d: snapshot of %d bytes in %.6f s", step, self._snapshot.flat.nbytes, copied_s)
+        _LOG.info("step %d: snapshot of %d bytes in %.6f s", step, snapshot.flat.nbytes, copied_s)
         return path
 
     def _decide(self) -> None:
@@ -188,8 +229,7 @@ class Saver(BesideTraining):
         memory.
         """
         self._decided = True
-        needed = size_bytes(parcel for parcel in self._listed if parcel.owner == self.world.rank)
-        lacking = lack_of_memory(self.world, needed)
+        lacking = lack_of_memory(self.world, size_bytes(self._snapshots.own))
         if lacking is not None:
             self._may_thread = False
             say(
@@ -202,7 +242,7 @@ class Saver(BesideTraining):
         if self.world.rank == 0:
             self._write(path, metadata, values, began_s)
         else:
-            own = (piece for p in self._listed if p.owner == self.world.rank for piece in _flat_pieces(p, values))
+            own = (piece for parcel in self._snapshots.own for piece in _flat_pieces(parcel, values))
             send_in_order(self._own_transport, ((0, _TAG, piece.view(np.uint8)) for piece in self.world.marked(own)))
 
     def _write(self, path: Path, metadata: dict[str, Any], values: Live, began_s: float) -> None:

@@ -1,0 +1,383 @@
+"""Where a start begins: with the job's own weights, from a checkpoint, from shards on hosts' disks, or from copies in memory.
+
+All of these are versions of the trained state, which lie in parts at one rank or several (``checkpoint.directory.Part``): rank 0
+has checkpoints, the first rank of every host the shards on its disk, and after a death the survivors have copies in memory. The
+newest version that is whole is taken, and reported:
+
+    look_first    compares the header of the checkpoint with the job, before devices are opened and data are read
+    find_start    finds the newest whole version; its readers compare checksums and job: a damaged shard is reported and left out,
+                  and all choose again. Then the job's data are compared. Nothing has been measured yet
+    begin         builds the stages of the plan, and moves the state from its readers to its holders (``redistribute.move``)
+
+What a start writes, or moves aside, waits until it is accepted (``Pending``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.checkpoint import KINDS, CheckpointError, CheckpointReader, newest_good, set_aside, verify
+from hetero_mpi.checkpoint.directory import (
+    SHARDS_NAME,
+    Part,
+    keep_versions,
+    new_run_id,
+    newest_readable,
+    newest_version,
+    remove_shards,
+    shards_on_disk,
+)
+from hetero_mpi.checkpoint.opening import damage_named
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import LoadedJob, job_to_dict
+from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.report.run_files.event_log import append_event, own_event
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.runtime.build import start_adapter, start_layers
+from hetero_mpi.runtime.reconfigure import build_share, hand_over
+from hetero_mpi.runtime.recovery import RunHistory
+from hetero_mpi.runtime.reference import check_reference
+from hetero_mpi.runtime.result import TrainResult, finished, shared
+from hetero_mpi.runtime.setup.context import Pending, RunContext, RunSetup, Share, TrainOptions
+from hetero_mpi.state.local_shards import supervised
+from hetero_mpi.state.redistribute import deliveries, parcels
+from hetero_mpi.state.stored_state import (
+    ANY,
+    LATEST,
+    VersionReader,
+    check_data,
+    check_fits,
+    check_length,
+    check_steps,
+    check_train,
+    find_checkpoint,
+    rate_change,
+)
+from hetero_mpi.state.training_state import TrainingState, unpacked
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartState:
+    """Where a start begins; the same on all ranks."""
+
+    parts: tuple[Part, ...] = ()
+    """Of the version that it goes on from; none: it begins anew."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """The training state then, as ``TrainingState.to_dict`` returns it."""
+
+    @property
+    def having(self) -> dict[str, tuple[int, ...]]:
+        """Name of a parameter or constant -> the ranks that can read its tensors."""
+        names = set[str]().union(*(part.names for part in self.parts))
+        return {name: tuple(dict.fromkeys(p.rank for p in self.parts if name in p.names)) for name in names}
+
+
+# -------------------------------------------------------------------------------------------------- before anything is measured
+def look_first(world: World, loaded: LoadedJob, run_dir: Path, resume: str | None) -> TrainResult | None:
+    """Look at the header of the checkpoint before anything is read or measured; the result of a run that is finished, and None
+    where there is something to do. Collective. Raises CollectiveUserError: what the header says does not fit the job, or there is
+    no checkpoint.
+    """
+    if resume is None:
+        return None
+    shards = any(world.all_gather_json(world.local_rank == 0 and bool(shards_on_disk(run_dir)[0])))
+    past: TrainResult | None = None
+    with world.led("looking at the checkpoint"):
+        if world.rank == 0:
+            newest = resume in (LATEST, ANY)
+            path = newest_readable(run_dir / "checkpoints") if newest else Path(resume)
+            if (path is None and resume == LATEST and not shards) or (path is not None and not path.exists()):
+                find_checkpoint(run_dir, resume)  # says what is there instead
+            with contextlib.suppress(CheckpointError):  # a damaged one is told, or passed over, when all of it is read
+                if path is not None:
+                    with CheckpointReader(path) as reader:
+                        past = _look(reader, path, loaded, run_dir)
+    return shared(world, past)
+
+
+def _look(reader: CheckpointReader, path: Path, loaded: LoadedJob, run_dir: Path) -> TrainResult | None:
+    train, step = loaded.job.train, reader.metadata["step"]
+    check_train(reader, path, train)
+    check_length(reader, path, loaded.job.data.sequence_length)
+    if train.epochs is not None:
+        return None  # how many steps they are is not known before the data are read
+    check_steps(path, step, train)
+    if _described(reader.metadata["job"]) != _described(job_to_dict(loaded.job)):
+        return None  # whether it is the same run shows when model and data are there
+    return finished(reader.metadata, path, loaded.job, run_dir)
+
+
+def _described(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What a job says of what is trained, on what and how; but for the dtype, which may have to be settled yet."""
+    told = {table: job.get(table) for table in ("model", "adapter", "tokenizer", "data", "train")}
+    return {**told, "train": {**(told["train"] or {}), "dtype": None}}
+
+
+def find_start(
+    setup: RunSetup, history: RunHistory, options: TrainOptions, pending: Pending
+) -> tuple[StartState, TrainResult | None]:
+    """(where this start begins, the result of a run that is finished). Collective over all ranks; nobody may be writing shards.
+    Raises CollectiveUserError: there is no such state, or this run would not continue it.
+    """
+    world, resume, run_dir = setup.world, options.resume, setup.run_dir
+    begun, kept = None, None
+    if history.losses:
+        begun = next((one for one in world.all_gather_json(history.begun) if one is not None), None)
+    parts = _in_memory(world, history, begun) + _checkpoint(setup, history, resume)
+    if resume in (LATEST, ANY) or (begun is not None and supervised()):
+        shards = _shards(world, run_dir)
+        latest = begun or max((part.begun for part in (*parts, *shards)), default="")
+        parts, kept = _undamaged(setup, parts + [shard for shard in shards if shard.begun == latest])
+        if world.local_rank == 0 and shards:
+            # Nobody's work is removed where nothing fits: a mistake in the job may be the reason.
+            stay = {shard.version_id for shard in shards} if kept is None else {kept}
+            pending.add(partial(keep_versions, run_dir, stay, sweep=True))
+    elif not history.losses:
+        pending.add(partial(remove_shards, run_dir))  # of a run that this one does not continue
+    chosen = newest_version(parts, _needed(setup))
+    start, past = _accepted(setup, history, chosen, pending) if chosen else (StartState(), None)
+    if past is None and not history.shared(world, history.state):
+        _make_room(setup, options, bool(chosen), pending)
+    if begun is None:
+        begun = chosen[0].begun if chosen and resume in (LATEST, ANY) else ""
+        begun = world.broadcast_json(begun or new_run_id())
+    history.belongs_to(begun)
+    history.keeps_on_disk(kept)
+    return start, past
+
+
+def _needed(setup: RunSetup) -> set[str]:
+    return {*setup.tuning.trainable, *setup.tuning.constants}
+
+
+def _in_memory(world: World, history: RunHistory, begun: str | None) -> list[Part]:
+    """What the ranks have in memory of an earlier attempt. Collective."""
+    own = [version.part(world.rank, begun or "").to_row() for version in history.versions]
+    return [Part.from_row(row) for rows in world.all_gather_json(own) for row in rows]
+
+
+def _checkpoint(setup: RunSetup, history: RunHistory, resume: str | None) -> list[Part]:
+    """Rank 0's checkpoint: the one that is named, or the newest whole one; after deaths the newest of this run. Collective. Raises
+    CollectiveUserError: the one that is named is not there, or damaged.
+    """
+    found: list[list[Any]] = []
+    with setup.world.led("opening the checkpoint"):
+        if setup.world.rank == 0:
+            path: Path | None = None
+            if history.losses and history.token is not None:
+                path, _ = newest_good(setup.run_dir / "checkpoints")
+                # A new rank 0 may find checkpoints of another run on its disk.
+                path = path if path is not None and _metadata(path).get("run") == history.token else None
+            if path is None and resume in (LATEST, ANY):
+                path, skipped = newest_good(setup.run_dir / "checkpoints")
+                say(*(f"passed over {damaged}: {reason}" for damaged, reason in skipped))
+            elif path is None and resume is not None:
+                path, _ = find_checkpoint(setup.run_dir, resume)
+            if path is not None:
+                said = _metadata(path)
+                part = Part(0, path, "", said["step"], said.get("begun") or "", 0, frozenset(_needed(setup)))
+                found.append(part.to_row())
+    return [Part.from_row(row) for row in setup.world.broadcast_json(found)]
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    with CheckpointReader(path) as reader:
+        return reader.metadata
+
+
+def _shards(world: World, run_dir: Path) -> list[Part]:
+    """The shards on all hosts. Collective. Hosts that share a disk list the same ones: each counts once, for the first rank."""
+    shards, remarks = shards_on_disk(run_dir, world.rank) if world.local_rank == 0 else ([], [])
+    rows = world.all_gather_json([[shard.to_row() for shard in shards], remarks])
+    for host, (_, said) in zip(world.hosts, rows, strict=True):
+        say(*(f"{host}: {remark}" for remark in said))
+    found: dict[tuple[str, int], Part] = {}
+    for shard in (Part.from_row(row) for listed, _ in rows for row in listed):
+        found.setdefault((shard.version_id, shard.writer), shard)
+    return list(found.values())
+
+
+def _undamaged(setup: RunSetup, parts: list[Part]) -> tuple[list[Part], str | None]:
+    """(the parts but for shards of the newest version that cannot be used, the id of the newest whole version on disks).
+    Collective.
+    """
+    world, needed = setup.world, _needed(setup)
+    while True:
+        own = [part for part in newest_version(parts, needed) if part.is_shard and part.rank == world.rank]
+        damaged = [[str(shard.path), reason] for shard in own if (reason := _damage(setup, shard)) is not None]
+        told = world.all_gather_json(damaged)
+        if not any(told):
+            on_disk = newest_version([part for part in parts if part.is_shard], needed)
+            return parts, on_disk[0].version_id if on_disk else None
+        for host, of_rank in zip(world.hosts, told, strict=True):
+            say(*(f"{host}: passed over {path}: {reason}" for path, reason in of_rank))
+        bad = {(rank, path) for rank, of_rank in enumerate(told) for path, _ in of_rank}
+        parts = [part for part in parts if (part.rank, str(part.path)) not in bad]
+
+
+def _damage(setup: RunSetup, shard: Part) -> str | None:
+    """Why a shard cannot be used; None: it can. Reads every byte, and compares the job."""
+    assert shard.path is not None
+    reason = verify(shard.path)
+    if reason is None:
+        try:
+            _check_fits(setup, shard.path, shard.names)
+        except UserError as error:
+            return str(error)
+    return reason
+
+
+def _check_fits(setup: RunSetup, path: Path, names: frozenset[str] | None = None) -> None:
+    job = setup.job
+    with CheckpointReader(path) as reader:
+        check_fits(reader, path, setup.chain, setup.tuning, job.train, job.data.sequence_length, names)
+
+
+def _accepted(
+    setup: RunSetup, history: RunHistory, chosen: list[Part], pending: Pending
+) -> tuple[StartState, TrainResult | None]:
+    """(the start that goes on from a version, after that was compared with the job; the result of a run that is finished).
+    Collective. Raises CollectiveUserError: this run would not continue the version.
+    """
+    world, first, past = setup.world, chosen[0], None
+    with VersionReader(world.rank, chosen, history.versions) as reader:
+        said = world.broadcast_json(reader.metadata() if world.rank == first.rank else None, root=first.rank)
+    if first.path is None:
+        return StartState(tuple(chosen), said["state"]), None
+    state = said["state"]
+    with world.led("comparing the stored state with the job"):
+        if world.rank == 0:
+            where = setup.run_dir / SHARDS_NAME if first.is_shard else first.path
+            if not first.is_shard:
+                _check_fits(setup, first.path)
+            if not _same_data(setup, where, said):
+                state["reference"] = None
+            if first.is_shard:
+                state |= _newest_named(setup, chosen, pending)
+            else:
+                state["last_checkpoint"] = str(first.path)
+                past = finished(_metadata(first.path), first.path, setup.job, setup.run_dir)
+                if past is None:
+                    say(f"Resuming from {first.path}, after step {first.step}")
+            pending.add(partial(_set_later_aside, setup.run_dir, first.step))
+    return StartState(tuple(chosen), world.broadcast_json(state)), shared(world, past)
+
+
+def _newest_named(setup: RunSetup, chosen: list[Part], pending: Pending) -> dict[str, Any]:
+    """Report that the run goes on from shards; the training state's entries for the newest whole checkpoint. On rank 0."""
+    world, step = setup.world, chosen[0].step
+    good, _ = newest_good(setup.run_dir / "checkpoints")
+    hosts = list(dict.fromkeys(world.hosts[part.rank] for part in chosen))
+    other = f"the newest checkpoint here is {good}" if good is not None else "there is no checkpoint here"
+    text = f"Going on after step {step}, from copies on the disks of {', '.join(hosts)}; {other}"
+    say(text)
+    pending.add(partial(append_event, setup.run_dir, "copies", text, step=step, hosts=hosts))
+    newest = str(good) if good is not None else None
+    return {"last_checkpoint": newest, "good_checkpoint": newest}
+
+
+def _same_data(setup: RunSetup, path: Path, said: Mapping[str, Any]) -> bool:
+    """Refuse a stored state that this run would not continue; else report what is other than then, and return whether the data are
+    the same. On rank 0.
+
+    Args:
+        path: where the state is.
+        said: as ``VersionReader.metadata`` returns it.
+    """
+    train, step = setup.job.train, said["state"]["step"]
+    assert setup.dataset is not None
+    then, now = said["data_fingerprint"], setup.dataset.fingerprint()
+    say(*filter(None, [check_data(then, path, now, setup.job.checkpoint.allow_other_data)]))
+    check_reference(train, setup.dataset, unpacked(said["state"]["reference"]) if then == now else None)
+    check_steps(path, step, train)
+    with damage_named(path, "metadata/job"):
+        warning = rate_change(said["job"]["train"], train, step)
+    say(*filter(None, [warning]))
+    return then == now
+
+
+def _make_room(setup: RunSetup, options: TrainOptions, found: bool, pending: Pending) -> None:
+    """Move an earlier run in the run directory aside, once this start is accepted, unless this one continues it. Collective.
+    ``found``: there is a state to go on from. Raises CollectiveUserError: there is none, but there must be; or this run reads files
+    of the earlier one.
+    """
+    resume, run_dir, job = options.resume, setup.run_dir, setup.job
+    with setup.world.led("looking at the run directory"):
+        if setup.world.rank != 0:
+            return
+        if resume == LATEST and not found:
+            find_checkpoint(run_dir, resume)  # says what is there instead
+        if resume == ANY and not found:
+            say("There is no checkpoint, and no whole copy of the trained state: beginning anew")
+        named = Path(resume) if resume not in (None, LATEST, ANY) else None
+        if found and (named is None or named.resolve().is_relative_to(run_dir.resolve())):
+            return
+        own = [job.model.path, job.adapter.path, job.tokenizer.path]
+        read = [setup.loaded.resolve(text) for text in own if text is not None]
+        read += [path for path in (options.plan, options.profile) if isinstance(path, Path)]
+        earlier = EarlierRun.found(run_dir, read)
+        if earlier is not None:
+            pending.add_first(partial(_set_aside, earlier))
+
+
+def _set_aside(earlier: EarlierRun) -> None:
+    say(f"The earlier run in {earlier.run_dir} is in {earlier.set_aside(own_event)} now, whole")
+
+
+def _set_later_aside(run_dir: Path, step: int) -> None:
+    """Move checkpoints of steps after ``step`` aside, with a copy of the metrics of those steps. On rank 0."""
+    aside = set_aside(run_dir / "checkpoints", step)
+    if aside is not None:
+        for name in ("metrics.jsonl", "steps.jsonl"):
+            with contextlib.suppress(OSError):  # not there, or no room for a copy
+                shutil.copy2(run_dir / name, aside / name)
+        say(f"Checkpoints of an earlier run from after step {step} are in {aside} now")
+
+
+# ------------------------------------------------------------------------------------------------------------- under the plan
+def begin(
+    context: RunContext, history: RunHistory, report: PlanReport, start: StartState
+) -> tuple[Share, TrainingState]:
+    """This rank's share of the plan, with the state to begin with. Collective over all ranks. Raises CollectiveUserError: a rank
+    cannot build its stage, or start weights cannot be read.
+    """
+    world, job, begun_s = context.world, context.job, time.perf_counter()
+    if not start.parts:
+        state = TrainingState.initial(job.train.dtype)
+        share = build_share(context, report, state, brought=context.chain.start_is_sent)
+        share = replace(share, seconds={"build": time.perf_counter() - begun_s})
+        problem: CollectiveUserError | None = None
+        if share.members is not None and share.trainer is not None:
+            try:
+                if job.adapter.path is not None:
+                    start_adapter(context, share.members, share.trainer)
+                elif context.chain.start_is_sent:
+                    start_layers(context, share.members, share.trainer)
+            except CollectiveUserError as error:
+                problem = error
+        world.share_problem(problem)
+        return share, state
+    state = TrainingState.from_dict(start.state, history.state)
+    share = build_share(context, report, state)
+    share = replace(share, seconds={"build": time.perf_counter() - begun_s})
+    world.doing = "bringing back the trained state"
+    having = start.having
+    listed = deliveries(parcels(context.tuning, report.plan, KINDS), lambda parcel: having[parcel.name])
+    with VersionReader(world.rank, start.parts, history.versions) as reader:
+        received = hand_over(context, share, listed, reader.tensor, state)
+    _LOG.info("the state after step %d is back; %d bytes received", state.step, received)
+    if start.parts[0].path is None:
+        say(f"Going on after step {state.step}, from copies in memory")
+    return share, state
