@@ -50,6 +50,7 @@ SET_FROM_OUTSIDE = {
     r"(.+\.)?(doing|activity\.\w+)": "whoever does something says what; the watchdog's thread reads it",
     r"world\.\w+": "a World learns of its peers after they have met, and of deaths in the MPI library's callbacks",
     r"(.+\.)?_transport\.idle": "the transport is told for the length of a wait that the processor has nothing to compute",
+    r"history\.\w+": "what outlives an attempt is filled in while the attempt goes on",
     r"self\.clock\.current": "the benchmark's clock is told which layer it times",
     r"report\.\w+|self\.console\.size": "a tally of documents grows as they are read; rich is told the size of the terminal",
     r"ctx\.\w+": "torch.autograd.Function's context is made to be filled by forward",

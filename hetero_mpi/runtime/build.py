@@ -26,7 +26,7 @@ from hetero_mpi.model.transformers.weights import SeededStart, Start
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.custom_model import start_values
-from hetero_mpi.runtime.setup.material import model_directory
+from hetero_mpi.runtime.setup.data_setup import model_directory
 from hetero_mpi.state.file_supply import open_files
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.results import load_adapter, send_parameters

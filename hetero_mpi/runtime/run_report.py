@@ -44,7 +44,7 @@ from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.runtime.generate.generate import write_sample
 from hetero_mpi.runtime.result import TrainResult
 from hetero_mpi.runtime.setup.context import RunContext, Share
-from hetero_mpi.runtime.setup.material import base_name
+from hetero_mpi.runtime.setup.data_setup import base_name
 from hetero_mpi.runtime.watchdog import Standing, Watchdog
 from hetero_mpi.shipped import USED_PROFILE
 from hetero_mpi.state.results import save_adapter, save_model

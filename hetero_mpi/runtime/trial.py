@@ -60,7 +60,7 @@ from hetero_mpi.runtime.measuring import (
     with_others,
 )
 from hetero_mpi.runtime.reconfigure import join
-from hetero_mpi.runtime.setup.context import Pending, RunContext, RunSetup, Share, TrainOptions
+from hetero_mpi.runtime.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.runtime.setup.profile_and_plan import Planned, keep, obtain_plan, planning_request
 from hetero_mpi.runtime.watchdog import watched
 
@@ -83,54 +83,54 @@ class _Lack:
 
 
 def try_plan(
-    setup: RunSetup, options: TrainOptions, planned: Planned, pending: Pending
+    context: RunContext, options: TrainOptions, planned: Planned, pending: Pending
 ) -> tuple[ClusterProfile, PlanReport]:
     """The profile as steps have corrected it, and the plan that was fastest in them; both as they are where nothing is tried.
     Collective. Raises CollectiveUserError: the plan does not fit, and no other one does.
     """
     profile, report = planned.profile, planned.report
-    kept = _tried_before(setup, options, report)
+    kept = _tried_before(context, options, report)
     if kept is not None:
         report = replace(report, tried_step_s=kept)
-        keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
+        keep(context, pending, "plan.toml", partial(save_plan, report, context.run_dir / "plan.toml"))
         return profile, report
-    afford = _affordable(setup, options, planned)
+    afford = _affordable(context, options, planned)
     if afford.counted == 0:
         return profile, report
     most = f", with another one {units.seconds(afford.most_s)} at most" if afford.most_s < math.inf else ""
     say(f"Trying the plan: about {units.seconds(afford.seconds)}{most if options.plan is None else ''}")
-    trial = _Trial(setup, afford, planned.planning_s, options.plan is not None, pending)
+    trial = _Trial(context, afford, planned.planning_s, options.plan is not None, pending)
     profile, report = trial.best(*trial.fitting(profile, report))
-    keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
-    if options.profile is None and setup.job.profile.path is None:
+    keep(context, pending, "plan.toml", partial(save_plan, report, context.run_dir / "plan.toml"))
+    if options.profile is None and context.job.profile.path is None:
         measured = _of_the_machines(profile)
-        keep(setup, pending, "profile.toml", partial(save_profile, measured, setup.run_dir / "profile.toml"))
+        keep(context, pending, "profile.toml", partial(save_profile, measured, context.run_dir / "profile.toml"))
     return profile, report
 
 
-def _tried_before(setup: RunSetup, options: TrainOptions, report: PlanReport) -> float | None:
+def _tried_before(context: RunContext, options: TrainOptions, report: PlanReport) -> float | None:
     """Seconds of a step of this plan, where the run that goes on has tried it on these ranks. Collective."""
     found: float | None = None
-    if setup.world.rank == 0 and options.resume is not None and setup.job.profile.trial == "auto":
+    if context.world.rank == 0 and options.resume is not None and context.job.profile.trial == "auto":
         try:
-            earlier = load_report(setup.run_dir / "plan.toml")
+            earlier = load_report(context.run_dir / "plan.toml")
             found = earlier.tried_step_s if earlier.plan == report.plan else None
         except UserError:
             found = None
-    return setup.world.broadcast_json(found)
+    return context.world.broadcast_json(found)
 
 
-def _affordable(setup: RunSetup, options: TrainOptions, planned: Planned) -> Allowance:
-    wanted, nothing = setup.job.profile.trial, Allowance(0, 0.0)
-    if wanted is False or setup.job.cluster.emulate is not None:
+def _affordable(context: RunContext, options: TrainOptions, planned: Planned) -> Allowance:
+    wanted, nothing = context.job.profile.trial, Allowance(0, 0.0)
+    if wanted is False or context.job.cluster.emulate is not None:
         return nothing
     if wanted == "auto":
-        if options.dry_run or setup.world.size == 1:
+        if options.dry_run or context.world.size == 1:
             return nothing
         if not planned.own:
             say("The plan is not tried, as its profile is of another machine ([profile] trial = true tries it)")
             return nothing
-    return allowance(planned.report, planned.profile, setup.job.train.steps, wanted is True)
+    return allowance(planned.report, planned.profile, context.job.train.steps, wanted is True)
 
 
 def _of_the_machines(profile: ClusterProfile) -> ClusterProfile:
@@ -143,10 +143,12 @@ class _Trial:
     """Tries plans. All methods are collective. ``planning_s``: what planning took before. ``given``: the user's plan, which is kept
     whatever comes."""
 
-    def __init__(self, setup: RunSetup, afford: Allowance, planning_s: float, given: bool, pending: Pending) -> None:
-        self._setup, self._afford, self._planning_s, self._given = setup, afford, planning_s, given
+    def __init__(
+        self, context: RunContext, afford: Allowance, planning_s: float, given: bool, pending: Pending
+    ) -> None:
+        self._context, self._afford, self._planning_s, self._given = context, afford, planning_s, given
         self._pending = pending
-        self._world, self._ends_s = setup.world, time.perf_counter() + afford.most_s
+        self._world, self._ends_s = context.world, time.perf_counter() + afford.most_s
 
     def fitting(
         self, profile: ClusterProfile, report: PlanReport
@@ -237,13 +239,13 @@ class _Trial:
         """The same plan with its figures by another profile."""
         from hetero_mpi.planning.decision.planner import complete_plan
 
-        full = complete_plan(report.plan, profile, planning_request(self._setup, profile))
+        full = complete_plan(report.plan, profile, planning_request(self._context, profile))
         return replace(full, tried_step_s=tried_s)
 
     def _planned(self, profile: ClusterProfile, lacking: str = "") -> PlanReport:
         """The planner's plan. Raises CollectiveUserError: none fits; with ``lacking``, what did not."""
         try:
-            return obtain_plan(self._setup, profile, planning_request(self._setup, profile), self._pending)
+            return obtain_plan(self._context, profile, planning_request(self._context, profile), self._pending)
         except CollectiveUserError as error:
             if not lacking:
                 raise
@@ -251,7 +253,7 @@ class _Trial:
 
     def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[MeasuredSteps | None, list[_Lack]]:
         """(what its steps came to, on rank 0; the ranks that it does not fit, on all)."""
-        context = RunContext.of(self._setup, profile)
+        context = replace(self._context, planned_for=profile)
         share = join(context, report)
         steps: list[Together] = []
         lacks: list[_Lack] = []

@@ -14,7 +14,7 @@ from hetero_mpi.data.template import render_prompt
 from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, load_job
-from hetero_mpi.runtime.setup.material import prepare, prompt_template
+from hetero_mpi.runtime.setup.data_setup import prepare, prompt_template
 from tests.support.family_configs import tiny_keys
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}

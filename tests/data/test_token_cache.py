@@ -17,7 +17,7 @@ from hetero_mpi.data.token_cache import entry, marks_of
 from hetero_mpi.disk import cache_folder
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
-from hetero_mpi.runtime.setup.material import Material, prepare
+from hetero_mpi.runtime.setup.data_setup import Material, prepare
 
 MODEL = """
 [model.config]
@@ -62,7 +62,7 @@ def test_a_second_start_has_the_same_data_and_reads_nothing(
     first, there = prepared(job, text)
     assert not there
     for name in ("train_bpe", "build_sequences", "build_record_sequences", "read_records"):
-        monkeypatch.setattr(f"hetero_mpi.runtime.setup.material.{name}", None)
+        monkeypatch.setattr(f"hetero_mpi.runtime.setup.data_setup.{name}", None)
     second, there = prepared(job, text)
     assert there
     for material in (first, second):

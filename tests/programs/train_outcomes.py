@@ -193,7 +193,7 @@ def a_small_device_is_left_clean(world: World, entry: dict[str, Any]) -> Iterato
     """
     from tests.stand_in_gpu import module
 
-    rehearse, steps, room = trial.rehearse, trial._steps, entry["room"]
+    rehearse, steps, room = trainer.Trainer.rehearse, trial._steps, entry["room"]
 
     def limited(own: trainer.Trainer, batch: Batch) -> None:
         small = world.rank == 1 and room is not None
@@ -215,7 +215,7 @@ def a_small_device_is_left_clean(world: World, entry: dict[str, Any]) -> Iterato
         assert (module.device.used(index), module.device.registered_bytes()) == before, "a trial has left something"
         return found
 
-    with mock.patch.object(trial, "rehearse", limited), mock.patch.object(trial, "_steps", watched):
+    with mock.patch.object(trainer.Trainer, "rehearse", limited), mock.patch.object(trial, "_steps", watched):
         yield
 
 

@@ -31,7 +31,7 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.place import GenerateSetup, set_up, with_writer
 from hetero_mpi.runtime.generate.source import Opened, open_source, stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Task, Writer
-from hetero_mpi.runtime.setup.material import model_directory, prompt_template
+from hetero_mpi.runtime.setup.data_setup import model_directory, prompt_template
 from hetero_mpi.runtime.setup.setup import look_around
 
 DEFAULT_TOKENS = 128

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hetero_mpi.planning.types.plan import Plan
     from hetero_mpi.planning.types.plan_report import PlanReport
     from hetero_mpi.planning.types.profile import ClusterProfile
-    from hetero_mpi.runtime.setup.material import Material
+    from hetero_mpi.runtime.setup.data_setup import Material
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class RunSetup:
-    """What every rank knows before planning. Never changed."""
+class RunContext:
+    """What every rank knows while the run lasts, whatever the plan. Never changed."""
 
     world: World
     transport: Transport
@@ -63,6 +63,13 @@ class RunSetup:
     cores: float
     """CPU cores this rank can count on; below 1 where ranks share cores."""
     threads: int
+    planned_for: ClusterProfile | None = None
+    """The profile of the present ranks, measured or emulated, that plans are made for; None: not known yet."""
+
+    @property
+    def profile(self) -> ClusterProfile:
+        assert self.planned_for is not None, "nothing has been planned yet"
+        return self.planned_for
 
     @property
     def job(self) -> JobConfig:
@@ -72,18 +79,6 @@ class RunSetup:
     def dataset(self) -> DataSource | None:
         """On rank 0 only."""
         return self.material.dataset if self.material is not None else None
-
-
-@dataclass(frozen=True)
-class RunContext(RunSetup):
-    """What every rank knows while the run lasts, whatever the plan. Never changed."""
-
-    profile: ClusterProfile
-    """The profile of the present ranks, measured or emulated, that plans are made for."""
-
-    @classmethod
-    def of(cls, setup: RunSetup, profile: ClusterProfile) -> RunContext:
-        return cls(**vars(setup), profile=profile)
 
 
 @dataclass

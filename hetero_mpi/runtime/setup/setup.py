@@ -37,10 +37,10 @@ from hetero_mpi.model.tuning import tuning_of
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
-from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions
+from hetero_mpi.runtime.setup.context import RunContext, TrainOptions
 from hetero_mpi.runtime.setup.custom_model import custom_chain
+from hetero_mpi.runtime.setup.data_setup import prepare
 from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
-from hetero_mpi.runtime.setup.material import prepare
 
 
 def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:
@@ -79,7 +79,7 @@ def claimed(world: World, run_dir: Path) -> Iterator[None]:
         yield
 
 
-def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> RunSetup:
+def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> RunContext:
     """Open the devices, read the data (rank 0) and build the model's chain without weights. Collective."""
     job, material = loaded.job, None
     backend = open_device(world, job.cluster.device, Needs(job.train.dtype, job.model.quantization == "nf4"))
@@ -126,7 +126,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     say(f"model: {chain.summary}, {parameters:,} parameters, {job.train.dtype}")
     if tuning.adapter is not None:
         say(tuning.summary(chain))
-    return RunSetup(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+    return RunContext(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
 
 
 def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJob:
