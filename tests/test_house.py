@@ -49,7 +49,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 SET_FROM_OUTSIDE = {
     r"(.+\.)?(doing|activity\.\w+)": "whoever does something says what; the watchdog's thread reads it",
     r"world\.\w+": "a World learns of its peers after they have met, and of deaths in the MPI library's callbacks",
-    r"(.+\.)?_transport\.idle": "the transport is told for the length of a wait that the processor has nothing to compute",
+    r"(.+\.)?(_transport|inner)\.idle": "the transport is told during a wait that the processor has nothing to compute",
     r"history\.\w+": "what outlives an attempt is filled in while the attempt goes on",
     r"self\.clock\.current": "the benchmark's clock is told which layer it times",
     r"report\.\w+|self\.console\.size": "a tally of documents grows as they are read; rich is told the size of the terminal",

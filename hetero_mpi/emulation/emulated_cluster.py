@@ -20,7 +20,7 @@ from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.emulation.paced_stage import ActionPacer, PacedStage, Sleeper
-from hetero_mpi.emulation.paced_transport import Delay, Line, LinkTimes, Nics, PacedTransport
+from hetero_mpi.emulation.paced_transport import Delay, LinkTimes, MessageTimes, Nics, PacedTransport
 from hetero_mpi.engine.channel import EVALUATION, TIED_TAG
 from hetero_mpi.engine.rank_setup import BuildStage
 from hetero_mpi.errors import UserError
@@ -45,11 +45,11 @@ NETWORK = Network(shared_nic=True)
 
 @dataclass(frozen=True)
 class Emulation:
-    """What makes a rank behave like a device of a profile."""
+    """The stages, the transport and the times that make a rank behave like a device of a profile."""
 
     profile: ClusterProfile
     plan: Plan
-    """Of the profile's model. ``stand_in_plan`` is the same for the job's own sequences."""
+    """Plan of the profile's model. ``stand_in_plan`` is the same for the job's own sequences."""
     time_scale: float
     """Seconds of wall clock per second of the emulated cluster."""
     transport: Transport
@@ -169,12 +169,12 @@ def emulate(
     dtype = loaded.job.train.dtype
     row_bytes = own * sent_bytes(chain.config.hidden_size * DTYPE_BYTES[dtype], dtype, profile.model.wire)
 
-    between = Line(_between_stages(profile, plan, scale, row_bytes), nics)
+    between = MessageTimes(_between_stages(profile, plan, scale, row_bytes), nics)
     # As simulated, what the ends exchange shares NICs with sums of gradients; the few messages between stages that still pass
     # beside it are not slowed down by it.
-    ends = Line(_between_ends(profile, plan, scale), end_nics)
+    ends = MessageTimes(_between_ends(profile, plan, scale), end_nics)
 
-    def line_of(tag: int) -> Line | None:
+    def line_of(tag: int) -> MessageTimes | None:
         if tag < TIED_TAG:
             return between if tag % 4 != EVALUATION else None
         return ends if tag <= TIED_TAG + 1 else None
@@ -185,7 +185,7 @@ def emulate(
 
 
 def _between_stages(profile: ClusterProfile, plan: Plan, scale: float, row_bytes: int) -> Delay:
-    """What activations and gradients take. ``row_bytes`` of the stand-in stand for a sequence of the profile's model."""
+    """Seconds of activations and gradients. ``row_bytes`` of the stand-in stand for a sequence of the profile's model."""
     boundary_bytes = {}
     for pipeline in plan.pipelines:
         for before, after in pairwise(pipeline.stages):
@@ -200,7 +200,7 @@ def _between_stages(profile: ClusterProfile, plan: Plan, scale: float, row_bytes
 
 
 def _between_ends(profile: ClusterProfile, plan: Plan, scale: float) -> Delay:
-    """What the exchange between the ends of a tied model takes: its gradient one way, its values the other."""
+    """Seconds of the exchange between the ends of a tied model: its gradient one way, its values the other."""
     delays = {}
     for pipeline in plan.pipelines:
         embedding, head = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]

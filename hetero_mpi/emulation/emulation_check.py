@@ -176,6 +176,6 @@ def _too_crowded(trials: Sequence[_Trial], emulation: Emulation, step_s: float) 
 
 
 def _remedy(scale: float, emulation: Emulation) -> str:
-    """What to do about it. The suggested scale has a tenth to spare."""
+    """The remedy. The suggested scale has a tenth to spare."""
     now = f"now {emulation.time_scale:g}"
     return f"Set [cluster] time_scale = {1.1 * scale:.2g} ({now}), or make the model or its sequences smaller"

@@ -134,11 +134,11 @@ _Start = tuple[Buffer, float]
 
 
 @dataclass(frozen=True)
-class Line:
+class MessageTimes:
     """How long messages take that queue for the same links and NICs."""
 
     delay_s: Delay
-    """Of a message by itself."""
+    """Seconds of a message by itself."""
     nics: Nics | None
     """Shared by ranks; None: every pair of ranks has a link to itself."""
 
@@ -184,7 +184,7 @@ class _HeldExchange(Exchange):
         self.moves: list[Request] = [request]
         self.before = before
         self._starts: list[_Start] = []
-        """Of all members; none before this rank has said that it has started."""
+        """The moments of all members; none before this rank has said that it has started."""
         self._own_offset_s, self._ends_s = own_offset_s, ends_s
         self._moment_s: float | None = None
 
@@ -223,7 +223,7 @@ class _HeldExchange(Exchange):
 class LinkTimes:
     """How long messages and exchanges take."""
 
-    line_of: Callable[[int], Line | None]
+    line_of: Callable[[int], MessageTimes | None]
     """Tag of a message -> how long it takes; None: as long as it does."""
     exchange_s: Callable[[int, bool], float]
     """(its number, is it a reduce-scatter?) -> seconds that an exchange by itself takes."""
@@ -244,7 +244,7 @@ class PacedTransport(Transport):
     ) -> None:
         self.inner, self.rank, self.times = inner, rank, times
         self._offsets_s, self._sleeper = dict(enumerate(offsets_s)), sleeper
-        self._link_free_s: dict[tuple[Line, int], float] = {}
+        self._link_free_s: dict[tuple[MessageTimes, int], float] = {}
         self._last_exchange: _HeldExchange | None = None
         self._unannounced: deque[_HeldExchange] = deque()
         self._summing: list[_HeldExchange] = []
@@ -274,7 +274,7 @@ class PacedTransport(Transport):
         stamp = np.array([self._arrival_s(line, destination, buffer.size)]).view(np.uint8)
         return _Held(request, stamp, self.inner.send(destination, tag + STAMP_TAG, stamp), 0.0)
 
-    def _arrival_s(self, line: Line, destination: int, size_bytes: int) -> float:
+    def _arrival_s(self, line: MessageTimes, destination: int, size_bytes: int) -> float:
         duration_s = line.delay_s(self.rank, destination, size_bytes)
         earliest_s = max(time.perf_counter(), self._link_free_s.get((line, destination), 0.0))
         end_s = earliest_s + duration_s

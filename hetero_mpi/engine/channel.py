@@ -32,7 +32,7 @@ def tag_of(stage: int, direction: int) -> int:
 
 
 def _pieces(size_bytes: int, piece_bytes: int) -> Iterator[slice]:
-    """Of the bytes of a tensor: at least one."""
+    """The pieces of a tensor's bytes: at least one."""
     for first in range(0, max(1, size_bytes), piece_bytes):
         yield slice(first, min(first + piece_bytes, size_bytes))
 

@@ -26,7 +26,7 @@ Decided = TypeVar("Decided")
 
 
 class Update(Protocol[Decided]):
-    """What becomes of a step's gradients."""
+    """The use of a step's gradients: exchanges, the common decision, the optimizer."""
 
     def finished(self, layer: int) -> None:
         """The gradients of ``layer`` are whole, while its stage's last backward still runs; the last layer first."""
@@ -35,7 +35,7 @@ class Update(Protocol[Decided]):
         """REDUCE."""
 
     def decide(self, losses: Sequence[torch.Tensor]) -> Decided:
-        """What all ranks decide, once all have come here. ``losses``: shares of the loss of the micro-batches (fp32 scalars), on
+        """The common decision, once all have come here. ``losses``: shares of the loss of the micro-batches (fp32 scalars), on
         the last stage."""
 
     def carry_out(self, decided: Decided) -> None:
@@ -47,18 +47,18 @@ class StepRun(Generic[Decided]):
     """A step that was run."""
 
     decided: Decided | None
-    """What ``Update.decide`` has returned; None: the list has no STEP."""
+    """The result of ``Update.decide``; None: the list has no STEP."""
     events: tuple[Event, ...]
-    """What took place when, in seconds from ``began_s`` on."""
+    """Actions with their times, in seconds from ``began_s`` on."""
     began_s: float
-    """By ``time.perf_counter``."""
+    """Its beginning (``time.perf_counter``)."""
     worked_s: float
-    """Of a CPU rank, forwards and backwards by processor time: without waiting for a core."""
+    """Seconds of a CPU rank's forwards and backwards by processor time: without waiting for a core."""
 
 
 @dataclass(frozen=True)
 class StepData:
-    """What a pipeline computes on. Tensors on the device, (rows of its share, T) int64, or samples (rows, ...) in the dtypes of
+    """The input of a pipeline. Tensors on the device, (rows of its share, T) int64, or samples (rows, ...) in the dtypes of
     ``interface.as_input``; None where this rank does not need them."""
 
     step: int
@@ -73,7 +73,7 @@ class StepData:
     positions: torch.Tensor | None
     """See ``MicroBatch``; on every stage, where records are packed."""
     divisor: int
-    """Of the whole global batch; see ``MicroBatch``."""
+    """The whole global batch's; see ``MicroBatch``."""
     loss_scale: float = 1.0
     """Factor of the loss in backward (fp16)."""
     comparison: Comparison | None = None
@@ -134,24 +134,24 @@ class _StageLinks:
             inbox.begin(self.packed_shapes(data, op))
 
     def packed_shapes(self, data: StepData, op: Op) -> list[tuple[int, ...]]:
-        """Of what travels to ``op``, RECV_F or RECV_B, of each micro-batch."""
+        """Shapes of the messages to ``op``, RECV_F or RECV_B, a micro-batch each."""
         return [self.wire.packed_shape(self.shape(data, op, index)) for index in range(len(data.sizes))]
 
     def unpacked(self, packed: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
-        """What has come to ``op``, RECV_F or RECV_B, of a micro-batch."""
+        """The tensor that a message to ``op``, RECV_F or RECV_B, stands for."""
         return self.wire.unpacked(packed, self.shape(data, op, index))
 
     def shape(self, data: StepData, op: Op, index: int) -> tuple[int, ...]:
-        """Of what has come to ``op``, RECV_F or RECV_B, of a micro-batch."""
+        """Shape of a micro-batch's tensor at ``op``, RECV_F or RECV_B."""
         layer = (self.stage.first if op is Op.RECV_F else self.stage.last) - 1
         return self.stage.chain.boundary(layer, data.sizes[index], data.length)
 
     def packed(self, tensor: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
-        """What ``op``, SEND_F or SEND_B, sends of a micro-batch."""
+        """The message of ``op``, SEND_F or SEND_B, for a micro-batch's tensor."""
         return self.wire.packed(tensor, self._seeds(data, index) if op is Op.SEND_B else NEAREST)
 
     def _seeds(self, data: StepData, index: int) -> Iterator[int]:
-        """By which the gradient of each sequence is rounded on its way to the stage before: functions of the sample alone."""
+        """Seeds by which the gradient of each sequence is rounded on its way to the stage before: functions of the sample alone."""
         for sample in range(data.first_samples[index], data.first_samples[index] + data.sizes[index]):
             yield seed_from(self.stage.seed, "wire", data.step, sample, self.stage.first - 1)
 
@@ -192,7 +192,7 @@ class Executor:
             place.index: _StageLinks(setup, wire, stage, place, pipeline, self.actions)
             for stage, place in zip(stages, places, strict=True)
         }
-        """By number, in chain order."""
+        """Number -> stage, in chain order."""
         # A device may still compute when a forward or backward returns; what it sent and received may be copied on beside. Waiting
         # for it here, the time belongs to the action that took it. A rank that alone is a pipeline has nothing to send: its device
         # marks when it began and ended each action, and never runs out of work.
@@ -201,13 +201,13 @@ class Executor:
         self._marks = not self._synchronises and not self._on_host
         self._last_backwards = {own.last_backward for own in self.stages.values()}
         self._inputs: dict[Action, torch.Tensor] = {}
-        """What RECV has received, or another stage of the rank has computed."""
+        """Tensors that RECV has received, or another stage of the rank has computed."""
         self._outputs: dict[Action, torch.Tensor] = {}
-        """What SEND will send."""
+        """Tensors that SEND will send."""
         self._rows: list[slice] = []
-        """Of each micro-batch within its pipeline's share of a batch."""
+        """Rows of each micro-batch within its pipeline's share of a batch."""
         self._losses: list[torch.Tensor] = []
-        """Of the running step's micro-batches."""
+        """Shares of the loss of the running step's micro-batches."""
 
     def run(self, data: StepData, update: Update[Decided]) -> StepRun[Decided]:
         """Run one step."""
@@ -289,7 +289,7 @@ class Executor:
         return found
 
     def _evaluated(self, own: _StageLinks, data: StepData, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a stage makes of all batches, unless that is sent on. ``before``: what the rank's stage before it has made."""
+        """Outputs of a stage for all batches, unless they are sent on. ``before``: those of the rank's stage before it has made."""
         found: list[torch.Tensor] = []
         stage = own.stage
         for index, rows in enumerate(_consecutive(data.sizes)):
@@ -366,13 +366,13 @@ class Executor:
             self._hand_on(Action(Op.SEND_B, number, index), Action(Op.RECV_B, number - 1, index), dx)
 
     def _received(self, action: Action, data: StepData) -> torch.Tensor:
-        """What RECV_F or RECV_B has brought. The leader of a group hands it on, for which the RECV of other members waits."""
+        """The tensor of RECV_F or RECV_B. The leader of a group hands it on, for which the RECV of other members waits."""
         received, own = self._inputs.pop(action), self.stages[action.stage]
         leads = self._group is not None and action.op in own.inboxes
         return self._shared(received, own, action, data) if leads else received
 
     def _shared(self, tensor: torch.Tensor | None, own: _StageLinks, action: Action, data: StepData) -> torch.Tensor:
-        """What RECV_F or RECV_B has brought to the leader of the group; the other members give None."""
+        """The tensor that RECV_F or RECV_B has brought to the leader of the group; the other members give None."""
         assert self._group is not None
         return self._group.shared(tensor, own.shape(data, action.op, _index(action)), own.stage.dtype)
 

@@ -1,4 +1,4 @@
-"""What a rank brings to the steps of a plan."""
+"""A rank as the steps of a plan need it: its device, its transport, its model and what of it is trained."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RankSetup:
     rank: int
     """Its number in the whole job."""
     transport: Transport
-    """Of all ranks of the job."""
+    """Joins all ranks of the job."""
     chain: LayerChain
     tuning: Tuning
     backend: Backend
@@ -36,7 +36,7 @@ class RankSetup:
     group: StageLink | None = None
     """The ranks that hold the rank's stage together; None: it alone."""
     memory: RankMemory | None = None
-    """What is predicted for this rank; None: not known."""
+    """The prediction for this rank; None: not known."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,7 +44,7 @@ class RankSetup:
 
     @property
     def leads(self) -> bool:
-        """Is this rank alone with its stages, or the first of the group that holds its stage?"""
+        """Whether this rank is alone with its stages, or the first of the group that holds its stage."""
         return self.group is None or self.group.member == 0
 
     def wire_format(self) -> WireFormat:

@@ -1,4 +1,4 @@
-"""What the ranks measured of a few steps, gathered at rank 0: events on one clock, and what became of the time.
+"""Records of a few steps, gathered at rank 0: events on one clock, and what became of the time.
 
 Between recorded steps every rank only adds up its own events; nothing is sent.
 """

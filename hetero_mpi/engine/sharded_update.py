@@ -275,7 +275,7 @@ class TiedMatrix:
         assert matrix is not None
         self._copying = self._backend.copying()
         self._host: torch.Tensor | None = None
-        """What is received, unless that can be received where it belongs."""
+        """Memory to receive into, unless a message can be received where it belongs."""
         if self.receives or (self.sends and self._backend.device != HOST):
             self._host = self._backend.host_buffer(matrix.shape, matrix.dtype if self.sends else dtype)
         other, tag = (embedding, _GRADIENT) if self.sends else (head, _WEIGHT)

@@ -40,17 +40,17 @@ _NOTHING: NDArray[np.float64] = np.zeros(0)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to on one rank."""
+    """The result of a step on one rank."""
 
     decision: StepDecision
     heard: NDArray[np.float64] = field(default_factory=lambda: _NOTHING)
-    """What all ranks said ``along`` with the decision, added up."""
+    """The sum of what all ranks said ``along`` with the decision."""
     events: tuple[Event, ...] = ()
-    """What took place on this rank, in seconds from ``began_s`` on; nothing without a stage."""
+    """Actions of this rank with their times, in seconds from ``began_s`` on; nothing without a stage."""
     began_s: float = 0.0
-    """By ``time.perf_counter``."""
+    """Its beginning (``time.perf_counter``)."""
     worked_s: float = 0.0
-    """Of a CPU rank, forwards and backwards by processor time."""
+    """Seconds of a CPU rank's forwards and backwards by processor time."""
     length: int = 0
     """Tokens per sequence."""
     sums_s: float = 0.0
@@ -229,7 +229,8 @@ class Trainer:
         return replace(batch, pairs=Pairs.of(batch, *further[1:])) if further[1:] else batch
 
     def margins(self, batch: Batch) -> NDArray[np.float64]:
-        """By how much the model finds the chosen answers likelier than the rejected ones now, [B, K]; see ``Pairs``. Collective."""
+        """Margins by which the model finds the chosen answers likelier than the rejected ones now, [B, K]; see ``Pairs``.
+        Collective."""
         assert batch.pairs is not None
         shares = evaluation_shares(self.plan, len(batch.tokens))
         found = np.zeros(batch.pairs.reference.shape)
@@ -242,7 +243,7 @@ class Trainer:
     def _evaluated(
         self, batch: Batch, shares: Sequence[tuple[int, tuple[int, ...]]], method: Method | None
     ) -> list[torch.Tensor]:
-        """What the last stage of the rank's pipeline has evaluated of each micro-batch; else nothing."""
+        """Results of each micro-batch on the last stage of the rank's pipeline; else nothing."""
         if self.executor is None or self.pipeline is None:
             return []
         first, sizes = shares[self.pipeline]
@@ -274,7 +275,7 @@ class Trainer:
         )
 
     def step_data(self, step: int, batch: Batch) -> StepData:
-        """What the rank's pipeline computes on in a step."""
+        """The input of the rank's pipeline in a step."""
         assert self.pipeline is not None
         share = training_share(self.plan, self.pipeline, batch)
         data = self._data(step, share.batch, share.sizes, share.first_samples, self.preference)
@@ -307,7 +308,7 @@ class Trainer:
         )
 
     def _routed(self, own: Batch, whole: Batch, divisor: int) -> Routed | None:
-        """What routers' losses count of this pipeline's rows: their mean over the whole batch, times what it is divided by yet."""
+        """The routers' losses of this pipeline's rows: their mean over the whole batch, times what it is divided by yet."""
         if self.chain.routers is None:
             return None
         lengths = torch.from_numpy(own.lengths).to(self.backend.device)
@@ -316,7 +317,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class _StepEnd:
-    """What becomes of the gradients of one step: ``executor.Update``. The other fields are those of ``Trainer.step``."""
+    """The ``executor.Update`` of one step. The other fields are those of ``Trainer.step``."""
 
     trainer: Trainer
     step: int

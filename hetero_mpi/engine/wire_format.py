@@ -27,11 +27,11 @@ class WireFormat:
         self.dtype = dtype
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of what travels in place of a tensor of ``shape``."""
+        """Shape of what travels in place of a tensor of ``shape``."""
         return tuple(shape)
 
     def packed(self, tensor: torch.Tensor, seeds: Iterable[int | None] = NEAREST) -> torch.Tensor:
-        """What travels. ``seeds``: one for each sequence, by which its numbers are rounded up or down at random."""
+        """The tensor that travels. ``seeds``: one for each sequence, by which its numbers are rounded up or down at random."""
         return tensor
 
     def unpacked(self, packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -100,12 +100,12 @@ class Int8Format(WireFormat):
 
 
 def format_of(wire: str, computed: torch.dtype, exact_rows: int = 0) -> WireFormat:
-    """By the job's ``train.wire``. ``computed``: dtype of what stages compute."""
+    """The format of the job's ``train.wire``. ``computed``: dtype of what stages compute."""
     return Int8Format(computed, exact_rows) if wire == "int8" else WireFormat(computed)
 
 
 def _pieces(rows: torch.Tensor) -> list[slice]:
-    """Of a sequence's rows (T, H). All begin with an even number: ``_draws`` makes two at once."""
+    """Pieces of a sequence's rows (T, H). All begin with an even number: ``_draws`` makes two at once."""
     size = max(2, _PIECE // rows.shape[-1] // 2 * 2)
     return [slice(begin, begin + size) for begin in range(0, len(rows), size)]
 

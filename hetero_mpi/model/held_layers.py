@@ -1,4 +1,4 @@
-"""What a rank holds of the model: what the optimizer, the exchanges and saved state see of its stages, be they one or several.
+"""The layers that a rank holds: what the optimizer, the exchanges and saved state see of its stages, be they one or several.
 
 Frozen weights stay where they are, on the device and packed, when a rank's stage is built anew for other layers. Only weights are
 carried over, not modules with their hooks: those belong to the stage that goes. NF4 layers are the exception: their weights and the
@@ -22,7 +22,7 @@ from hetero_mpi.model.tuning import Tuning
 Kept = Mapping[int, Mapping[str, nn.Module]]
 """Layer -> name of each of its modules, as in a fresh model -> a module that has the weights."""
 _WRAPPED, _ADAPTER = ".base_layer", ".lora_"
-"""What peft's wrappers put into the names of what they wrap, and of what they add."""
+"""Parts that peft's wrappers put into the names of what they wrap, and of what they add."""
 
 
 def frozen_layers(chain: LayerChain, model: nn.Module, layers: Iterable[int]) -> Kept:
@@ -143,7 +143,7 @@ class FlatGradients:
         self.parts: list[slice] = []
         self.values: list[slice] = []
         self._rooms: list[dict[str, torch.Tensor]] = []
-        """Of each holder: name -> where a parameter's new values are."""
+        """A dictionary for each holder: name -> where a parameter's new values are."""
         begin = 0
         for of_part in owned:
             end = begin + flat_layout(stage.parameters[name].numel() for name in of_part)[1]

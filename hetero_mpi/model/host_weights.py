@@ -125,7 +125,7 @@ class HostWeights:
         self._in_slot: list[int | None] = [None] * STREAMED_LAYERS
         self._coming: dict[int, Copied] = {}
         self._copied = [Copied()] * STREAMED_LAYERS
-        """Of every slot, the last copy."""
+        """The last copy of every slot."""
         self._computing: int | None = None
         if self._copying is not None:
             largest = max(layer.bytes for layer in layers.values())

@@ -186,7 +186,7 @@ class StepDecision:
     """Factor for the gradients (clipping)."""
     finite: bool
     first_non_finite: str | None = None
-    """Of a step that is not finite: the parameter whose gradient is not, the first in backward. None: only the sum is too large."""
+    """The parameter whose gradient is not finite, the first in backward. None: the step is finite, or only the sum is too large."""
     stop: bool = False
     """Some rank has been asked to end the run."""
     router_loss: float | None = None

@@ -28,8 +28,8 @@ from hetero_mpi.model.transformers.weights import Start
 
 @dataclass(frozen=True)
 class _Kept:
-    """What backward of a slice needs: its input (not of a first stage), what entered the layers of it, its output, and where its
-    layers begin."""
+    """The tensors that backward of a slice needs: its input (not of a first stage), what entered the layers of it, its output, and
+    where its layers begin."""
 
     position: MicroBatch
     x: torch.Tensor | None

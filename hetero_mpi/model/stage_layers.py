@@ -29,7 +29,7 @@ class LayerShare(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Is it the group's first member?"""
+        """Whether it is the group's first member."""
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """The member's part of a tensor."""
@@ -38,7 +38,7 @@ class LayerShare(Protocol):
         """Has it a part of this tensor?"""
 
     def trains(self, name: str) -> bool:
-        """Does a trained tensor have a gradient here?"""
+        """Whether a trained tensor has a gradient here."""
 
     def double_scales(self, block: str, module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Name of each tensor in a block that is packed and cut -> the scales of the member's part."""
@@ -81,7 +81,7 @@ class StageSpec:
     shared: Shared = field(default_factory=dict)
     """Layers that several ranks hold -> the names of the trained parameters that each of them owns."""
     foreign: Collection[str] = ()
-    """Of these, what other ranks own: it has no masters here."""
+    """Those of them that other ranks own: they have no masters here."""
 
 
 class StageLayers(HeldLayers):
@@ -141,7 +141,7 @@ class StageLayers(HeldLayers):
 
     @property
     def is_first(self) -> bool:
-        """Does this stage take token ids (it holds the embedding)?"""
+        """Whether this stage takes token ids (it holds the embedding)."""
         return self.first == 0
 
     @property

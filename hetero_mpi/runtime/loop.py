@@ -43,7 +43,7 @@ class PlanChanges(Protocol):
         """Forget the plan's trainer. No step follows under this plan."""
 
     def word(self) -> NDArray[np.float64]:
-        """What travels with the step decision."""
+        """Numbers that travel with the step decision."""
 
     def due(self, step: int, result: StepResult) -> bool:
         """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
@@ -58,11 +58,11 @@ class PlanChanges(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """What the steps of a run share, over all its plans."""
+    """The parts of a run that its steps share, over all its plans."""
 
     context: RunContext
     metadata: dict[str, Any]
-    """What every checkpoint carries besides tensors and its plan; used on rank 0."""
+    """Metadata of every checkpoint but its plan; used on rank 0."""
     asked: Callable[[], bool]
     """Has this rank been asked to end the run (``runtime.signals``)? On rank 0 also: has an idle rank?"""
     rebalancer: PlanChanges | None
@@ -72,7 +72,7 @@ class Training:
     display: ProgressDisplay | None
 
     def described(self, share: Share) -> dict[str, Any]:
-        """What every checkpoint carries under one plan."""
+        """Metadata of every checkpoint under one plan."""
         return {**self.metadata, "plan": plan_to_dict(share.plan)}
 
 
@@ -229,7 +229,7 @@ class Loop:
         return f"first in {decision.first_non_finite} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
 
     def _remedy(self) -> str:
-        """What to do when the loss has diverged. Collective, as only rank 0 sees whether a checkpoint is still there."""
+        """The remedy when the loss has diverged. Collective, as only rank 0 sees whether a checkpoint is still there."""
         self.saver.finish()
         good = self.state.good_checkpoint
         checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
@@ -286,5 +286,5 @@ class Loop:
 
 
 def _due(steps: int, every: int) -> bool:
-    """Is something due after ``steps`` steps that happens every ``every`` steps (0: never)?"""
+    """Whether something is due after ``steps`` steps that happens every ``every`` steps (0: never)."""
     return every > 0 and steps % every == 0

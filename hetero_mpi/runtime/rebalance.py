@@ -96,7 +96,8 @@ class Rebalancer:
         self._replanner.close()
 
     def word(self) -> NDArray[np.float64]:
-        """What travels with the step decision: 1 on rank 0 when the plan is to be changed, then the numbers of the last step."""
+        """Numbers that travel with the step decision: 1 on rank 0 when the plan is to be changed, then the numbers of the last
+        step."""
         assert self._word is not None and self._share is not None
         latest = self._latest
         if latest is not None and self._share.emulation is not None:
@@ -206,7 +207,7 @@ class Replanner:
 
     @property
     def ready(self) -> bool:
-        """Is there an answer that has not been taken?"""
+        """Whether there is an answer that has not been taken."""
         return self._answering is not None and not self._answering.running
 
     def ask(self, question: ReplanQuestion) -> None:
@@ -255,7 +256,7 @@ class Replanner:
 
 
 class StepWord:
-    """What ranks tell of a step in a few numbers, which are added up over all of them: measured over predicted seconds.
+    """A step in a few numbers, which are added up over all of them: measured over predicted seconds.
 
     A number for every rank's computing, for every member's sums, and for every link between neighbouring stages. Of a link, the
     first message of a step there and the first one back are taken together, so that clocks of hosts need not agree.
@@ -265,14 +266,14 @@ class StepWord:
         self._rank, self._plan, self._profile, self._schedule = rank, plan, profile, schedule
         self._by_length: dict[int, Expected] = {}
         self._told: Expected | None = None
-        """Of the step that ``numbers`` has told."""
+        """The prediction of the step that ``numbers`` has told."""
         groups = dict.fromkeys(stage.ranks for _, _, stage in plan.numbered if stage.grouped)
         self._sums = [(ranks, rank) for ranks in groups for rank in ranks]
         self._links = self._round_trips() if not profile.emulated else {}
         self._size = len(plan.ranks) + len(self._sums) + len(self._links)
 
     def numbers(self, step: StepResult | None, scale: float = 1.0) -> NDArray[np.float64]:
-        """Of this rank; zeros before the first step. ``scale``: of an emulated run's times."""
+        """The numbers of this rank; zeros before the first step. ``scale``: of an emulated run's times."""
         if step is None:
             self._told = None
             return np.zeros(self._size)

@@ -53,7 +53,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class RunHistory:
-    """What this process keeps from earlier attempts. What only some ranks have is not used (``shared``)."""
+    """The memory of this process of earlier attempts. What only some ranks have is not used (``shared``)."""
 
     losses: list[Loss] = field(default_factory=list)
     noticed_s: float = 0.0

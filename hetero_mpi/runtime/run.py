@@ -272,7 +272,7 @@ def _idle_ranks(world: World, share: Share) -> list[int]:
 def _open_display(
     context: RunContext, state: TrainingState, stack: contextlib.ExitStack
 ) -> tuple[MetricsWriter | None, ProgressDisplay | None]:
-    """What rank 0 writes and shows of the steps; nothing elsewhere."""
+    """The metrics and the screen of the steps, on rank 0; nothing elsewhere."""
     if context.world.rank != 0:
         return None, None
     metrics = stack.enter_context(open_metrics(context, state.step))

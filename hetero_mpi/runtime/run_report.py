@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes during a run: the screen, ``run.json``, ``architecture.png``, ``trace.json`` and ``report.html``.
+"""The reports of rank 0 during a run: the screen, ``run.json``, ``architecture.png``, ``trace.json`` and ``report.html``.
 Failures there do not end a run: they are reported, and training goes on.
 
 After the last step: the model or adapter is written, a sample is generated, and the summary is printed. What other programs took

@@ -200,11 +200,12 @@ class _Trial:
         return believed, stays(f"another plan was tried and took {_tried(other)}", other=other)
 
     def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
-        """What trying a plan takes, about."""
+        """Seconds that trying a plan takes, about."""
         return trial_s(report, profile, self._afford.counted)
 
     def _in_time(self, what: str, seconds: float) -> bool:
-        """Does ``what``, which takes about so long, end before the time for trials does? Says so where it does not. Collective."""
+        """Whether ``what``, which takes about so long, ends before the time for trials does. Says so where it does not.
+        Collective."""
         left_s = self._ends_s - time.perf_counter()
         fits = bool(self._world.broadcast_json(seconds <= left_s))
         if not fits:
@@ -377,7 +378,7 @@ def _tried(report: PlanReport) -> str:
 
 
 def clearly_faster(one: MeasuredSteps, other: MeasuredSteps) -> bool:
-    """Is a step of ``one`` shorter by more than the steps of both scatter?"""
+    """Whether a step of ``one`` is shorter by more than the steps of both scatter."""
     errors = [_error(steps.steps_s) for steps in (one, other)]
     return math.log(other.step_s / one.step_s) > max(LEAST_GAIN, math.hypot(*errors))
 

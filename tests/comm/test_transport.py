@@ -19,7 +19,7 @@ from hetero_mpi.comm.mpi_group_exchange import GroupExchange, segment_bytes
 from hetero_mpi.comm.mpi_progress import Then
 from hetero_mpi.comm.transport import Exchange, Group, Part, Transport
 from hetero_mpi.emulation.paced_stage import Sleeper
-from hetero_mpi.emulation.paced_transport import Line, LinkTimes, Nics, PacedTransport
+from hetero_mpi.emulation.paced_transport import LinkTimes, MessageTimes, Nics, PacedTransport
 from tests.support.exchange_cases import SUM_CASES, bytes_of
 from tests.support.loopback import LoopbackNetwork
 from tests.support.message_cases import CASES, HELD_CASES, PIECE_CASES
@@ -80,7 +80,7 @@ def test_sums_between_threads(case: Callable[..., None]) -> None:
 
 def paced(end: Transport, rank: int, delay_s: float, exchange_s: float, nics: Nics | None = None) -> PacedTransport:
     """``end`` whose messages and exchanges all take so long."""
-    line = Line(lambda *_: delay_s, nics)
+    line = MessageTimes(lambda *_: delay_s, nics)
     times = LinkTimes(lambda tag: line, lambda number, sums: exchange_s, nics)
     return PacedTransport(end, rank, times, [0.0] * 4, Sleeper(False))
 

@@ -15,7 +15,7 @@ import pytest
 
 from hetero_mpi.comm.links import compare_clocks
 from hetero_mpi.emulation.paced_stage import ActionPacer, Sleeper
-from hetero_mpi.emulation.paced_transport import Line, LinkTimes, Nics, PacedTransport
+from hetero_mpi.emulation.paced_transport import LinkTimes, MessageTimes, Nics, PacedTransport
 from hetero_mpi.planning.durations import finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
@@ -260,7 +260,7 @@ def test_what_cannot_be_emulated_is_refused_on_all_ranks(np3: Runs, name: str, t
 def pair(delay_s: float, cards: Nics | None = None) -> list[PacedTransport]:
     """Two emulated transports that reach each other."""
     ends: tuple[LoopbackTransport, ...] = LoopbackNetwork(2).transports
-    line = Line(lambda a, b, size: delay_s, cards)
+    line = MessageTimes(lambda a, b, size: delay_s, cards)
     times = LinkTimes(lambda tag: line, lambda number, sums: 0.0, cards)
     return [PacedTransport(end, rank, times, [0.0, 0.0], Sleeper(False)) for rank, end in enumerate(ends)]
 

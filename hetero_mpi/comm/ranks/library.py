@@ -107,7 +107,7 @@ def foreign_launcher_problem(launched: LaunchedAs | None, library: MpiLibrary) -
 
 
 def world_size_problem(launched: LaunchedAs | None, library: MpiLibrary, world_size: int) -> str | None:
-    """What is wrong with a world of ``world_size`` ranks under this launcher, or ``None``."""
+    """The problem with a world of ``world_size`` ranks under this launcher, or ``None``."""
     if launched is None or launched.size == world_size:
         return None
     return _mismatch(launched, f"the loaded MPI library ({library}) sees a world of {world_size}")

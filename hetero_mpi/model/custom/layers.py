@@ -33,7 +33,7 @@ _SAMPLES, _ALIKE = 8, 1e-3
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What is known of a layer without building it again."""
+    """The facts about a layer that are known without building it again."""
 
     name: str
     module: str

@@ -28,7 +28,7 @@ Pair = tuple[NDArray[Any], NDArray[Any]]
 
 
 def look_at(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> tuple[LayerShape, ...]:
-    """What is known of each layer.
+    """The facts about each layer.
 
     :raises UserError: with the layer, the rule it breaks and what to do.
     """

@@ -1,4 +1,4 @@
-"""What the members of a group exchange while they compute a stage together.
+"""The exchanges of a group's members while they compute a stage together.
 
 The two exchanges of tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3) are made for autograd:
 between them each member computes its share of attention, of an MLP, or of the logits. Where a member holds nothing of a part of a

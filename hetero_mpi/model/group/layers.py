@@ -35,7 +35,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 
 
 class DividedLayers:
-    """What a stage of a group asks: which part of a tensor is its own, where to exchange, and what the loss is."""
+    """The answers for a stage of a group: which part of a tensor is its own, where to exchange, and what the loss is."""
 
     def __init__(self, chain: TransformersChain, tuning: Trained, group: StageGroup) -> None:
         reason = refusal(chain, tuning, group.shares, group.experts)
@@ -63,7 +63,7 @@ class DividedLayers:
         return self._divisions[name].exists(self._link.member)
 
     def trains(self, name: str) -> bool:
-        """Does a trained tensor have a gradient here?"""
+        """Whether a trained tensor has a gradient here."""
         return self._divisions[name].trains(self._link.member)
 
     def double_scales(self, block: str, module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -191,12 +191,12 @@ class _Entrance:
 
 
 def _leave(link: GroupLink, module: nn.Module, arguments: object, output: Any) -> Any:
-    """What a share of attention or an MLP gives becomes the whole's. Attention gives its weights, too, which nobody reads."""
+    """The output of a share of attention or an MLP becomes the whole's. Attention gives its weights, too, which nobody reads."""
     return (left(output[0], link), *output[1:]) if isinstance(output, tuple) else left(output, link)
 
 
 def _zeros(last: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a layer cut by columns gives without any: its bias, if this member adds it."""
+    """The output of a layer cut by columns, without any: its bias, if this member adds it."""
     zeros, bias = torch.zeros_like(x), last.bias
     return zeros if bias is None else zeros + bias
 

@@ -60,7 +60,7 @@ def _constants_to_parameters(model: PreTrainedModel) -> None:
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Does any layer draw random numbers in training: a dropout module, or a rate (``hidden_dropout``, a router's jitter)?"""
+    """Whether any layer draws random numbers in training: a dropout module, or a rate (``hidden_dropout``, a router's jitter)."""
     return any(
         (isinstance(module, nn.Dropout) and module.p > 0)
         or any(
@@ -141,7 +141,7 @@ class TransformersChain(LayerChain):
         return torch.float32 if name in self._fp32_names[compute] else compute
 
     def decays(self, name: str) -> bool:
-        """By names, as transformers' ``Trainer.get_decay_parameter_names`` decides it: neither biases nor norms."""
+        """Decided by names, as transformers' ``Trainer.get_decay_parameter_names`` decides it: neither biases nor norms."""
         return _NOT_DECAYED.search(name.lower()) is None and not name.startswith(self._layer_norms)
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class TransformersChain(LayerChain):
         restore_buffers(model, device)
 
     def recompute(self, model: nn.Module, enabled: bool) -> None:
-        """By transformers' own checkpointing, of blocks; later versions call it that of activations. States of random numbers are
+        """Uses transformers' own checkpointing, of blocks; later versions call it that of activations. States of random numbers are
         kept only where some are drawn. Packed experts are repeated with their block, or by themselves."""
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         draws = uses_dropout(model)

@@ -87,7 +87,7 @@ _DYNAMIC = "dynamic"
 
 
 def depends_on_length(config: PreTrainedConfig) -> bool:
-    """Does the model turn keys and queries by a table that depends on the length of the text?"""
+    """Whether the model turns keys and queries by a table that depends on the length of the text."""
     rope = getattr(config, "rope_parameters", None) or {}
     of_kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return any(_by_length(one.get("rope_type")) for one in of_kinds)
@@ -154,7 +154,7 @@ def record_lengths(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _chosen(mine: torch.Tensor, given: Any, others: Any) -> Any:
-    """What is given for some tokens, and others for the rest: (B, T, ...), or tuples of such."""
+    """The values given for some tokens, and others for the rest: (B, T, ...), or tuples of such."""
     if isinstance(given, torch.Tensor):
         return torch.where(mine.view(*mine.shape, *[1] * (given.ndim - 2)), given, others)
     return tuple(_chosen(mine, one, other) for one, other in zip(given, others, strict=True))

@@ -31,12 +31,12 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What a model directory holds."""
+    """The contents of a model directory."""
 
     config: dict[str, Any]
     """Keys of its ``config.json``, those that the tensors contradict corrected."""
     notes: tuple[str, ...]
-    """What was corrected, and tensors that are not read, a sentence each."""
+    """Corrections, and tensors that are not read, a sentence each."""
 
 
 def stored_model(files: ModelFiles) -> StoredModel:
@@ -164,7 +164,7 @@ class _Fit:
         return is_mask or _COMPUTED.search(name) is not None or _COMPUTED.search(key) is not None
 
     def _left_out(self, key: str, name: str) -> bool:
-        """Does transformers leave it out on purpose? So it does with layers that predict further tokens."""
+        """Whether transformers leaves it out on purpose. So it does with layers that predict further tokens."""
         known = self.model._keys_to_ignore_on_load_unexpected or ()
         if any(re.search(pattern, one) for pattern in known for one in (key, name)):
             return True

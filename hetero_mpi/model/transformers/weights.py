@@ -72,7 +72,7 @@ class FileStart:
         self.files = files
         self.mapping = get_model_conversion_mapping(chain.model)
         self.dtypes: dict[str, torch.dtype] = {}
-        """Of each tensor of the model, in the files."""
+        """The dtype in the files, of each tensor of the model."""
         self.keys_of_layer = self._assign(chain)
 
     def fill(self, chain: TransformersChain, model: PreTrainedModel, layer: int) -> None:

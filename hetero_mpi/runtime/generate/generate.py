@@ -176,7 +176,7 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
 
 
 def _sample_task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> Task | None:
-    """What is to be written; None, with the reason printed, where the prompt cannot be continued."""
+    """The task of the sample; None, with the reason printed, where the prompt cannot be continued."""
     table, config = loaded.job.sample, language(trainer.chain).config
     assert table.prompt is not None
     try:

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GenerateSetup:
-    """What loading and generating need on a rank."""
+    """The context of loading and generating on a rank."""
 
     world: World
     backend: Backend
@@ -52,7 +52,7 @@ class GenerateSetup:
     tuning: Tuning
     plan: Plan
     memory: tuple[RankMemory, ...]
-    """Of the ranks with a stage: bytes of parameters, and those that may be used."""
+    """For each rank with a stage: bytes of parameters, and those that may be used."""
     source: GenerateSource
     opened: Opened | None
     """On rank 0 only."""

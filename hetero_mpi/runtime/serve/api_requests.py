@@ -1,4 +1,4 @@
-"""What clients of OpenAI's API send: the fields that are honoured, with their ranges. Others are refused (request_fields.py)."""
+"""Requests of OpenAI's API: the fields that are honoured, with their ranges. Others are refused (request_fields.py)."""
 
 from __future__ import annotations
 
@@ -211,6 +211,6 @@ def parse(kind: type[Asked], body: bytes) -> Asked:
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls it."""
+    """The name of a type in JSON."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), f"the number {value}"[:40])

@@ -111,7 +111,7 @@ _TOLD = 5
 
 
 def refused_fields(values: Mapping[str, Any], honoured: frozenset[str], chat: bool) -> str:
-    """What of a request's body is asked for and not honoured, in words; empty: nothing."""
+    """The fields of a request's body that ask for something and are not honoured, in words; empty: nothing."""
     own = {"add_special_tokens": (not chat,), **({"logprobs": (False,)} if chat else {})}
     found = [
         name

@@ -53,7 +53,7 @@ class ServeOptions:
     """Names under which the server may be asked, beside its own."""
 
     def known_token(self) -> str | None:
-        """What clients must show; from the environment where the command line names none."""
+        """The key that clients must show; from the environment where the command line names none."""
         return (self.token or "").strip() or os.environ.get(TOKEN_VARIABLE, "").strip() or None
 
 
@@ -170,7 +170,7 @@ def _follows(world: World, members: World, stop: StopRequest, idle: bool) -> Tex
 
 
 def _room(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheRoom]:
-    """What texts need and may take on each rank with a stage, in a text's measured bytes. Collective."""
+    """The memory that texts need and may take on each rank with a stage, in a text's measured bytes. Collective."""
     needs = dict(zip(members.numbers, members.all_gather_json(writer.cache_bytes()), strict=True))
     room = []
     for one in memory:

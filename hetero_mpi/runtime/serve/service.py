@@ -31,10 +31,10 @@ LOOK_S = 0.05
 """Interval at which a thread that waits for a token looks whether the service ends; Open MPI's launcher leaves 0.25 s for that."""
 LARGEST_BODY_BYTES = 32 << 20
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
-"""What a request's body may have, with the tokens of the context; a token of usual text has four bytes."""
+"""The largest size of a request's body, with the tokens of the context; a token of usual text has four bytes."""
 _CHARACTERS_PER_TOKEN = 8
 _CUT_TOKENS = 64
-"""By so many tokens at most the beginning of a text may have more than the whole, since it ends within a word."""
+"""Tokens by which, at most, the beginning of a text may have more than the whole, since it ends within a word."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def context_of(opened: Opened, wanted: int | None, room: Sequence[CacheRoom]) ->
 
 
 class ServedModel:
-    """What rank 0 knows of the model before its weights are loaded. ``name``: of the model, as clients see it. Raises UserError:
+    """Rank 0's knowledge of the model before its weights are loaded. ``name``: of the model, as clients see it. Raises UserError:
     its template or its ``generation_config.json`` cannot be used.
     """
 
@@ -103,11 +103,11 @@ class Service:
 
     @property
     def chats(self) -> bool:
-        """Is there a template for conversations?"""
+        """Whether there is a template for conversations."""
         return self.model.form is not None
 
     def task(self, asked: Asked) -> Task:
-        """What is to be written. Raises HttpError: the prompt is empty or too long, or the template refuses the conversation."""
+        """The task of a request. Raises HttpError: the prompt is empty or too long, or the template refuses the conversation."""
         try:
             prompt = self._prompt(asked)
         except UserError as error:
@@ -270,7 +270,7 @@ class Bodies:
         return {**self._object(name, own, finish), **({"usage": None} if self._told_usage else {})}
 
     def last(self, wording: Wording) -> list[dict[str, Any]]:
-        """What follows the text: the reason for its end, and the numbers of tokens where the client wants them."""
+        """The end of a text: the reason for its end, and the numbers of tokens where the client wants them."""
         end = self.chunk(None, wording.finish)
         return [end, {**end, "choices": [], "usage": self._usage(wording)}] if self._told_usage else [end]
 

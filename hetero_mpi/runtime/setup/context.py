@@ -1,5 +1,5 @@
-"""What the parts of a run hand to each other: its options, what every rank knows, a rank's share under one plan, and what a start
-has to write.
+"""The objects that the parts of a run hand to each other: its options, what every rank knows, a rank's share under one plan, and
+what a start has to write.
 
 Plain data: nothing that it names is imported with it.
 """
@@ -49,7 +49,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every rank knows while the run lasts, whatever the plan. Never changed."""
+    """The facts that every rank knows while the run lasts, whatever the plan. Never changed."""
 
     world: World
     transport: Transport

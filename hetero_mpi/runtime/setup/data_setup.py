@@ -1,4 +1,4 @@
-"""What rank 0 prepares before any rank builds a layer: the model's configuration, the tokenizer and the sequences."""
+"""The preparations of rank 0 before any rank builds a layer: the model's configuration, the tokenizer and the sequences."""
 
 from __future__ import annotations
 

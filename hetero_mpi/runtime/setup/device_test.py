@@ -44,7 +44,7 @@ class Needs:
 
 
 def failure(world: World, backend: Backend | None, needs: Needs) -> str:
-    """What is wrong with this rank's device, and what to do; "" where nothing is. ``backend`` None: there is no GPU. Collective."""
+    """The problem of this rank's device, and what to do; "" where nothing is. ``backend`` None: there is no GPU. Collective."""
     wanted, key = [], ""
     if backend is not None and os.environ.get(SELF_TEST_VARIABLE) != "0":
         wanted = needs.of(backend)

@@ -42,7 +42,7 @@ from hetero_mpi.state.peer_replicas import versions_in_memory
 
 
 def subject_of(context: RunContext) -> tuple[Subject, str]:
-    """What is to be profiled, and the reason in words for the micro-batch sizes that the planner may choose from."""
+    """The subject of the profile, and the reason in words for the micro-batch sizes that the planner may choose from."""
     job = context.job
     given = (
         job.train.global_batch,
@@ -84,7 +84,7 @@ def _can_sum_in_groups(context: RunContext) -> bool:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run is to be done with, before it was tried."""
+    """A profile and its plan, before it was tried."""
 
     profile: ClusterProfile
     report: PlanReport
@@ -93,7 +93,7 @@ class Planned:
     micro_batches: str
     """Why the planner could choose from these sizes, in words."""
     planning_s: float
-    """What planning took."""
+    """Seconds of planning."""
 
 
 def plan_run(context: RunContext, options: TrainOptions, pending: Pending) -> Planned:

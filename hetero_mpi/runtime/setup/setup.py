@@ -44,7 +44,7 @@ from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, fail
 
 
 def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:
-    """What every command does first. Collective. ``run_dir``: where logs are written; None: nowhere. ``waits``: as for
+    """The beginning of every command. Collective. ``run_dir``: where logs are written; None: nowhere. ``waits``: as for
     ``setup_logging``.
     """
     setup_logging(run_dir, world.rank, world.size, waits)
