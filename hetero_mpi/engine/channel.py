@@ -18,8 +18,7 @@ from functools import partial
 import torch
 
 from hetero_mpi.comm.transport import Request, Transport
-from hetero_mpi.device.backend import HOST, Backend, host_bytes
-from hetero_mpi.device.copying import Copied, Copying
+from hetero_mpi.device.backend import HOST, Backend, Copied, Copying, host_bytes
 
 PIECE_BYTES = 4 << 20
 """Both ends of a channel cut tensors alike, whether or not they copy. A piece of this size is copied in half a millisecond, and

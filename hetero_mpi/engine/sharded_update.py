@@ -21,8 +21,7 @@ from collections.abc import Mapping
 import torch
 
 from hetero_mpi.comm.transport import Arrived, Group, Ready, Request, Transport
-from hetero_mpi.device.backend import HOST, Backend, host_bytes
-from hetero_mpi.device.copying import Copied, Copying
+from hetero_mpi.device.backend import HOST, Backend, Copied, Copying, host_bytes
 from hetero_mpi.engine.pacing import Pace
 from hetero_mpi.engine.tied import TiedMatrix
 from hetero_mpi.model.held_layers import FlatGradients

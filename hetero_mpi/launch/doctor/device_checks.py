@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hetero_mpi import __version__
-from hetero_mpi.device.self_test_process import SelfTest, text_of
+from hetero_mpi.device.self_test import SelfTest, text_of
 from hetero_mpi.launch.doctor.probe import HostFacts
 from hetero_mpi.launch.doctor.probe_client import Examined, answered
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
-from hetero_mpi.device.self_test_process import self_test
+from hetero_mpi.device.device_probe import drivers
+from hetero_mpi.device.self_test import self_test
 from hetero_mpi.host_limits import usable_cores
 from hetero_mpi.launch.doctor.links import listen, measure
 from hetero_mpi.launch.hosts.authenticated import AuthenticatedServer, NotAuthentic
@@ -88,7 +89,7 @@ class HostFacts:
     mpi: dict[str, Any] = field(default_factory=dict)
     """``library`` (its version text), ``threads``, ``fault_tolerance`` (None: not known), ``error``."""
     torch: dict[str, Any] = field(default_factory=dict)
-    """The result of ``device.look``, or {"error": ...}."""
+    """The result of ``device.device_probe``, or {"error": ...}."""
     self_tests: tuple[dict[str, Any], ...] = ()
     """Results (``SelfTest.to_dict``) for its GPUs, or for its processor where it has none; empty where no test was asked for."""
 
@@ -167,8 +168,8 @@ def fault_tolerance() -> bool | None:
 
 
 def try_torch() -> dict[str, Any]:
-    """The result of ``device.look`` in a process of its own; {"error": why} if that fails."""
-    return _json_of([sys.executable, "-m", "hetero_mpi.device.look"], dict(os.environ), _PATIENCE_S)
+    """The result of ``device.device_probe`` in a process of its own; {"error": why} if that fails."""
+    return _json_of([sys.executable, "-m", "hetero_mpi.device.device_probe"], dict(os.environ), _PATIENCE_S)
 
 
 def devices_to_test(torch: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -219,26 +220,6 @@ def _tool(name: str, prefix: str = "") -> str:
         if found := shutil.which(name, path=str(folder / "bin")):
             return found
     return shutil.which(name) or ""
-
-
-_WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
-"""Windows puts it into WSL where NVIDIA's driver is installed. ``/dev/dxg`` is no such sign: it exists for every vendor's GPU."""
-
-
-def drivers() -> dict[str, str]:
-    """See ``HostFacts.drivers``."""
-    found = {}
-    for name, file in (("nvidia", "/sys/module/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
-        try:
-            found[name] = Path(file).read_text().strip()
-        except OSError:
-            if Path(file).parent.is_dir():
-                found[name] = "yes"
-    if any(Path("/sys/module", name).is_dir() for name in ("xe", "i915")) and Path("/dev/dri").is_dir():
-        found["intel"] = "yes"
-    if "nvidia" not in found and _WSL_CUDA.exists():
-        found["nvidia"] = "of WSL"
-    return found
 
 
 def _room(path: Path) -> dict[str, Any]:

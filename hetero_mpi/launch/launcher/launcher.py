@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from hetero_mpi.comm.ranks.library import JOINED_VARIABLE, MPICH, OPEN_MPI, MpiLibrary, parse_library_version
-from hetero_mpi.device.memory import memory_kills, memory_kills_text
+from hetero_mpi.device.shortage import memory_kills, memory_kills_text
 from hetero_mpi.errors import AT_ONCE, UserError
 from hetero_mpi.host_limits import usable_cores
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, read_by_launcher, read_hostfile

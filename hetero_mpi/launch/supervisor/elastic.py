@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
-from hetero_mpi.device.memory import memory_kills_text
+from hetero_mpi.device.shortage import memory_kills_text
 from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import AT_ONCE, ExitCode
 from hetero_mpi.launch.hosts.agent import launch_agent

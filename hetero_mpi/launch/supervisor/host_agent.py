@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.comm.ranks.versions import own_source
-from hetero_mpi.device.memory import memory_kills
+from hetero_mpi.device.shortage import memory_kills
 from hetero_mpi.disk import lock
 from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines
 from hetero_mpi.launch.hosts.processes import end_starts

@@ -1,10 +1,16 @@
-"""Shortage of memory: processes that the kernel killed for it, and errors that mean it. No torch is imported for the first."""
+"""What a device may lack: memory (processes that the kernel killed for it, errors that mean it), and kernels. Without torch, but
+for errors."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from hetero_mpi.host_limits import counter
+
+OTHER_KERNELS = (
+    "; a processor's own GPU may take its nearest relative's: HSA_OVERRIDE_GFX_VERSION=11.0.0 (10.3.0 before RDNA 3)"
+)
+"""What else helps on an AMD GPU for which ROCm has no kernels."""
 
 
 def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
