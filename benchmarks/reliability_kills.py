@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from hetero_mpi.launch.supervisor.host_agent import last_step
+from hetero_mpi.launch.supervisor.host_reports import last_step
 from hetero_mpi.report.run_files.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]

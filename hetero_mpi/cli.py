@@ -210,9 +210,9 @@ def _profile(job: Path, overrides: Sequence[str], output: Path, reprofile: bool)
 
 
 def _mesh_verify(hosts: Path) -> int:
-    from hetero_mpi.launch.wireguard.check import verify_command
+    from hetero_mpi.launch.doctor.rank_checks import verify_mesh_command
 
-    return _on_all_ranks(lambda world: verify_command(world, hosts))
+    return _on_all_ranks(lambda world: verify_mesh_command(world, hosts))
 
 
 # On one machine.
@@ -233,7 +233,7 @@ def _doctor(mpirun_args: str, **options: Any) -> int:
 
 
 def _mesh_init(hosts: Path, output: Path) -> int:
-    from hetero_mpi.launch.wireguard import mesh
+    from hetero_mpi.launch.hosts import mesh
 
     return _show(*mesh.init(hosts, output))
 

@@ -104,8 +104,8 @@ def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: l
         ranks_of,
         read_hosts,
     )
+    from hetero_mpi.launch.hosts.mesh import read_mesh
     from hetero_mpi.launch.launcher.hosts_command import hosts_command
-    from hetero_mpi.launch.wireguard.mesh import read_mesh
 
     shares = ranks_of(read_hosts(namespace.hosts), namespace.ranks, namespace.hosts)
     command = hosts_command(find_launcher(), shares, program, given, read_mesh(namespace.hosts))

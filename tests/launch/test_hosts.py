@@ -24,7 +24,7 @@ from hetero_mpi.launch.launcher import launcher as launching
 from hetero_mpi.launch.launcher.hosts_command import hosts_command
 from hetero_mpi.launch.launcher.launcher import Launcher
 from hetero_mpi.launch.launcher.relay import relay_script, write_relay
-from hetero_mpi.launch.supervisor import heartbeat_server
+from hetero_mpi.launch.supervisor import watched_hosts
 from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.report.run_files.event_log import START_VARIABLE
@@ -68,7 +68,7 @@ def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in list(os.environ):
         if name.startswith(("OMPI_", "SLURM_", "FI_TCP", "UCX_", "HYDRA")) or name == "PYTHONPATH":
             monkeypatch.delenv(name)
-    monkeypatch.setattr(heartbeat_server, "resolve", lambda name: name)
+    monkeypatch.setattr(watched_hosts, "resolve", lambda name: name)
     for module in (building, launching):
         monkeypatch.setattr(module, "local_addresses", lambda: LOCAL)
         monkeypatch.setattr(module, "resolve", lambda name: name)
@@ -267,7 +267,7 @@ def test_a_supervisor_keeps_the_entries_of_the_hosts_that_answer(network: None, 
     assert options.hosts() == (HostEntry("10.77.0.1", 2), HostEntry("10.77.0.2", 2))
     program = ["train", "job.toml", "--run-dir", "runs/x"]
     supervisor = Supervisor(options, OPEN_MPI, program, tmp_path / "run", trains=True)
-    box, other = supervisor.heartbeats.watched
+    box, other = supervisor.watching.watched
     line = str(supervisor.command("name.1", [other, box], 3, resume=False, scratch=tmp_path))
     assert line.index("/c/bin/python") < line.index("/a/bin/python") and "/b/bin/python" not in line
     assert f"{START_VARIABLE}=name.1" in line and f"-x {START_VARIABLE}" in line

@@ -18,9 +18,9 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hosts_toml import Host
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface, local_addresses, resolve
+from hetero_mpi.launch.hosts.mesh import Mesh, check_bound, mpi_options
 from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher, add_mpich, add_open_mpi, ending_all, summary
 from hetero_mpi.launch.launcher.relay import relay_script, write_relay
-from hetero_mpi.launch.wireguard.mesh import Mesh, check_bound, mpi_options
 
 Shares = Sequence[tuple[Host, int]]
 """(entry, its number of ranks) of the entries that take part."""

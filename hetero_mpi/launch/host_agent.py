@@ -1,0 +1,62 @@
+"""The host agent: ``python -m hetero_mpi.launch.host_agent`` runs on a host for ``doctor``, or for the supervisor of ``--elastic``.
+
+A request and an answer are one JSON line each, over stdin and stdout; ``launch.hosts.agent`` is the other end::
+
+    {"ask": "clock"}                                {"unix_s": 1760000000.0}
+    {"ask": "facts", "directory": "runs", ...}      {"host": "rtx", "python": ...}       see ``gather``
+    {"ask": "self_tests", "torch": ...}             {"found": [...]}                     see ``self_tests``
+    {"ask": "listen"}                               {"port": 40000, "word": "..."}       see ``listen``
+    {"ask": "connect", "doors": [...], ...}         {"errors": ["timed out", ""]}        see ``connect``
+    {"ask": "report", "token": ...}                 {"reason": "told to leave"}          see ``supervisor.host_reports``
+
+Only the standard library is imported until a request needs more, so that a host on which packages are missing or broken is told.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hetero_mpi.comm.ranks.versions import own_source
+from hetero_mpi.launch.doctor.connections import connect, listen
+from hetero_mpi.launch.doctor.host_facts import gather, self_tests
+from hetero_mpi.launch.hosts.agent import MARK
+
+
+def _report(**orders: Any) -> dict[str, Any]:
+    from hetero_mpi.launch.supervisor.host_reports import HostReports, Orders
+
+    return {"reason": HostReports(Orders(**orders)).report()}
+
+
+REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "clock": lambda: {"unix_s": time.time()},
+    "facts": lambda **values: gather(**values).to_dict(),
+    "self_tests": lambda torch: {"found": self_tests(torch)},
+    "listen": listen,
+    "connect": connect,
+    "report": _report,
+}
+
+
+def main() -> int:
+    for line in sys.stdin:
+        request = json.loads(line)
+        asked, source = request.pop("ask"), request.pop("source", "another commit")
+        try:
+            answer = REQUESTS[asked](**request)
+        except (KeyError, TypeError):
+            if source == own_source():
+                raise
+            sys.exit(f"this host has hetero_mpi {own_source()}, who asks {source}: bring the same commit here")
+        print(MARK + json.dumps(answer), flush=True)
+        if "reason" in answer:  # who asked for reports need not be there any more
+            break
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
