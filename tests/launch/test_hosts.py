@@ -19,11 +19,9 @@ from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.hosts_toml import Host, ranks_of, read_hosts
 from hetero_mpi.launch.hosts.interface import LocalAddress
-from hetero_mpi.launch.launcher import hosts_command as building
-from hetero_mpi.launch.launcher import launcher as launching
-from hetero_mpi.launch.launcher.hosts_command import hosts_command
+from hetero_mpi.launch.launcher import command_line as building
+from hetero_mpi.launch.launcher.command_line import hosts_command, relay_script, write_cached
 from hetero_mpi.launch.launcher.launcher import Launcher
-from hetero_mpi.launch.launcher.relay import relay_script, write_relay
 from hetero_mpi.launch.supervisor import watched_hosts
 from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
@@ -69,9 +67,8 @@ def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith(("OMPI_", "SLURM_", "FI_TCP", "UCX_", "HYDRA")) or name == "PYTHONPATH":
             monkeypatch.delenv(name)
     monkeypatch.setattr(watched_hosts, "resolve", lambda name: name)
-    for module in (building, launching):
-        monkeypatch.setattr(module, "local_addresses", lambda: LOCAL)
-        monkeypatch.setattr(module, "resolve", lambda name: name)
+    monkeypatch.setattr(building, "local_addresses", lambda: LOCAL)
+    monkeypatch.setattr(building, "resolve", lambda name: name)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -200,7 +197,7 @@ def test_another_prefix_brings_our_own_agent_which_calls_the_users(
 def test_the_agent_puts_each_hosts_prefix_into_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     there = "/somewhere/else & more"
-    relay = write_relay(relay_script(["printf", "%s|"], "/opt/it.s", {"hB": there}))
+    relay = write_cached("agent", ".sh", relay_script(["printf", "%s|"], "/opt/it.s", {"hB": there}), "for this test")
     sent = 'P=/opt/it.s;L=/opt/it.s/lib:$L;"/opt/it.s/bin/proxy" /opt/it.sx /opt/itxs/y --prefix /opt/it.s'
 
     def told(*words: str) -> list[str]:

@@ -24,9 +24,9 @@ from hetero_mpi.launch.doctor.rank_checks import Passed, mesh_findings
 from hetero_mpi.launch.hosts.hosts_toml import ranks_of, read_hosts
 from hetero_mpi.launch.hosts.interface import LocalAddress
 from hetero_mpi.launch.hosts.mesh import Mesh, configuration, init, members, read_mesh
-from hetero_mpi.launch.launcher import hosts_command as building
-from hetero_mpi.launch.launcher.hosts_command import hosts_command
-from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher
+from hetero_mpi.launch.launcher import command_line as building
+from hetero_mpi.launch.launcher.command_line import CommandLine, hosts_command
+from hetero_mpi.launch.launcher.launcher import Launcher
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.rack import Rack
 

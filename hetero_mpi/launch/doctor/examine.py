@@ -27,6 +27,7 @@ from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, Target, dev
 from hetero_mpi.launch.hosts.agent import AgentError, HostAgent, launch_agent
 from hetero_mpi.launch.hosts.hostfile import read_hostfile, slots_by_host
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, network_of, resolve, source_address
+from hetero_mpi.launch.launcher.command_line import prefix_of
 from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher
 from hetero_mpi.text import fitted
 
@@ -133,7 +134,6 @@ def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[
     if options.hosts is not None:
         from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # these bring pydantic
         from hetero_mpi.launch.hosts.mesh import read_mesh
-        from hetero_mpi.launch.launcher.hosts_command import prefix_of
 
         mesh = read_mesh(options.hosts)
         wanted = [

@@ -30,17 +30,9 @@ from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import AT_ONCE, ExitCode
 from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import format_hostfile
-from hetero_mpi.launch.launcher.launcher import (
-    ASKED_TEXT,
-    AT_ONCE_TEXT,
-    CommandLine,
-    Launcher,
-    announce,
-    ask_to_end,
-    begin,
-    build_command,
-    handling,
-)
+from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
+from hetero_mpi.launch.launcher.launcher import Launcher
+from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXT, AT_ONCE_TEXT, announce, ask_to_end, begin, handling
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.launch.supervisor.host_reports import end_starts
 from hetero_mpi.launch.supervisor.watched_hosts import WatchedHost, WatchedHosts
@@ -202,7 +194,6 @@ class Supervisor:
         if (path := self.options.hosts_file) is not None:
             from hetero_mpi.launch.hosts.hosts_toml import ranks_of  # brings pydantic
             from hetero_mpi.launch.hosts.mesh import read_mesh
-            from hetero_mpi.launch.launcher.hosts_command import hosts_command
 
             there = [entry for host in watched for entry in self.entries if entry.address == host.name]
             # Rank 0 may start in another directory than this process, which looks for the run's files here.
