@@ -29,7 +29,7 @@ LINES = {
     "emulation": 610,
     "engine": 2_170,
     "job": 1_170,
-    "launch": 4_590,
+    "launch": 4_520,
     "model": 7_480,
     "planning": 11_770,
     "profiling": 1_360,
@@ -37,7 +37,7 @@ LINES = {
     "runtime": 7_110,
     "state": 1_770,
     "web": 430,
-    "in all": 55_840,
+    "in all": 55_770,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -45,7 +45,7 @@ class Accelerator(Backend):
     other_kernels = ""
     """Words about another way to kernels for such a device."""
     _refused = False
-    """Has the driver refused to pin memory? That is told once."""
+    """True once the driver has refused to pin memory, which is told once."""
 
     @classmethod
     def module(cls) -> Any:
@@ -256,7 +256,7 @@ def _set_precision() -> None:
 
 
 def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Does a CUDA build for the architectures ``built`` compute on a GPU of this compute capability?
+    """True where a CUDA build for the architectures ``built`` computes on a GPU of this compute capability.
 
     Machine code runs on GPUs of the same major and at least the minor number; intermediate code (``compute_``) on all later ones.
 

@@ -1,4 +1,4 @@
-"""What a rank asks of its device: where tensors live, how they reach host memory, what the device can do. Here: of the CPU.
+"""The interface of a rank to its device: where tensors live, how they reach host memory, what the device can do. Here: of the CPU.
 
 Every rank has one ``Backend``. Nothing outside this folder asks which vendor it is; GPUs are in ``accelerators.py``.
 """
@@ -51,14 +51,14 @@ class Copied:
     """A copy between host memory and a device that was begun; this one has ended."""
 
     def done(self) -> bool:
-        """Has it ended? Any thread may ask, at any time."""
+        """True where it has ended. Any thread may ask, at any time."""
         return True
 
     def wait(self) -> None:
         """Return when it has ended."""
 
     def hold_compute(self) -> None:
-        """What this thread gives the device from now on begins after it."""
+        """Let what this thread gives the device from now on begin after it."""
 
 
 class Copying:
@@ -69,7 +69,7 @@ class Copying:
     """
 
     beside = False
-    """May any thread begin a copy, beside what the device computes?"""
+    """True where any thread may begin a copy, beside what the device computes."""
 
     def after_compute(self) -> None:
         """Copies from now on begin when the device has done what this thread gave it so far."""
@@ -149,7 +149,7 @@ class Backend:
         """Calls of this thread that name no device mean this one from now on."""
 
     def identity(self) -> str:
-        """What tells the device from others of its host; equal for two ranks that share one."""
+        """A name that tells the device from others of its host; equal for two ranks that share one."""
         return self.name
 
     def description(self) -> str:
@@ -157,7 +157,7 @@ class Backend:
         return processor_name()
 
     def architecture(self) -> str:
-        """What decides, beside torch's version, which kernels run: the device's generation, and the libraries below torch."""
+        """Facts that decide, with torch's version, which kernels run: the device's generation, and the libraries below torch."""
         return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
     def dtypes(self) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ class Backend:
         return host_memory()
 
     def shares_host_memory(self) -> bool:
-        """Does the device compute in the host's own memory (CPUs, integrated GPUs)?"""
+        """True where the device computes in the host's own memory (CPUs, integrated GPUs)."""
         return True
 
     def synchronize(self) -> None:
@@ -240,14 +240,14 @@ class Backend:
         return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
     def shares_keys(self, dtype: torch.dtype) -> bool:
-        """Should attention be given keys and values that several heads share as they are? Else they are repeated before."""
+        """True where attention takes keys and values that several heads share as they are; else they are repeated before."""
         return True
 
     def _pin(self, memory: np.ndarray) -> None:
         """Let the device copy by itself from and to ``memory``, as long as that lives."""
 
     def fused_optimizer(self) -> bool:
-        """Does torch's AdamW have a fused kernel here?"""
+        """True where torch's AdamW has a fused kernel."""
         return True
 
 

@@ -56,7 +56,7 @@ def _seen(backend: Backend) -> dict[str, Any]:
 
 
 def _error(name: str) -> str:
-    """What torch says when the backend is started all the same; "" if it says nothing."""
+    """The words of torch when the backend is started all the same; "" if it says nothing."""
     import torch
 
     if name == "mps":

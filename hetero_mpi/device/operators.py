@@ -216,7 +216,7 @@ def copies(backend: Backend) -> Result:
 
 
 def about(backend: Backend) -> dict[str, str]:
-    """What a reader of the results must know; no host's name and no path."""
+    """Facts that a reader of the results must know; no host's name and no path."""
     return {
         "device": backend.description(),
         "architecture": backend.architecture(),

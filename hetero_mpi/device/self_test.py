@@ -41,7 +41,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Result:
-    """Of one check."""
+    """The result of one check."""
 
     check: str
     worst: float | None = None
@@ -54,11 +54,11 @@ class Result:
     short: bool = False
     """Memory was short, so that nothing was found out."""
     speeds: dict[str, float] = field(default_factory=dict)
-    """What was copied -> bytes/s."""
+    """Kind of copy -> bytes/s."""
 
     @property
     def problem(self) -> str:
-        """What is wrong; "" where nothing is."""
+        """The fault in words; "" where there is none."""
         if self.short:
             return ""
         if self.error:
@@ -72,7 +72,7 @@ class Result:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Of one device."""
+    """The results of one device."""
 
     backend: str
     index: int
@@ -90,11 +90,11 @@ class SelfTest:
 
     @property
     def passed(self) -> bool:
-        """Is every result there, and good?"""
+        """True where every result is there, and good."""
         return not any(result.problem or result.short for result in self.results)
 
     def remedy(self) -> str:
-        """What to do about the first failure, which those after it may follow from."""
+        """The remedy for the first failure, which those after it may follow from."""
         failed = next(result for result in self.results if result.problem)
         if "no kernel image" in failed.error or "invalid device function" in failed.error:
             text = "install a torch build that has kernels for it (docs/devices.md, Which torch for which GPU)"

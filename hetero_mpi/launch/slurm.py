@@ -45,7 +45,7 @@ class Component:
 
 
 def is_heterogeneous(environment: Mapping[str, str]) -> bool:
-    """Is this a job of several components?"""
+    """True in a job of several components."""
     return int(environment.get("SLURM_HET_SIZE", "1")) > 1
 
 

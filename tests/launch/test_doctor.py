@@ -11,9 +11,9 @@ import pytest
 from hetero_mpi.comm.ranks.versions import own_source
 from hetero_mpi.launch.doctor import checks, host_facts
 from hetero_mpi.launch.doctor import examine as doctor
-from hetero_mpi.launch.doctor.device_checks import check_devices, check_shares
+from hetero_mpi.launch.doctor.checks import check_devices, check_shares
 from hetero_mpi.launch.doctor.diagnostics import KINDS, Finding, Severity, found, lines_of, merged, would_fail
-from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, Target
+from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts
 from hetero_mpi.launch.doctor.rank_checks import MANY, Link, _interfaces_of, check_links
 from hetero_mpi.launch.hosts.agent import HostAgent
 from hetero_mpi.launch.hosts.interface import LocalAddress, network_of
@@ -135,7 +135,7 @@ def test_another_commit_is_named_with_its_host_and_remedy(monkeypatch: pytest.Mo
     )
     other = {**FACTS.to_dict(), "a_fact_of_tomorrow": 1}
     monkeypatch.setattr(HostAgent, "ask", lambda self, what, *_, **__: other if what == "facts" else {})
-    target = Target("mac", "10.77.0.2", "mac", False)
+    target = Examined("mac", "10.77.0.2", "mac", False)
     with HostAgent((), "mac", True) as asked:
         ((severity, text, remedy),) = told(checks.check_reach, doctor._ask_facts(target, asked, "runs"))
     assert severity == "FAIL" and "another commit of hetero_mpi" in text and "`git pull`" in remedy

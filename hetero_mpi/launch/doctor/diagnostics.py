@@ -30,7 +30,7 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found: its name, severity, text and remedy."""
+    """A finding of a check: its name, severity, text and remedy."""
 
     subject: str
     severity: Severity

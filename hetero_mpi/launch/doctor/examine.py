@@ -23,7 +23,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.launch.doctor import checks
 from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
 from hetero_mpi.launch.doctor.diagnostics import Finding, found, merged
-from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, Target, devices_to_test
+from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, devices_to_test
 from hetero_mpi.launch.hosts.agent import AgentError, HostAgent, launch_agent
 from hetero_mpi.launch.hosts.hostfile import read_hostfile, slots_by_host
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, network_of, resolve, source_address
@@ -78,9 +78,8 @@ def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Examined]
                 places = list(pool.map(_with_self_tests, places, agents))
         known = [LocalAddress(*item) for place in places if place.facts for item in place.facts.addresses]
         alive = [(place, asked) for place, asked in zip(places, agents, strict=True) if place.facts]
-        alike = [
-            (place, asked) for place, asked in alive if _same_source(place)
-        ]  # another commit may know no such requests
+        # Another commit may know no such requests.
+        alike = [(place, asked) for place, asked in alive if _same_source(place)]
         connections = list(_connections([*alike, *_own_side(stack, alike)], known))
         offsets_s = {place.title: _offset_s(asked) for place, asked in alive}
     places = [*places, *unknown]
@@ -109,7 +108,7 @@ def _mesh(path: str, places: Sequence[Examined]) -> list[Finding]:
 
 
 def mesh_finding(mesh: Mesh, addresses: Mapping[str, Sequence[str]], path: str) -> Finding:
-    """Is the mesh up on every host? Found without MPI. ``addresses``: host -> the IPv4 addresses that it reports."""
+    """The finding whether the mesh is up on every host, without MPI. ``addresses``: host -> the IPv4 addresses that it reports."""
     without = [host for host, own in addresses.items() if not any(mesh.holds(address) for address in own)]
     if without:
         return found("mesh down", *without, network=mesh.network, interface=mesh.interface)
@@ -125,7 +124,7 @@ def _launcher() -> tuple[Launcher | None, list[Finding]]:
     return launcher, [found(kind, path=launcher.path, library=launcher.library)]
 
 
-def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[Target], list[Examined]]:
+def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[Examined], list[Examined]]:
     """The hosts to examine, in the order of the file; and those whose names have no address.
 
     :raises UserError: the file cannot be read, or breaks rules.
@@ -137,7 +136,7 @@ def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[
 
         mesh = read_mesh(options.hosts)
         wanted = [
-            Target(
+            Examined(
                 title=host.title,
                 address="",
                 name=host.address,
@@ -154,15 +153,15 @@ def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[
         ]
     elif options.hostfile is not None:
         slots = slots_by_host(read_hostfile(options.hostfile))
-        wanted = [Target(name, "", name, False, prefix=here, ranks=count) for name, count in slots.items()]
+        wanted = [Examined(name, "", name, False, prefix=here, ranks=count) for name, count in slots.items()]
     else:
-        return [Target(socket.gethostname(), "127.0.0.1", "localhost", True, prefix=here)], []
+        return [Examined(socket.gethostname(), "127.0.0.1", "localhost", True, prefix=here)], []
     return _with_addresses(wanted)
 
 
-def _with_addresses(wanted: Sequence[Target]) -> tuple[list[Target], list[Examined]]:
+def _with_addresses(wanted: Sequence[Examined]) -> tuple[list[Examined], list[Examined]]:
     own = {item.address for item in local_addresses()}
-    found: list[Target] = []
+    found: list[Examined] = []
     unknown: list[Examined] = []
     for target in wanted:
         number = sum(other.title == target.title for other in found) + 1
@@ -177,7 +176,7 @@ def _with_addresses(wanted: Sequence[Target]) -> tuple[list[Target], list[Examin
     return found, unknown
 
 
-def _ask_facts(target: Target, asked: HostAgent, run_dir: str) -> Examined:
+def _ask_facts(target: Examined, asked: HostAgent, run_dir: str) -> Examined:
     facts, complaint = None, ""
     try:
         # A host that is off need not be waited for as long as one that imports torch.
@@ -188,7 +187,7 @@ def _ask_facts(target: Target, asked: HostAgent, run_dir: str) -> Examined:
         complaint = str(error)
     except (KeyError, TypeError):
         complaint = f"{checks.OTHER_SOURCE}, whose answers are not understood; here: {own_source()}"
-    return Examined(**vars(target), facts=facts, complaint=complaint)
+    return replace(target, facts=facts, complaint=complaint)
 
 
 def _with_self_tests(place: Examined, asked: HostAgent) -> Examined:
@@ -205,8 +204,8 @@ def _with_self_tests(place: Examined, asked: HostAgent) -> Examined:
     return replace(place, facts=replace(place.facts, self_tests=tuple(results)))
 
 
-def _connections(ends: Sequence[tuple[Target, HostAgent]], known: Sequence[LocalAddress]) -> Iterator[Finding]:
-    """Can each two machines open TCP connections to each other? Each is asked once, whatever entries it has."""
+def _connections(ends: Sequence[tuple[Examined, HostAgent]], known: Sequence[LocalAddress]) -> Iterator[Finding]:
+    """Findings about TCP connections between each two machines. Each is asked once, whatever entries it has."""
     machines = {("here" if target.local else target.address): (target, agent) for target, agent in reversed(ends)}
     ends = list(reversed(machines.values()))
     if len(ends) < 2:
@@ -226,7 +225,7 @@ def _connections(ends: Sequence[tuple[Target, HostAgent]], known: Sequence[Local
         yield found("connections")
 
 
-def _door(end: tuple[Target, HostAgent]) -> dict[str, Any]:
+def _door(end: tuple[Examined, HostAgent]) -> dict[str, Any]:
     """The address, port and word of a machine that listens; without a port where it does not."""
     target, agent = end
     with contextlib.suppress(AgentError):
@@ -244,14 +243,16 @@ def _errors(agent: HostAgent, doors: Sequence[dict[str, Any]], own: int) -> dict
     return dict(zip(others, answer["errors"], strict=True))
 
 
-def _own_side(stack: contextlib.ExitStack, alive: Sequence[tuple[Target, HostAgent]]) -> list[tuple[Target, HostAgent]]:
+def _own_side(
+    stack: contextlib.ExitStack, alive: Sequence[tuple[Examined, HostAgent]]
+) -> list[tuple[Examined, HostAgent]]:
     """This machine with an agent on it, where it is not among the hosts, as their daemons connect to it; else nothing."""
     if not alive or any(target.local for target, _ in alive):
         return []
     address = source_address(alive[0][0].address)
     if address is None:
         return []
-    target = Target(f"{socket.gethostname()} (here)", address, "localhost", True)
+    target = Examined(f"{socket.gethostname()} (here)", address, "localhost", True)
     return [(target, stack.enter_context(HostAgent((), target.name, True)))]
 
 

@@ -96,8 +96,8 @@ class HostFacts:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A host, an entry of a hosts file, or a rank, that is to be examined."""
+class Examined:
+    """A host, an entry of a hosts file, or a rank, with the facts about it, or the reason why there are none."""
 
     title: str
     address: str
@@ -117,12 +117,6 @@ class Target:
     """The device that a hosts file gives its ranks."""
     mesh: Mesh | None = None
     """The mesh of the hosts file, if the address lies in it."""
-
-
-@dataclass(frozen=True)
-class Examined(Target):
-    """A target with the facts about it, or the reason why there are none."""
-
     facts: HostFacts | None = None
     complaint: str = ""
     """Where there are no facts: the last line of the launch agent, or of Python there."""
@@ -186,7 +180,7 @@ def try_mpi() -> dict[str, Any]:
 
 
 def fault_tolerance() -> bool | None:
-    """Was the Open MPI of this environment built with ULFM? None: not known (another MPI, or no ``ompi_info``)."""
+    """True where the Open MPI of this environment was built with ULFM; None: not known (another MPI, or no ``ompi_info``)."""
     tool = _tool("ompi_info")
     if not tool:
         return None

@@ -119,7 +119,7 @@ def _rank(world: World, rank: int) -> str:
 
 
 def _interfaces_of(places: Sequence[Examined]) -> Iterator[Finding]:
-    """What MPI was told about interfaces. Under mpirun it has already chosen, and messages pass."""
+    """The interfaces that MPI was told. Under mpirun it has already chosen, and messages pass."""
     if len({place.facts.host for place in places if place.facts}) < 2:
         return
     facts = places[0].facts
@@ -173,7 +173,7 @@ def _speed(link: Link, back: Link | None) -> Finding:
 
 @dataclass(frozen=True)
 class Passed:
-    """What one end of a pair counted while ``MESSAGE_BYTES`` went each way: bytes (sent, received) by interface."""
+    """The bytes that one end of a pair counted while ``MESSAGE_BYTES`` went each way: (sent, received) by interface."""
 
     host: str
     other: str

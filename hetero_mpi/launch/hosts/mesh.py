@@ -45,7 +45,7 @@ class Mesh(BaseModel):
     """UDP port on which WireGuard listens on every host: the only one that a firewall between them must let through."""
 
     def holds(self, address: str) -> bool:
-        """Does an IPv4 address lie in the mesh?"""
+        """True for an IPv4 address in the mesh."""
         try:
             return ipaddress.IPv4Address(address) in ipaddress.IPv4Network(self.network)
         except ValueError:

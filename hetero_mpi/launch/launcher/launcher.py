@@ -43,7 +43,7 @@ class Launcher:
 
     @property
     def prrte(self) -> bool:
-        """Is it Open MPI 5 or later?"""
+        """True for Open MPI 5 or later."""
         return self.family == OPEN_MPI and self.library.major.isdigit() and int(self.library.major) >= 5
 
 

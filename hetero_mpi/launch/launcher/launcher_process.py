@@ -34,7 +34,7 @@ _MORE = "the full command: --print; with the reasons for its options: --verbose"
 _PR_SET_PDEATHSIG = 1
 ASKED_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
 ASKED_TEXTS = {"train": ASKED_TEXT, "serve": "asking the service to end (SIGINT or SIGTERM now: end at once)"}
-"""Of the programs that can be asked to end: what is told then."""
+"""Program that can be asked to end -> the text that is told then."""
 AT_ONCE_TEXT = "ending the job at once, without a checkpoint"
 MOST_OF_RANKS = 128 + 64
 """No rank ends with a higher exit code: signals have the highest. Launchers do, where they could not start the job."""
@@ -140,7 +140,7 @@ def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Po
 
 
 def _asked_to_end_with_this_process() -> Callable[[], object] | None:
-    """What a new process calls so that the kernel asks it to end (SIGUSR1) when this one is killed; None where there is no way."""
+    """A new process calls this so that the kernel asks it to end (SIGUSR1) when this one is killed; None where there is no way."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl

@@ -81,7 +81,7 @@ class Supervisor:
         self.signals: list[int] = []
         self.starts = 0
         self.stepped = False
-        """Has any start of this supervisor done a step? Before that, the user's own ``--resume`` stands."""
+        """True once a start of this supervisor has done a step. Before that, the user's own ``--resume`` stands."""
         self._noticed_s: float | None = None
         self._unfit: list[str] = []
         """Hosts that came to lead and could not: what only the lost one had, such as the data, cannot be read there."""
@@ -210,7 +210,7 @@ class Supervisor:
         return command
 
     def _cannot_lead(self, outcome: StartOutcome, progressed: bool, watched: Sequence[WatchedHost]) -> bool:
-        """Was the start refused because a new host leads, and is there another host that may lead?
+        """True where the start was refused because a new host leads, and another host may lead.
 
         Where the run has taken steps before, the job is sound: most likely something is missing on this host.
         """

@@ -1,4 +1,4 @@
-"""What a host agent does for the supervisor of ``launch --elastic``: it reports several times a second, and obeys the answers.
+"""Reports of a host agent to the supervisor of ``launch --elastic``, several times a second, and the orders in the answers.
 
 A report is a new TCP connection each time, a line each way::
 
@@ -86,7 +86,7 @@ def _mac(token: str, role: Role, text: str) -> str:
 
 @dataclass(frozen=True)
 class Orders:
-    """What a host agent is asked with to report. ``host`` and ``number`` say which host, and which of its agents, is calling."""
+    """The request to report. ``host`` and ``number`` say which host, and which of its agents, is calling."""
 
     token: str
     address: str
@@ -171,7 +171,7 @@ class RunDirectory:
         return dict(zip(RUN_STATE, told, strict=True))
 
     def locked(self) -> bool:
-        """Does a run hold the directory, here or (where it is shared) elsewhere? To be called while nobody wants to claim it."""
+        """True where a run holds the directory, here or (where it is shared) elsewhere. To be called while nobody claims it."""
         path = self.directory / LOCK_NAME
         if path.is_symlink() or not path.exists():  # a run refuses links, and its files alone are opened
             return False

@@ -78,7 +78,7 @@ class WatchedHost:
         return self.agent.complaint("no answer") if self.agent is not None else "no answer"
 
     def ended(self) -> bool:
-        """Has the host agent ended, or the connection it was started through?"""
+        """True where the host agent has ended, or the connection it was started through."""
         return self.agent is None or self.agent.ended()
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class WatchedHosts:
             time.sleep(_POLL_S)
 
     def locked(self, host: WatchedHost) -> bool:
-        """Does a run hold the run directory, as this host sees it? To be called while no start is under way."""
+        """True where a run holds the run directory, as this host sees it. To be called while no start is under way."""
         with self._lock:
             self._try_lock += 1
         deadline = time.monotonic() + _MUTE_S
