@@ -220,9 +220,9 @@ def _mesh_verify(hosts: Path) -> int:
 
 def _launch(**options: Any) -> int:
     with _packages_there(all_of_them=True):  # told here, once, instead of by every rank
-        from hetero_mpi.launch import command
+        from hetero_mpi.launch import launch
 
-    return command.main(argparse.Namespace(**options), lambda words: parser().parse_args(words))
+    return launch.main(argparse.Namespace(**options), lambda words: parser().parse_args(words))
 
 
 def _doctor(mpirun_args: str, **options: Any) -> int:

@@ -118,7 +118,9 @@ class HostAgent:
             )
         except OSError as error:
             self._complaints.write(f"{words[0]}: {error.strerror}".encode())
-        self._lines = lines_of(cast(IO[bytes], self._process.stdout) if self._process is not None else io.BytesIO())
+        started = self._process
+        self._stdin = cast(IO[bytes], started.stdin) if started is not None else io.BytesIO()
+        self._lines = lines_of(cast(IO[bytes], started.stdout) if started is not None else io.BytesIO())
 
     def __enter__(self) -> HostAgent:
         return self
@@ -128,12 +130,10 @@ class HostAgent:
 
     def send(self, request: str, **values: Any) -> None:
         """Send a request whose answer nobody waits for; without effect where the agent has ended."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.write(
-                    json.dumps({"ask": request, "source": own_source(), **values}).encode() + b"\n"
-                )
-                self._process.stdin.flush()
+        line = json.dumps({"ask": request, "source": own_source(), **values}).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self._stdin.write(line)
+            self._stdin.flush()
 
     def ask(self, request: str, timeout_s: float, **values: Any) -> dict[str, Any]:
         """Send a request and return the answer. Raises AgentError: it ends, or does not answer in time."""
@@ -164,10 +164,10 @@ class HostAgent:
         return "".join(letter for letter in last if letter.isprintable())[:300]
 
     def close(self) -> None:
+        """End the process that was started here. What it has printed is left to its reader: others may hold that pipe open."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            for stream in filter(None, (self._process.stdin, self._process.stdout)):
-                with contextlib.suppress(OSError):
-                    stream.close()
+        with contextlib.suppress(OSError):
+            self._stdin.close()
         self._complaints.close()
