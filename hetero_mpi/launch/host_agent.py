@@ -60,9 +60,9 @@ def _error(door: Mapping[str, Any], patience_s: float) -> str:
 
 
 def _report(**orders: Any) -> dict[str, Any]:
-    from hetero_mpi.launch.supervisor.host_reports import HostReports, Orders
+    from hetero_mpi.launch.supervisor.host_reports import HostReports
 
-    return {"reason": HostReports(Orders(**orders)).report()}
+    return {"reason": HostReports(**orders).report()}
 
 
 REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {

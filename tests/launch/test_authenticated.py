@@ -16,7 +16,7 @@ import pytest
 from hetero_mpi.launch.hosts.agent import PROGRAM
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.supervisor import host_reports
-from hetero_mpi.launch.supervisor.host_reports import HostReports, NotAuthentic, Orders, seal, unseal
+from hetero_mpi.launch.supervisor.host_reports import HostReports, NotAuthentic, seal, unseal
 from hetero_mpi.launch.supervisor.watched_hosts import WatchedHosts
 from tests.support.mpi import ROOT
 
@@ -47,8 +47,8 @@ def test_a_line_that_was_tampered_with_is_not_believed(tampered: Callable[[bytes
         unseal(TOKEN, "caller", tampered(line))
 
 
-def orders_to(port: int) -> Orders:
-    return Orders(TOKEN, "127.0.0.1", port, 0, 0, "somebody", 1.0, "/nowhere")
+def reports_to(port: int) -> HostReports:
+    return HostReports(TOKEN, "127.0.0.1", port, 0, 0, "somebody", 1.0, "/nowhere")
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def in_between(port: int) -> Iterator[tuple[int, list[bytes]]]:
 def test_a_call_that_was_overheard_betrays_no_token_and_cannot_be_repeated(server: WatchedHosts) -> None:
     port = server.port
     with in_between(port) as (door, sent):
-        assert HostReports(orders_to(door))._call()["leave"] is False
+        assert reports_to(door)._call()["leave"] is False
     (post,) = server.watched
     assert post.heard_s > 0.0, "a true call counts"
     assert TOKEN.encode() not in b"".join(sent) and b"swept" in b"".join(sent)
@@ -111,7 +111,7 @@ def test_an_answer_to_another_call_is_not_believed() -> None:
 
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(NotAuthentic, match="another call"):
-            HostReports(orders_to(int(server.getsockname()[1])))._call()
+            reports_to(int(server.getsockname()[1]))._call()
 
 
 def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> 
                         connection.sendall(seal("another", "listener", answer))
 
         threading.Thread(target=serve, daemon=True).start()
-        reason = HostReports(orders_to(int(server.getsockname()[1]))).report()
+        reason = reports_to(int(server.getsockname()[1])).report()
     assert reason == "the supervisor was not heard of for too long" and len(ended) == 1
 
 

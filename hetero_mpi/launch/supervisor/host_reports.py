@@ -84,9 +84,9 @@ def _mac(token: str, role: Role, text: str) -> str:
     return hmac.new(token.encode(), f"{role} {text}".encode(), "sha256").hexdigest()
 
 
-@dataclass(frozen=True)
-class Orders:
-    """The request to report. ``host`` and ``number`` say which host, and which of its agents, is calling."""
+@dataclass
+class HostReports:
+    """Calls the supervisor until told to leave, or until the supervisor has been silent for too long."""
 
     token: str
     address: str
@@ -94,21 +94,17 @@ class Orders:
     port: int
     host: int
     number: int
+    """``host`` and ``number`` say which host, and which of its agents, is calling."""
     supervisor: str
     """The supervisor's name in the environment of the job's processes."""
     timeout_s: float
     """Silence after which the supervisor takes a host for dead."""
     run_dir: str
 
-
-class HostReports:
-    """Calls the supervisor until told to leave, or until the supervisor has been silent for too long."""
-
-    def __init__(self, orders: Orders) -> None:
-        self.orders = orders
+    def __post_init__(self) -> None:
         self.swept = self.tried = self.calls = 0
         self.locked = False
-        self._run = RunDirectory(Path(orders.run_dir))
+        self._run = RunDirectory(Path(self.run_dir))
 
     def report(self) -> str:
         """Run to the end; returns the reason for it."""
@@ -120,33 +116,32 @@ class HostReports:
             except (OSError, ValueError) as error:
                 closed_since = closed_since if isinstance(error, ConnectionRefusedError) else began
                 gone = began - closed_since > REFUSED_S
-                if gone or began - heard > self.orders.timeout_s + FENCE_S:
-                    end_starts(self.orders.supervisor)
+                if gone or began - heard > self.timeout_s + FENCE_S:
+                    end_starts(self.supervisor)
                     return "the supervisor has gone" if gone else "the supervisor was not heard of for too long"
                 # A closed port answers at once; silence has taken its time already.
                 time.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began)))
                 continue
             heard = closed_since = time.monotonic()
             if answer["sweep"] > self.swept:
-                end_starts(self.orders.supervisor, answer["keep"])
+                end_starts(self.supervisor, answer["keep"])
                 self.swept = int(answer["sweep"])
-                continue
-            if answer["try_lock"] > self.tried:
+            elif answer["try_lock"] > self.tried:
                 self.locked, self.tried = self._run.locked(), int(answer["try_lock"])
-                continue
-            if answer["leave"]:
+            elif answer["leave"]:
                 return "told to leave"
-            time.sleep(INTERVAL_S)
+            else:
+                time.sleep(INTERVAL_S)
 
     def _call(self) -> dict[str, Any]:
-        orders, self.calls = self.orders, self.calls + 1
-        sender = {"host": orders.host, "number": orders.number, "call": self.calls}
+        self.calls += 1
+        sender = {"host": self.host, "number": self.number, "call": self.calls}
         report = {**sender, "run": self._run.state(), "memory_kills": memory_kills()}
         report |= {"swept": self.swept, "tried": self.tried, "locked": self.locked}
-        with socket.create_connection((orders.address, orders.port), CALL_S) as connection:
-            connection.sendall(seal(orders.token, "caller", report))
+        with socket.create_connection((self.address, self.port), CALL_S) as connection:
+            connection.sendall(seal(self.token, "caller", report))
             line = connection.makefile("rb").readline(LONGEST_BYTES)
-        answer: dict[str, Any] = unseal(orders.token, "listener", line)
+        answer: dict[str, Any] = unseal(self.token, "listener", line)
         if answer["to"] != list(sender.values()):
             raise NotAuthentic("an answer to another call")
         return answer

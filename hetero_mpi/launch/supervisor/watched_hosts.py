@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from hetero_mpi.launch.supervisor.host_reports import (
     LONGEST_BYTES,
     RUN_STATE,
     NotAuthentic,
-    Orders,
     seal,
     unseal,
 )
@@ -229,7 +228,8 @@ class WatchedHosts:
         entry = self._entries.get(host.name)
         python, directory = (entry.executable, entry.directory or "") if entry is not None else (sys.executable, "")
         host.agent = HostAgent(self._agent, host.name, host.local, python, directory)
-        orders = Orders(
+        host.agent.send(
+            "report",
             token=self.token,
             address=("127.0.0.1" if host.local else source_address(host.address)) or "127.0.0.1",
             port=self.port,
@@ -239,7 +239,6 @@ class WatchedHosts:
             timeout_s=self.timeout_s,
             run_dir=str(self._run_dir),
         )
-        host.agent.send("report", **asdict(orders))
 
     def _answer(self, line: bytes) -> bytes:
         """The answer to a caller that has the token. Raises NotAuthentic: it has not, or repeats a call."""
