@@ -124,7 +124,8 @@ def _create(directory: Path) -> int:
 
 
 def _measure(ranks: int, model: Path, held: str, *options: str) -> list[dict[str, Any]]:
-    from hetero_mpi.launch.launcher.launcher import build_command, find_launcher
+    from hetero_mpi.launch.launcher.command_line import build_command
+    from hetero_mpi.launch.launcher.launcher import find_launcher
 
     program = [sys.executable, str(Path(__file__).resolve()), "--load", str(model), "--held", held, *options]
     command = build_command(find_launcher(), ranks, None, program)

@@ -210,9 +210,9 @@ def _profile(job: Path, overrides: Sequence[str], output: Path, reprofile: bool)
 
 
 def _mesh_verify(hosts: Path) -> int:
-    from hetero_mpi.launch.wireguard.check import verify_command
+    from hetero_mpi.launch.doctor.rank_checks import verify_mesh_command
 
-    return _on_all_ranks(lambda world: verify_command(world, hosts))
+    return _on_all_ranks(lambda world: verify_mesh_command(world, hosts))
 
 
 # On one machine.
@@ -220,9 +220,9 @@ def _mesh_verify(hosts: Path) -> int:
 
 def _launch(**options: Any) -> int:
     with _packages_there(all_of_them=True):  # told here, once, instead of by every rank
-        from hetero_mpi.launch import command
+        from hetero_mpi.launch import launch
 
-    return command.main(argparse.Namespace(**options), lambda words: parser().parse_args(words))
+    return launch.main(argparse.Namespace(**options), lambda words: parser().parse_args(words))
 
 
 def _doctor(mpirun_args: str, **options: Any) -> int:
@@ -233,7 +233,7 @@ def _doctor(mpirun_args: str, **options: Any) -> int:
 
 
 def _mesh_init(hosts: Path, output: Path) -> int:
-    from hetero_mpi.launch.wireguard import mesh
+    from hetero_mpi.launch.hosts import mesh
 
     return _show(*mesh.init(hosts, output))
 

@@ -18,8 +18,7 @@ from functools import partial
 import torch
 
 from hetero_mpi.comm.transport import Request, Transport
-from hetero_mpi.device.backend import HOST, Backend, host_bytes
-from hetero_mpi.device.copying import Copied, Copying
+from hetero_mpi.device.backend import HOST, Backend, Copied, Copying, host_bytes
 
 FORWARD, BACKWARD, EVALUATION = 0, 1, 2
 TIED_TAG = 1 << 12

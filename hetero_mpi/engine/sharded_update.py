@@ -22,8 +22,7 @@ from collections.abc import Mapping
 import torch
 
 from hetero_mpi.comm.transport import Arrived, Group, Ready, Request, Transport
-from hetero_mpi.device.backend import HOST, host_bytes
-from hetero_mpi.device.copying import Copied, Copying
+from hetero_mpi.device.backend import HOST, Copied, Copying, host_bytes
 from hetero_mpi.engine.channel import TIED_TAG, Arrival, Outbox
 from hetero_mpi.model.held_layers import FlatGradients
 from hetero_mpi.model.optimizer import Optimizer

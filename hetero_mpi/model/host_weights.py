@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.device.backend import HOST, Backend
-from hetero_mpi.device.copying import Copied
+from hetero_mpi.device.backend import HOST, Backend, Copied
 from hetero_mpi.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.quantize import is_empty

@@ -12,8 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.copying import Copied
+from hetero_mpi.device.backend import Backend, Copied
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 
 _ALIGNMENT = 16

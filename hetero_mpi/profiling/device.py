@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.memory import is_out_of_memory
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.group.division import experts_to_share
 from hetero_mpi.model.group.exchanges import StageGroup

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero_mpi.device.memory import is_out_of_memory
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.profiling.timings import TimingSamples
 
 SHARE_S = 0.3

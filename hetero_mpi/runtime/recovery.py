@@ -27,7 +27,7 @@ from hetero_mpi.comm.ranks.mpi_start import Loss, settled, survivors
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.documents import matching_files
-from hetero_mpi.device.memory import memory_kills, memory_kills_text
+from hetero_mpi.device.shortage import memory_kills, memory_kills_text
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.files.hub import is_hub_id

@@ -183,7 +183,7 @@ def join() -> World:
 
 
 def _tell_joined() -> None:
-    """Tell the launcher's shell that this rank has joined (``launch.launcher.launcher``). From now on its death can be
+    """Tell the launcher's shell that this rank has joined (``launch.launcher.command_line``). From now on its death can be
     outlived.
     """
     file = os.environ.pop(JOINED_VARIABLE, None)

@@ -1,6 +1,6 @@
-"""The self-test of a device: ``model/self_test.py`` in a process of its own, which may crash or hang, and what it found.
+"""The self-test of a device: ``operators`` in a process of its own, which may crash or hang, and what it found.
 
-Nothing but the standard library is needed here, as ``launch.doctor.probe`` runs it.
+Nothing but the standard library is needed here, as it also runs where torch cannot be imported.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
 
 from hetero_mpi.background import lines_of
+from hetero_mpi.device.shortage import OTHER_KERNELS
 
 NF4 = "nf4"
 """Stands among the dtypes of ``needs``: packed weights too."""
@@ -25,25 +26,24 @@ PATIENCE_S = 120.0
 """How long a check may take; importing torch from a cold network disk is one."""
 OPENING = "opening the device"
 MARK = "self-test: "
-"""Before every line of the process: a JSON list of what it tells and the value. Told are ``about``, ``result`` and ``speeds``, as
-in ``SelfTest``, and ``begin`` with the name and the kind of the next check, both empty at the end."""
+"""Before every line of the process: first ``{"about": ..., "checks": [names]}``, then a ``Result`` for each check in turn."""
 _ENDING_S = 10.0
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/'\":,]+/)+")
 _REMEDIES = {
+    "NF4": "install bitsandbytes 0.50 or later, which must know this GPU and this torch build, or set [model] "
+    'quantization = "none"',
     "attention": "another torch may have another kernel for it (PyTorch's nightly or an earlier version); "
     "known: pytorch#160787 (Intel Arc), pytorch#196678 (cuDNN)",
-    NF4: 'install bitsandbytes 0.50 or later, which must know this GPU and this torch build, or set [model] quantization = "none"',
     "copies": "check the GPU's seat and riser, its driver, and the host's memory",
 }
+"""Part of a check's name -> what to do where it fails."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one check."""
+    """The result of one check."""
 
     check: str
-    kind: str
-    """What it is about: ``model``, ``attention``, ``nf4``, ``adamw``, ``copies`` or ``start``."""
     worst: float | None = None
     """Largest difference from the CPU's numbers, relative to their norm; None: not a number, or never measured."""
     allowed: float = 0.0
@@ -53,10 +53,12 @@ class Result:
     error: str = ""
     short: bool = False
     """Memory was short, so that nothing was found out."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Kind of copy -> bytes/s."""
 
     @property
     def problem(self) -> str:
-        """What is wrong; "" where nothing is."""
+        """The fault in words; "" where there is none."""
         if self.short:
             return ""
         if self.error:
@@ -70,14 +72,12 @@ class Result:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Of one device."""
+    """The results of one device."""
 
     backend: str
     index: int
     about: dict[str, str] = field(default_factory=dict)
     results: tuple[Result, ...] = ()
-    speeds: dict[str, float] = field(default_factory=dict)
-    """What was copied -> bytes/s."""
 
     @property
     def label(self) -> str:
@@ -90,21 +90,25 @@ class SelfTest:
 
     @property
     def passed(self) -> bool:
-        """Is every result there, and good?"""
+        """True where every result is there, and good."""
         return not any(result.problem or result.short for result in self.results)
 
     def remedy(self) -> str:
-        """What to do about the first failure, which those after it may follow from."""
+        """The remedy for the first failure, which those after it may follow from."""
         failed = next(result for result in self.results if result.problem)
         if "no kernel image" in failed.error or "invalid device function" in failed.error:
-            return "install a torch build that has kernels for it (docs/devices.md, Which torch for which GPU)"
-        text = _REMEDIES.get(failed.kind, "")
-        for dtype in ("bf16", "fp16"):
-            if failed.check.endswith(dtype) and failed.kind != NF4:
-                text += (
-                    f"{'; ' if text else ''}[train] dtype = {'fp16' if dtype == 'bf16' else 'fp32'!r} does without it"
-                )
-        return text or "update its driver, or install another torch build (docs/devices.md, Which torch for which GPU)"
+            text = "install a torch build that has kernels for it (docs/devices.md, Which torch for which GPU)"
+            return text + (OTHER_KERNELS if self.backend == "rocm" else "")
+        texts = [remedy for part, remedy in _REMEDIES.items() if part in failed.check][:1]
+        if failed.check.endswith(("bf16", "fp16")) and "NF4" not in failed.check:
+            other = "fp16" if failed.check.endswith("bf16") else "fp32"
+            texts.append(f"[train] dtype = {other!r} does without it")
+        text = "update its driver, or install another torch build (docs/devices.md, Which torch for which GPU)"
+        return "; ".join(texts) or text
+
+    def with_result(self, result: Result) -> SelfTest:
+        """The test with one more result, in whose text no path stands."""
+        return replace(self, results=(*self.results, replace(result, error=_public(result.error))))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -120,46 +124,29 @@ def self_test(backend: str, index: int, needs: Sequence[str] = (), patience_s: f
 
     ``patience_s``: a check that takes longer has failed, and its process is killed.
     """
-    command = [sys.executable, "-m", "hetero_mpi.model.self_test", backend, str(index)]
-    command += ["--needs", ",".join(needs)] if needs else []
+    command = [sys.executable, "-m", "hetero_mpi.device.operators", backend, str(index), ",".join(needs)]
+    test, waiting, error = SelfTest(backend, index), [OPENING], ""
     with tempfile.TemporaryFile("w+", errors="replace") as complaints:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, text=True, errors="replace"
         )
         assert process.stdout is not None
-        return _heard(SelfTest(backend, index), process, lines_of(process.stdout), complaints, patience_s)
-
-
-def _heard(
-    test: SelfTest,
-    process: subprocess.Popen[str],
-    lines: queue.Queue[str | None],
-    complaints: IO[str],
-    patience_s: float,
-) -> SelfTest:
-    """``test`` with what its process tells."""
-    begun, kind, late = OPENING, "start", False
-    try:
-        while begun and (line := lines.get(timeout=patience_s)) is not None:
-            if not line.startswith(MARK):  # a library's own words
-                continue
-            what, value = json.loads(line.removeprefix(MARK))
-            if what == "begin":
-                begun, kind = value
-            elif what == "result":
-                result = Result(**value)
-                test = replace(test, results=(*test.results, replace(result, error=_public(result.error))))
-            else:
-                test = replace(test, **{what: value})
-        process.wait(_ENDING_S)
-    except (queue.Empty, subprocess.TimeoutExpired):
-        late = True
-    finally:
-        process.kill()
-    if begun:
-        error = f"no result within {patience_s:g} s; its process was killed" if late else _end(process, complaints)
-        test = replace(test, results=(*test.results, Result(begun, kind, error=_public(error))))
-    return test
+        lines = lines_of(process.stdout)
+        try:
+            while waiting and (line := lines.get(timeout=patience_s)) is not None:
+                if not line.startswith(MARK):  # a library's own words
+                    continue
+                value = json.loads(line.removeprefix(MARK))
+                if "checks" in value:
+                    test, waiting = replace(test, about=value["about"]), value["checks"]
+                else:
+                    test, waiting = test.with_result(Result(**value)), waiting[1:]
+            error = _end(process, complaints) if waiting else ""
+        except queue.Empty:
+            error = f"no result within {patience_s:g} s; its process was killed"
+        finally:
+            process.kill()
+    return test.with_result(Result(waiting[0], error=error)) if waiting else test
 
 
 def _end(process: subprocess.Popen[str], complaints: IO[str]) -> str:
@@ -194,5 +181,5 @@ def text_of(test: SelfTest, driver: str) -> list[str]:
         numbers = "" if result.error else f"{worst:>7} of {result.allowed:g}"
         text = result.problem or ("no memory left to try it" if result.short else "")
         lines.append(f"  {outcome:<4} {result.check:<22} {numbers:<16} {result.took_s:7.2f} s  {text}".rstrip())
-    lines += [f"       {name:<30} {speed / 1e9:6.2f} GB/s" for name, speed in test.speeds.items()]
+        lines += [f"       {name:<30} {speed / 1e9:6.2f} GB/s" for name, speed in result.speeds.items()]
     return lines

@@ -1,4 +1,4 @@
-"""The supervisor's end of the host agents: which hosts answer, which have fallen silent, and orders to the agents.
+"""The hosts that a supervisor watches: which ones report, which have fallen silent, and orders to their agents.
 
 A machine is judged by its silence alone. A cable that is out for twelve seconds and a machine without power look alike until the
 cable is back, so no host is given up sooner than ``timeout_s``.
@@ -6,19 +6,28 @@ cable is back, so no host is given up sooner than ``timeout_s``.
 
 from __future__ import annotations
 
+import secrets
+import socketserver
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_mpi.launch.hosts.agent import Helper
-from hetero_mpi.launch.hosts.authenticated import AuthenticatedServer
+from hetero_mpi.background import Background
+from hetero_mpi.launch.hosts.agent import HostAgent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.interface import local_addresses, resolve, source_address
-from hetero_mpi.launch.supervisor.host_agent import CALL_S, RUN_STATE, AgentOrders, as_line
+from hetero_mpi.launch.supervisor.host_reports import (
+    CALL_S,
+    LONGEST_BYTES,
+    RUN_STATE,
+    NotAuthentic,
+    seal,
+    unseal,
+)
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host
@@ -28,6 +37,8 @@ _AGAIN_S = 5.0
 """Seconds between attempts to replace a host agent that has ended while its host takes part."""
 _MUTE_S = 2.0
 """A host that has been silent for so long is not waited for where nothing depends on it."""
+_LISTEN_POLL_S = 0.1
+"""Longest time until the server notices that it is closed, seconds."""
 _CALLER_S = 2.0
 """Longest wait for a caller's next byte."""
 _OWN_PAUSE_S = 2.0
@@ -44,10 +55,12 @@ class WatchedHost:
     local: bool
     agent_number: int = 0
     """Number of its present host agent; earlier ones are told to leave."""
-    helper: Helper | None = None
+    agent: HostAgent | None = None
     started_s: float = 0.0
     heard_s: float = 0.0
     """When the present host agent last called; 0.0: never."""
+    calls: int = 0
+    """Number of its last call."""
     swept: int = 0
     tried: int = 0
     locked: bool = False
@@ -61,20 +74,45 @@ class WatchedHost:
 
     def complaint(self) -> str:
         """The last line that the launch agent, or the host agent, has written to stderr; else "no answer"."""
-        return self.helper.complaint("no answer") if self.helper is not None else "no answer"
+        return self.agent.complaint("no answer") if self.agent is not None else "no answer"
 
     def ended(self) -> bool:
-        """Has the host agent ended, or the connection it was started through?"""
-        return self.helper is None or self.helper.ended()
+        """True where the host agent has ended, or the connection it was started through."""
+        return self.agent is None or self.agent.ended()
 
     def close(self) -> None:
         """Close our end of the connection that started the host agent, which does not need it."""
-        if self.helper is not None:
-            self.helper.close()
-            self.helper = None
+        if self.agent is not None:
+            self.agent.close()
+            self.agent = None
 
 
-class HeartbeatServer:
+class _Server(socketserver.ThreadingTCPServer):
+    """Listens on an ephemeral port of ``address`` ("": all). Each caller's line is answered on a thread of its own."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: str, answer: Callable[[bytes], bytes]) -> None:
+        super().__init__((address, 0), socketserver.BaseRequestHandler)
+        self._answer = answer
+        self._listening = Background("listening to host agents", lambda: self.serve_forever(_LISTEN_POLL_S))
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(_CALLER_S)
+        request.sendall(self._answer(request.makefile("rb").readline(LONGEST_BYTES)))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore callers that break off or send nonsense."""
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._listening.finish()
+
+
+class WatchedHosts:
     """Listens to the host agents of all hosts. A context manager: on leaving, it tells them to leave.
 
     Args:
@@ -99,14 +137,16 @@ class HeartbeatServer:
         self.timeout_s = timeout_s
         self._agent, self._supervisor, self._run_dir = tuple(agent), supervisor, run_dir
         self._entries = entries or {}
+        self.token = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._sweep, self._keep, self._try_lock, self._leave = 0, "", 0, False
         self._looked_s = time.monotonic()
         # Callers without the token get no answer, so the port may be open to networks that hosts are yet to come from.
         address = "127.0.0.1" if all(host.local for host in self.watched) else ""
-        self._server = AuthenticatedServer(address, lambda _, lines: lines.write(self._answer(lines.read())), _CALLER_S)
+        self._server = _Server(address, self._answer)
+        self.port = int(self._server.server_address[1])
 
-    def __enter__(self) -> HeartbeatServer:
+    def __enter__(self) -> WatchedHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -167,7 +207,7 @@ class HeartbeatServer:
             time.sleep(_POLL_S)
 
     def locked(self, host: WatchedHost) -> bool:
-        """Does a run hold the run directory, as this host sees it? To be called while no start is under way."""
+        """True where a run holds the run directory, as this host sees it. To be called while no start is under way."""
         with self._lock:
             self._try_lock += 1
         deadline = time.monotonic() + _MUTE_S
@@ -183,37 +223,37 @@ class HeartbeatServer:
     def _start_agent(self, host: WatchedHost) -> None:
         host.close()
         with self._lock:
-            host.agent_number, host.heard_s, host.swept, host.tried = host.agent_number + 1, 0.0, 0, 0
+            host.agent_number, host.heard_s, host.swept, host.tried, host.calls = host.agent_number + 1, 0.0, 0, 0, 0
             host.started_s = time.monotonic()
         entry = self._entries.get(host.name)
         python, directory = (entry.executable, entry.directory or "") if entry is not None else (sys.executable, "")
-        host.helper = Helper(
-            self._agent, host.name, host.local, python, "hetero_mpi.launch.supervisor.host_agent", directory
-        )
-        orders = AgentOrders(
-            token=self._server.token,
+        host.agent = HostAgent(self._agent, host.name, host.local, python, directory)
+        host.agent.send(
+            "report",
+            token=self.token,
             address=("127.0.0.1" if host.local else source_address(host.address)) or "127.0.0.1",
-            port=self._server.port,
+            port=self.port,
             host=host.number,
             number=host.agent_number,
             supervisor=self._supervisor,
             timeout_s=self.timeout_s,
             run_dir=str(self._run_dir),
         )
-        host.helper.write(as_line(orders))
 
-    def _answer(self, report: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a caller that has the token."""
+    def _answer(self, line: bytes) -> bytes:
+        """The answer to a caller that has the token. Raises NotAuthentic: it has not, or repeats a call."""
+        report = unseal(self.token, "caller", line)
         with self._lock:
-            host = self.watched[int(report["host"])]
+            host, sender = self.watched[int(report["host"])], [report["host"], report["number"], report["call"]]
+            leave = self._leave
             if int(report["number"]) != host.agent_number:
-                # Of a host that was given up: it may still have to end what runs there.
-                return self._orders_now(leave=True)
-            host.heard_s = time.monotonic()
-            host.swept, host.tried, host.locked = int(report["swept"]), int(report["tried"]), bool(report["locked"])
-            host.run = {key: int(report["run"][key]) for key in RUN_STATE}
-            host.memory_kills = int(report["memory_kills"])
-            return self._orders_now(self._leave)
-
-    def _orders_now(self, leave: bool) -> dict[str, Any]:
-        return {"sweep": self._sweep, "keep": self._keep or None, "try_lock": self._try_lock, "leave": leave}
+                leave = True  # of a host that was given up: it may still have to end what runs there
+            elif int(report["call"]) <= host.calls:
+                raise NotAuthentic("a repeated call")
+            else:
+                host.calls, host.heard_s = int(report["call"]), time.monotonic()
+                host.swept, host.tried, host.locked = int(report["swept"]), int(report["tried"]), bool(report["locked"])
+                host.run = {key: int(report["run"][key]) for key in RUN_STATE}
+                host.memory_kills = int(report["memory_kills"])
+            orders = {"sweep": self._sweep, "keep": self._keep or None, "try_lock": self._try_lock, "leave": leave}
+        return seal(self.token, "listener", {"to": sender, **orders})

@@ -11,7 +11,7 @@ import ipaddress
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,6 @@ from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.disk import atomic_write, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, broken_keys
-from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
 from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts, tables_of
 from hetero_mpi.launch.hosts.interface import LocalAddress
 
@@ -46,7 +45,7 @@ class Mesh(BaseModel):
     """UDP port on which WireGuard listens on every host: the only one that a firewall between them must let through."""
 
     def holds(self, address: str) -> bool:
-        """Does an IPv4 address lie in the mesh?"""
+        """True for an IPv4 address in the mesh."""
         try:
             return ipaddress.IPv4Address(address) in ipaddress.IPv4Network(self.network)
         except ValueError:
@@ -242,16 +241,6 @@ def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]
             f"`sudo wg-quick up {mesh.interface}`. Nothing was started, as messages would not go through the mesh."
         )
     return own
-
-
-def check_up(mesh: Mesh, addresses: Mapping[str, Iterable[str]], path: str | Path) -> Finding:
-    """Is the mesh up on every host? Found without MPI. ``addresses``: host -> the IPv4 addresses that it reports."""
-    without = [host for host, own in addresses.items() if not any(mesh.holds(address) for address in own)]
-    if without:
-        text = f"the hosts file has a [mesh], and no interface there has an address in {mesh.network}"
-        return Finding("mesh", Severity.FAILS, text, f"there: sudo wg-quick up {mesh.interface}", tuple(without))
-    text = f"every host has an address in {mesh.network}; whether messages go through it is seen when ranks send some"
-    return Finding("mesh", Severity.NOTE, text, f"python -m hetero_mpi launch --hosts {path} -- mesh verify {path}")
 
 
 def _options_text(mesh: Mesh) -> str:

@@ -1,4 +1,4 @@
-"""``python -m hetero_mpi.device.look``: one JSON line about torch and the devices it offers in this environment.
+"""``python -m hetero_mpi.device.device_probe``: one JSON line about torch and the devices it offers in this environment.
 
 A process of its own, because a torch build that does not fit its driver may end the process that imports it.
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetero_mpi.device.backend import Backend
 
+_WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
+"""Windows puts it into WSL where NVIDIA's driver is installed. ``/dev/dxg`` is no such sign: it exists for every vendor's GPU."""
 
-def look() -> dict[str, Any]:
+
+def devices_seen() -> dict[str, Any]:
     """``version``; ``builds``: backends this torch was built for; ``devices``; ``errors``: backend, or one device of it such as
     ``cuda:1`` -> why it does not start."""
     import torch
@@ -52,7 +56,7 @@ def _seen(backend: Backend) -> dict[str, Any]:
 
 
 def _error(name: str) -> str:
-    """What torch says when the backend is started all the same; "" if it says nothing."""
+    """The words of torch when the backend is started all the same; "" if it says nothing."""
     import torch
 
     if name == "mps":
@@ -64,10 +68,26 @@ def _error(name: str) -> str:
     return ""
 
 
+def drivers() -> dict[str, str]:
+    """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``. torch is not asked."""
+    found = {}
+    for name, file in (("nvidia", "/sys/module/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
+        try:
+            found[name] = Path(file).read_text().strip()
+        except OSError:
+            if Path(file).parent.is_dir():
+                found[name] = "yes"
+    if any(Path("/sys/module", name).is_dir() for name in ("xe", "i915")) and Path("/dev/dri").is_dir():
+        found["intel"] = "yes"
+    if "nvidia" not in found and _WSL_CUDA.exists():
+        found["nvidia"] = "of WSL"
+    return found
+
+
 def main() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        print(json.dumps(look()))
+        print(json.dumps(devices_seen()))
     return 0
 
 

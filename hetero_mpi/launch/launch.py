@@ -10,17 +10,9 @@ from collections.abc import Callable, Sequence
 
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch import slurm
-from hetero_mpi.launch.launcher.launcher import (
-    ASKED_TEXTS,
-    MOST_OF_RANKS,
-    CommandLine,
-    build_command,
-    find_launcher,
-    outliving_ranks,
-    start,
-    tell,
-)
-from hetero_mpi.launch.launcher.surroundings import check_slurm_job, check_slurm_tasks
+from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
+from hetero_mpi.launch.launcher.launcher import find_launcher, outliving_ranks
+from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXTS, MOST_OF_RANKS, start, tell
 from hetero_mpi.launch.supervisor.elastic import Supervisor, without_option
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 
@@ -42,7 +34,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         raise UserError("launch needs a command to run: `python -m hetero_mpi launch -np 3 -- train job.toml`.")
     if not program[0].startswith("-"):
         parse(program)  # what is mistyped is told here, once, instead of by every rank
-    check_slurm_job(os.environ)
+    slurm.check_slurm_job(os.environ)
     given = shlex.split(namespace.mpirun_args)
     if namespace.recover:
         outliving = outliving_ranks(find_launcher())
@@ -78,7 +70,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         return _supervise(options, program, parse)
     if namespace.hostfile is None:
         tasks = sum(sum(component.tasks) for component in slurm.components(os.environ))
-        check_slurm_tasks(namespace.ranks, tasks, given)
+        slurm.check_slurm_tasks(namespace.ranks, tasks, given)
     words = [sys.executable, "-m", "hetero_mpi", *program]
     command = build_command(find_launcher(), namespace.ranks, namespace.hostfile, words, given)
     return _start(namespace, command, program)
@@ -104,8 +96,7 @@ def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: l
         ranks_of,
         read_hosts,
     )
-    from hetero_mpi.launch.launcher.hosts_command import hosts_command
-    from hetero_mpi.launch.wireguard.mesh import read_mesh
+    from hetero_mpi.launch.hosts.mesh import read_mesh
 
     shares = ranks_of(read_hosts(namespace.hosts), namespace.ranks, namespace.hosts)
     command = hosts_command(find_launcher(), shares, program, given, read_mesh(namespace.hosts))

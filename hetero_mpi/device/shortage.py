@@ -1,10 +1,16 @@
-"""Shortage of memory: processes that the kernel killed for it, and errors that mean it. No torch is imported for the first."""
+"""Shortages of a device: memory (processes that the kernel killed for it, errors that mean it), and kernels. Without torch, but
+for errors."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from hetero_mpi.host_limits import counter
+
+OTHER_KERNELS = (
+    "; a processor's own GPU may take its nearest relative's: HSA_OVERRIDE_GFX_VERSION=11.0.0 (10.3.0 before RDNA 3)"
+)
+"""Another remedy for an AMD GPU for which ROCm has no kernels."""
 
 
 def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
@@ -14,7 +20,7 @@ def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
 
 
 def memory_kills_text(kills: dict[str, int]) -> str:
-    """What a person is told. ``kills``: host -> processes killed meanwhile; "" where there are none."""
+    """The text for a person. ``kills``: host -> processes killed meanwhile; "" where there are none."""
     told = [
         f"the kernel of {host} killed {count} process{'es' if count > 1 else ''} for lack of memory"
         for host, count in kills.items()
@@ -42,11 +48,11 @@ _SIGNS = (
     "UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "Invalid buffer size",
 )
-"""What allocators, libraries beneath torch and drivers put into a plain RuntimeError: CPU, cuBLAS, cuDNN, SYCL (XPU), Metal."""
+"""Words of allocators, libraries beneath torch and drivers in a plain RuntimeError: CPU, cuBLAS, cuDNN, SYCL (XPU), Metal."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Does the error mean that memory was short, whoever says it?"""
+    """True where the error means that memory was short, whoever says it."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

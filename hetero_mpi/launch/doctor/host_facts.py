@@ -1,15 +1,7 @@
-"""The probe of ``doctor``, which examines the host it runs on: ``python -m hetero_mpi.launch.doctor.probe``, over stdin and stdout.
+"""Facts about a host, and about a Python on it, gathered there; and the hosts, entries of a hosts file, or ranks to be examined.
 
 Only the standard library is imported (and psutil if installed). torch and MPI are tried in processes of their own, so that a host
-on which they are broken is reported and does not end the probe. A request and an answer are one JSON line each::
-
-    {"ask": "facts", "directory": "runs", ...}  {"host": "rtx", "python": ...}      see ``gather`` and ``HostFacts``
-    {"ask": "self_tests", "torch": ...}         {"found": [...]}                        see ``self_tests``
-    {"ask": "clock"}                            {"unix_s": 1760000000.0}
-    {"ask": "listen"}                           {"port": 40000, "token": "..."}
-    {"ask": "connect", "address": ...}          {"latency_s": ..., "bytes_per_s": ...} or {"error": "timed out"}
-
-Every answer begins with ``MARK``, as a login shell may print things of its own before.
+on which they are broken is told.
 """
 
 from __future__ import annotations
@@ -21,20 +13,21 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
-from hetero_mpi.device.self_test_process import self_test
+from hetero_mpi.device.device_probe import drivers
+from hetero_mpi.device.self_test import self_test
+from hetero_mpi.disk import free_bytes
 from hetero_mpi.host_limits import usable_cores
-from hetero_mpi.launch.doctor.links import listen, measure
-from hetero_mpi.launch.hosts.authenticated import AuthenticatedServer, NotAuthentic
 from hetero_mpi.shipped import absent_packages
 
-MARK = "hetero_mpi probe: "
+if TYPE_CHECKING:
+    from hetero_mpi.launch.hosts.mesh import Mesh
+
 TOOLS = ("prted", "orted", "hydra_pmi_proxy", "mpirun", "mpiexec", "python3", "ssh")
 """Programs that are looked for; the first three are those that launchers start on other hosts: Open MPI 5's, 4's, MPICH's."""
 VARIABLES = (
@@ -59,7 +52,7 @@ MPI.Finalize()
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Facts about a host, gathered by a probe on it. JSON-able."""
+    """Facts about a host, gathered on it. JSON-able."""
 
     host: str
     python: str
@@ -88,7 +81,7 @@ class HostFacts:
     mpi: dict[str, Any] = field(default_factory=dict)
     """``library`` (its version text), ``threads``, ``fault_tolerance`` (None: not known), ``error``."""
     torch: dict[str, Any] = field(default_factory=dict)
-    """The result of ``device.look``, or {"error": ...}."""
+    """The result of ``device.device_probe``, or {"error": ...}."""
     self_tests: tuple[dict[str, Any], ...] = ()
     """Results (``SelfTest.to_dict``) for its GPUs, or for its processor where it has none; empty where no test was asked for."""
 
@@ -100,6 +93,38 @@ class HostFacts:
         """The inverse of ``to_dict``, JSON in between."""
         plain = {**values, "addresses": tuple((a, b, c) for a, b, c in values["addresses"])}
         return cls(**{**plain, "missing": tuple(values["missing"])})
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A host, an entry of a hosts file, or a rank, with the facts about it, or the reason why there are none."""
+
+    title: str
+    address: str
+    """IPv4; "": it has none."""
+    name: str
+    """The name that the launch agent takes."""
+    local: bool
+    python: str = sys.executable
+    prefix: str = ""
+    """Directory where the launcher will look for MPI there; "": not checked."""
+    directory: str = ""
+    """Directory in which its ranks are to start; "": the path of the one here, if it exists there."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 0
+    """Ranks it is to hold; 0: not known."""
+    device: str = "auto"
+    """The device that a hosts file gives its ranks."""
+    mesh: Mesh | None = None
+    """The mesh of the hosts file, if the address lies in it."""
+    facts: HostFacts | None = None
+    complaint: str = ""
+    """Where there are no facts: the last line of the launch agent, or of Python there."""
+
+
+def answered(places: Sequence[Examined]) -> list[tuple[Examined, HostFacts]]:
+    """The places that have answered, each with its facts."""
+    return [(place, place.facts) for place in places if place.facts is not None]
 
 
 def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = "") -> HostFacts:
@@ -155,7 +180,7 @@ def try_mpi() -> dict[str, Any]:
 
 
 def fault_tolerance() -> bool | None:
-    """Was the Open MPI of this environment built with ULFM? None: not known (another MPI, or no ``ompi_info``)."""
+    """True where the Open MPI of this environment was built with ULFM; None: not known (another MPI, or no ``ompi_info``)."""
     tool = _tool("ompi_info")
     if not tool:
         return None
@@ -167,8 +192,8 @@ def fault_tolerance() -> bool | None:
 
 
 def try_torch() -> dict[str, Any]:
-    """The result of ``device.look`` in a process of its own; {"error": why} if that fails."""
-    return _json_of([sys.executable, "-m", "hetero_mpi.device.look"], dict(os.environ), _PATIENCE_S)
+    """The result of ``device.device_probe`` in a process of its own; {"error": why} if that fails."""
+    return _json_of([sys.executable, "-m", "hetero_mpi.device.device_probe"], dict(os.environ), _PATIENCE_S)
 
 
 def devices_to_test(torch: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -221,70 +246,14 @@ def _tool(name: str, prefix: str = "") -> str:
     return shutil.which(name) or ""
 
 
-_WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
-"""Windows puts it into WSL where NVIDIA's driver is installed. ``/dev/dxg`` is no such sign: it exists for every vendor's GPU."""
-
-
-def drivers() -> dict[str, str]:
-    """See ``HostFacts.drivers``."""
-    found = {}
-    for name, file in (("nvidia", "/sys/module/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
-        try:
-            found[name] = Path(file).read_text().strip()
-        except OSError:
-            if Path(file).parent.is_dir():
-                found[name] = "yes"
-    if any(Path("/sys/module", name).is_dir() for name in ("xe", "i915")) and Path("/dev/dri").is_dir():
-        found["intel"] = "yes"
-    if "nvidia" not in found and _WSL_CUDA.exists():
-        found["nvidia"] = "of WSL"
-    return found
-
-
 def _room(path: Path) -> dict[str, Any]:
     """Free bytes where ``path`` is or would be created, and why it cannot be written ("": it can)."""
     path = path.absolute()
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     problem = "" if os.access(there, os.W_OK | os.X_OK) else f"this user may not write to {there}"
-    return {"path": str(path), "free_bytes": shutil.disk_usage(there).free, "problem": problem}
+    return {"path": str(path), "free_bytes": free_bytes(there), "problem": problem}
 
 
 def _work(path: str) -> dict[str, Any]:
     problem = "" if not path or Path(path).is_dir() else "there is no such directory"
     return {"path": path, "free_bytes": 0, "problem": problem}
-
-
-class Server:
-    """Answers requests. Its TCP listeners live as long as it does."""
-
-    def __init__(self) -> None:
-        self._listeners: list[AuthenticatedServer] = []
-
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one request; an error becomes an answer too."""
-        ask = request["ask"]
-        if ask == "facts":
-            return gather(request["directory"], prefix=request["prefix"], work=request["work"]).to_dict()
-        if ask == "self_tests":
-            return {"found": self_tests(request["torch"])}
-        if ask == "clock":
-            return {"unix_s": time.time()}
-        if ask == "listen":
-            self._listeners.append(listen())
-            return {"port": self._listeners[-1].port, "token": self._listeners[-1].token}
-        try:
-            speed = measure(request["address"], request["port"], request["token"], request["patience_s"])
-        except (OSError, EOFError, NotAuthentic) as error:
-            return {"error": (getattr(error, "strerror", None) or str(error) or "the connection broke").lower()}
-        return asdict(speed)
-
-
-def main() -> int:
-    server = Server()
-    for line in sys.stdin:
-        print(MARK + json.dumps(server.answer(json.loads(line))), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
