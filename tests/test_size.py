@@ -24,7 +24,7 @@ LINES = {
     "checkpoint": 1_240,
     "comm": 3_020,
     "commands": 1_410,
-    "data": 3_800,
+    "data": 3_710,
     "device": 1_360,
     "emulation": 610,
     "engine": 2_170,
@@ -37,7 +37,7 @@ LINES = {
     "runtime": 7_120,
     "state": 1_770,
     "web": 430,
-    "in all": 56_130,
+    "in all": 56_000,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
     from hetero_mpi.comm.transport import Transport
-    from hetero_mpi.data.samples import DataSource
+    from hetero_mpi.data.dataset import DataSource
     from hetero_mpi.device.backend import Backend
     from hetero_mpi.emulation.pace import Emulation
     from hetero_mpi.engine.trainer import Trainer

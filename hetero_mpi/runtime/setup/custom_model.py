@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.data.samples import Samples, pair
+from hetero_mpi.data.dataset import Samples, pair
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
