@@ -132,8 +132,8 @@ def by_datasets(size: int) -> Callable[[], object]:
 
 
 def conversation(messages: int, plainly: bool = False) -> Callable[[], object]:
+    from hetero_mpi.data.chat_template import choose_form, tokenize_records
     from hetero_mpi.data.records import read_records
-    from hetero_mpi.data.template import choose_form, tokenize_records
     from hetero_mpi.data.tokenizer import load_tokenizer
 
     chance, found = random.Random(messages), load_tokenizer(tokenizer())
@@ -156,7 +156,7 @@ def plain_conversation(messages: int) -> Callable[[], object]:
 
 
 def packing(records: int) -> Callable[[], object]:
-    from hetero_mpi.data.instructions import pack
+    from hetero_mpi.data.record_sequences import pack
 
     chance = random.Random(records)
     lengths = [chance.randint(20, 300) for _ in range(records)]

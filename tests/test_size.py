@@ -24,7 +24,7 @@ LINES = {
     "checkpoint": 1_240,
     "comm": 2_890,
     "commands": 1_410,
-    "data": 3_800,
+    "data": 3_710,
     "device": 1_360,
     "emulation": 940,
     "engine": 2_080,

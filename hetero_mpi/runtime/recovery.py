@@ -26,7 +26,7 @@ from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.mpi_start import Loss, settled, survivors
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.data.documents import matching_files
+from hetero_mpi.data.source_files import matching_files
 from hetero_mpi.device.shortage import memory_kills, memory_kills_text
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.data.batch import Indices
-from hetero_mpi.data.samples import DataSource
-from hetero_mpi.data.sequences import Dataset
+from hetero_mpi.data.dataset import Dataset, DataSource
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.schema import TrainTable

@@ -24,7 +24,7 @@ import torch
 from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.batch import Batch
-from hetero_mpi.data.sequences import Dataset
+from hetero_mpi.data.dataset import Dataset
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.engine.memory_trial import OutOfMemory
 from hetero_mpi.engine.trainer import Trainer

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from hetero_mpi.data.template import render_prompt
+from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.runtime.generate.place import share_out

@@ -37,7 +37,7 @@ from tests.support.planning_samples import reported
 with eager_imports():  # as a rank of ``train`` does
     import torch
 
-    from hetero_mpi.data.sequences import Batch
+    from hetero_mpi.data.batch import Batch
     from hetero_mpi.device.backend import Memory
     from hetero_mpi.engine import stage_builder, trainer
     from hetero_mpi.engine.host_group import HostGroup

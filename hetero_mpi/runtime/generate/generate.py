@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.data.template import render_prompt
+from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError

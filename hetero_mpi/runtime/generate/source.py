@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader
-from hetero_mpi.data.template import Template, has_template, render_prompt
+from hetero_mpi.data.chat_template import Template, has_template, render_prompt
 from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_from_dict

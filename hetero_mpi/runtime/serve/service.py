@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.template import choose_form, messages_text
+from hetero_mpi.data.chat_template import choose_form, messages_text
 from hetero_mpi.data.tokenizer import begun, encoded, own_tokens_only
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import GENERATION

@@ -16,7 +16,7 @@ from hetero_mpi.report.run_files.logs import write_waiting_logs
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
     from hetero_mpi.comm.transport import Transport
-    from hetero_mpi.data.samples import DataSource
+    from hetero_mpi.data.dataset import DataSource
     from hetero_mpi.device.backend import Backend
     from hetero_mpi.emulation.emulated_cluster import Emulation
     from hetero_mpi.engine.trainer import Trainer

@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.documents import matching_files, read_documents
-from hetero_mpi.data.instructions import build_record_sequences
-from hetero_mpi.data.pieces import pieces_of
+from hetero_mpi.data.chat_template import Template, choose_form, plain_texts, tokenize_records
+from hetero_mpi.data.dataset import Dataset, DataSource, SequenceSettings
 from hetero_mpi.data.record_files import BadRecords
+from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
 from hetero_mpi.data.records import Record, Records, read_records
-from hetero_mpi.data.samples import DataSource
-from hetero_mpi.data.sequences import Dataset, build_sequences
-from hetero_mpi.data.template import Template, choose_form, plain_texts, tokenize_records
+from hetero_mpi.data.source_files import matching_files
+from hetero_mpi.data.text_sequences import build_sequences, pieces_of, read_documents
 from hetero_mpi.data.token_cache import entry, marks_of, read_dataset, write_dataset
 from hetero_mpi.data.tokenizer import (
     bpe_split,
@@ -92,21 +91,12 @@ def _from_text(loaded: LoadedJob) -> Material:
     )
 
     def fill(folder: Path) -> None:
-        dataset = build_sequences(
-            corpus,
-            tokenizer,
-            data.sequence_length,
-            data.packing,
-            data.held_out,
-            loaded.job.train.seed,
-            evaluation,
-            folder,
-            _progress(corpus.paths),
-        )
+        settings = _settings(loaded, data.packing)
+        dataset = build_sequences(corpus, tokenizer, settings, evaluation, folder, _progress(corpus.paths))
         lines = [
-            f"{name}: {read.report.files:,} files, {read.report.bytes / 1e6:.1f} MB of text"
+            f"{name}: {line}"
             for name, read in (("corpus", corpus), ("evaluation", evaluation))
-            if read is not None
+            for line in (read.report.lines() if read is not None else ())
         ]
         write_dataset(folder, dataset, {"notes": [*lines, *dataset.notes]})
 
@@ -159,21 +149,13 @@ def _from_records(loaded: LoadedJob) -> Material:
             for line in source.lines(form.source)
         ]
         lines.extend(f"evaluation: {line}" for line in (evaluation.lines(form.source) if evaluation else ()))
+        settings = _settings(loaded, packing)
         dataset = build_record_sequences(
             [(name, source.records) for name, source in sources.items()],
-            tokenizer,
-            form,
-            data.sequence_length,
-            packing,
-            data.held_out,
-            loaded.job.train.seed,
-            data.train_on_prompt,
+            RecordSequences(tokenizer, form, settings, data.train_on_prompt, isolate, preference, stops),
             None if evaluation is None else evaluation.records,
-            isolate,
             bad,
-            preference,
             data.weights,
-            stops,
         )
         lines += ["records become text by " + _FORMS[form.kind], *note, *bad.lines(), *dataset.notes]
         values = {"notes": lines, "kind": form.kind, "source": form.source, "skipped": len(bad.problems)}
@@ -188,6 +170,11 @@ def _from_records(loaded: LoadedJob) -> Material:
     generation = _with_end(config, generation, tokenizer)
     lines = (*told, *notes, *found["notes"], *kept, *remarks)
     return Material(config, tokenizer, dataset, lines, found["kind"], found["skipped"], generation)
+
+
+def _settings(loaded: LoadedJob, packing: bool) -> SequenceSettings:
+    data = loaded.job.data
+    return SequenceSettings(data.sequence_length, packing, data.held_out, loaded.job.train.seed)
 
 
 _EVALUATION = "data.evaluation"

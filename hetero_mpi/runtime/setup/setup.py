@@ -18,7 +18,7 @@ from hetero_mpi.comm.ranks.mpi_start import check_versions
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.data.samples import Samples
+from hetero_mpi.data.dataset import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import Backend, best_dtype
 from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish

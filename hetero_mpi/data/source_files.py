@@ -1,4 +1,5 @@
-"""Data sets of the Hugging Face hub: ``hf:org/name``, ``hf:org/name/config:split`` -> files of records in the local cache.
+"""The files that a job's keys name: by patterns, in an order that depends on their names only, or as data sets of the Hugging Face
+hub (``hf:org/name``, ``hf:org/name/config:split``), whose files are in the local cache or come there.
 
 The hub's own package finds, fetches and keeps the files, as for models. The package ``datasets`` would write a second copy in
 a format of its own and keep what it has computed as pickles. What lies in the cache is taken as it is, so a job means the same
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import os
 import re
 import socket
 import urllib.request
@@ -21,6 +23,7 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 
 from hetero_mpi.background import Background
+from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 
 PREFIX = "hf:"
@@ -31,6 +34,43 @@ _WORDS = {"train": "train|training", "validation": "validation|valid|val|dev", "
 SILENT_S, SILENT_AT_MOST_S = 5.0, 20.0
 """After so many seconds without an answer of the hub a line says so, and after so many it is given up."""
 _SHARD = re.compile(r"-\d+-of-(\d+)(\.\w+)+$")
+
+
+def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None] | None = None) -> tuple[Path, ...]:
+    """The files that match the glob patterns of the job's ``key``: sorted by path, each once, directories ignored; then those of
+    data sets of the hub, in the order of the job.
+
+    A pattern that begins with ``!`` takes files of the patterns before it away again. ``tell``: is told of files that are
+    fetched from the hub; None: none is. Raises UserError when nothing matches.
+    """
+    from_hub = [file for text in patterns if text.startswith(PREFIX) for file in hub_files(text, key, tell)]
+    patterns = [text for text in patterns if not text.startswith(PREFIX)]
+    # A link and its target are one file; the real path is its identity and its place in the order.
+    paths: dict[str, Path] = {}
+    directories: list[str] = []
+    for pattern in patterns:
+        for text in glob.iglob(pattern.removeprefix("!"), recursive=True):
+            if pattern.startswith("!"):
+                paths.pop(os.path.realpath(text), None)
+            elif os.path.isfile(text):
+                paths.setdefault(os.path.realpath(text), Path(text))
+            else:
+                if not os.path.isdir(text):
+                    require_regular(Path(text))
+                directories.append(text)
+    if not paths and not from_hub:
+        kind = "jsonl" if key.startswith("data.records") else "txt"
+        what = (
+            f"only directories, such as {directories[0]} (add /**/*.{kind} to read inside)"
+            if directories
+            else "nothing"
+        )
+        raise UserError(f"{key} must match at least one file; {shown_patterns(patterns)} matched {what}.")
+    return (*(paths[real] for real in sorted(paths)), *from_hub)
+
+
+def shown_patterns(patterns: Sequence[str]) -> str:
+    return ", ".join(repr(pattern) for pattern in patterns)
 
 
 class HubName(NamedTuple):

@@ -1,31 +1,55 @@
-"""Documents -> token sequences with their targets, split into a training and a held-out share."""
+"""What a run learns from, on rank 0 only: sequences of tokens with their targets, or the samples of a user's own data, each shared
+out to what is learnt from and what is held out. Arrays may lie in mapped files, and are then looked at in parts.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import mmap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.batch import IGNORED, Batch, Indices, Pairs, Tokens, pair_counts
-from hetero_mpi.data.documents import Corpus
-from hetero_mpi.data.mapped import joined, mapped, parts_of_rows
-from hetero_mpi.data.order import Parts, batch_indices, parts_of, permutation
-from hetero_mpi.data.pieces import ids_of
-from hetero_mpi.data.tokenizer import end_token, own_tokens_only, pad_token
+from hetero_mpi.data.batch import (
+    IGNORED,
+    Batch,
+    Indices,
+    Pairs,
+    Parts,
+    Tokens,
+    batch_indices,
+    pair_counts,
+    parts_of,
+    permutation,
+)
 from hetero_mpi.errors import UserError
 
-STREAM = "stream.i32"
-"""File of packed text: the tokens of all documents, int32."""
 HELD_OUT_STREAM = 2**64 - 1
 """Key of the held-out split; epochs count from 0 and never get here."""
+Array = npt.NDArray[Any]
+_PART_BYTES = 16_000_000
+_LOOKED_AT = 64
+"""Samples whose content tells whether a resumed run goes on with the same data."""
+
+
+@dataclass(frozen=True)
+class SequenceSettings:
+    """How sequences are cut and shared out: the job's keys, for text and for records. The split is a function of (seed, number of
+    sequences).
+    """
+
+    length: int
+    """Tokens."""
+    packing: bool
+    """Are documents, or records, joined to full sequences?"""
+    held_out: float
+    """Share of the sequences that is never learnt from; 0 where other data evaluate."""
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +105,14 @@ class Dataset(Rows):
             return None
         own = np.zeros(len(self.targets), np.bool_)
         own[self.train] = True
-        return unigram_entropy(part[own[first : first + len(part)]] for first, part in parts_of_rows(self.targets))
+        counts = np.zeros(0, np.int64)
+        for first, part in parts_of_rows(self.targets):
+            targets = part[own[first : first + len(part)]]
+            more = np.bincount(targets[targets != IGNORED], minlength=len(counts))
+            more[: len(counts)] += counts
+            counts = more
+        shares_of = counts[counts > 0] / counts.sum()
+        return float(-(shares_of * np.log(shares_of)).sum())
 
     @functools.cached_property
     def pairs_per_row(self) -> int:
@@ -127,52 +158,15 @@ class Dataset(Rows):
         return replace(batch, pairs=Pairs.of(batch, self.answers[chosen], reference), numbers=chosen)
 
 
-def build_sequences(
-    documents: Corpus | Iterable[str],
-    tokenizer: PreTrainedTokenizerFast,
-    sequence_length: int,
-    packing: bool,
-    held_out: float,
-    seed: int,
-    evaluation: Corpus | Iterable[str] | None = None,
-    folder: Path | None = None,
-    tell: Callable[[int], None] | None = None,
-) -> Dataset:
-    """Tokenise the documents and cut them to sequences of ``sequence_length`` tokens; split off the held-out share.
-
-    Each document ends with the tokenizer's end token. Packed, all are joined to one stream; sequence i holds its tokens
-    [iT, iT + T) and the targets are one further, so that no token is lost between sequences. Otherwise each document is
-    one sequence, cut or padded on the right, and documents of fewer than 2 tokens are dropped.
-
-    The split is a function of (seed, number of sequences); ``evaluation`` documents take the place of the held-out
-    share. ``folder``: packed text goes into files of it, and not into memory. ``tell``: is told now and then how many characters
-    are done. Raises UserError when there is too little text for one training and (if ``held_out`` > 0) one held-out
-    sequence, or when the tokenizer has no end token.
-    """
-    places = [folder / STREAM, folder / f"evaluation-{STREAM}"] if folder is not None else [None, None]
-    rows = _text_rows(documents, tokenizer, sequence_length, packing, places[0], tell)
-    advice = "Add text ({}) or lower data.sequence_length."
-    own = advice.format("data.text, data.max_bytes")
-    if evaluation is None:
-        return share_out(rows, held_out, seed, "the text", own)
-    other = _text_rows(evaluation, tokenizer, sequence_length, packing, places[1], tell)
-    own_rows = share_out(rows, 0, seed, "the text", own)
-    dataset = join_evaluation(own_rows, other, "the text", advice.format("data.evaluation"), folder)
-    for place in filter(None, places):
-        place.unlink(missing_ok=True)
-    return dataset
-
-
-def share_out(rows: Rows, held_out: float, seed: int, what: str, advice: str) -> Dataset:
-    """The dataset of which ``held_out`` is a share of the sequences.
+def share_out(rows: Rows, settings: SequenceSettings, what: str, advice: str) -> Dataset:
+    """The dataset of which a share of the sequences is held out.
 
     Raises UserError when there are too few, which names ``what`` (the text, the records) and gives the advice.
     """
-    needed = 2 if held_out > 0 else 1
-    share = ", one to train on and one held out (data.held_out)" if held_out > 0 else ""
-    _require(rows, needed, what, share, advice)
-    train, aside = shares(len(rows.tokens), held_out, seed)
-    return Dataset(**vars(rows), train=train, held_out=aside, seed=seed)
+    share = ", one to train on and one held out (data.held_out)" if settings.held_out > 0 else ""
+    _require(rows, 2 if settings.held_out > 0 else 1, what, share, advice)
+    train, aside = shares(len(rows.tokens), settings.held_out, settings.seed)
+    return Dataset(**vars(rows), train=train, held_out=aside, seed=settings.seed)
 
 
 def shares(count: int, held_out: float, seed: int) -> tuple[Indices, Indices]:
@@ -245,69 +239,130 @@ def _require(rows: Rows, needed: int, what: str, share: str, advice: str) -> Non
         )
 
 
-def unigram_entropy(some: Iterable[Tokens]) -> float:
-    """Entropy of the frequencies of the targets that count, in nats per token."""
-    counts = np.zeros(0, np.int64)
-    for targets in some:
-        more = np.bincount(targets[targets != IGNORED], minlength=len(counts))
-        more[: len(counts)] += counts
-        counts = more
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+class Samples:
+    """Samples (input, target) by number. A batch's ``tokens`` are the inputs (B, ...), its ``targets`` (B, ...).
+
+    ``data``: has a length, and gives under each number the pair (input, target): arrays, or what numpy makes one of.
+
+    :raises UserError: there are too few.
+    """
+
+    def __init__(self, data: Sequence[Any], evaluation: Sequence[Any] | None, held_out: float, seed: int) -> None:
+        self.notes: tuple[str, ...] = ()
+        self._data, self._evaluation, self._seed = data, evaluation, seed
+        count = len(data)
+        if count < 1 or (held_out > 0 and evaluation is None and count < 2):
+            raise UserError(
+                f"the factory's data has {count} samples; it needs one to train on, and one to hold out unless data.held_out = 0 "
+                f"or the factory gives evaluation data"
+            )
+        self.train, self.held_out = shares(count, held_out if evaluation is None else 0, seed)
+        if evaluation is not None:
+            self.held_out = permutation(len(evaluation), seed, HELD_OUT_STREAM)
+
+    def first(self) -> list[Array]:
+        """[input, target] of one sample."""
+        return list(pair(self._data, 0))
+
+    def batch(self, step: int, global_batch: int) -> Batch:
+        chosen = self.train[batch_indices(step, global_batch, len(self.train), self._seed)]
+        return _gather(self._data, chosen)
+
+    def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
+        source = self._data if self._evaluation is None else self._evaluation
+        chosen = self.held_out[:limit]
+        for first in range(0, len(chosen), batch):
+            yield _gather(source, chosen[first : first + batch])
+
+    def unigram_entropy(self) -> float | None:
+        """None: how frequent targets are means nothing."""
+        return None
+
+    def fingerprint(self) -> str:
+        """Of the numbers of samples, and the content of some of them: all may be more than can be read."""
+        digest = hashlib.blake2b(digest_size=16)
+        for source in (self._data, self._evaluation):
+            count = len(source) if source is not None else -1
+            digest.update(repr((count, self._seed, len(self.held_out))).encode())
+            for number in sorted({i * (count - 1) // _LOOKED_AT for i in range(_LOOKED_AT + 1)} if count > 0 else ()):
+                assert source is not None
+                for array in pair(source, number):
+                    digest.update(repr((array.dtype.str, array.shape)).encode())
+                    digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
 
 
-def _text_rows(
-    documents: Corpus | Iterable[str],
-    tokenizer: PreTrainedTokenizerFast,
-    length: int,
-    packing: bool,
-    place: Path | None,
-    tell: Callable[[int], None] | None,
-) -> Rows:
-    blocks = documents.blocks() if isinstance(documents, Corpus) else ((text, True) for text in documents)
-    end = end_token(tokenizer)
-    pieces = ids_of(blocks, own_tokens_only(tokenizer), tell)
-    return _pack(pieces, end, length, place) if packing else _pad(pieces, end, pad_token(tokenizer), length)
+DataSource = Dataset | Samples
+"""The data of a job, in batches. Only rank 0 has it."""
 
 
-def _pack(pieces: Iterable[tuple[Tokens, bool]], end: int, length: int, place: Path | None) -> Rows:
-    """One stream of all documents, in a file ``place`` or in memory; tokens and targets are overlapping views of it."""
-    documents = 0
-    with io.BytesIO() if place is None else place.open("wb") as file:
-        for ids, ends in pieces:
-            file.write(ids.tobytes())
-            if ends:
-                file.write(np.int32(end).tobytes())
-                documents += 1
-        kept = file.getvalue() if isinstance(file, io.BytesIO) else b""
-    stream = np.frombuffer(kept, np.int32) if place is None else mapped(place)
-    return Rows(*overlapping(stream, length), f"{len(stream)} tokens in {documents} documents")
+def pair(source: Sequence[Any], number: int) -> tuple[Array, Array]:
+    """A sample as two arrays.
+
+    :raises UserError: it is none.
+    """
+    sample = source[number]
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+        raise UserError(f"a sample is a pair (input, target); number {number} is a {type(sample).__name__}")
+    found = np.asarray(sample[0]), np.asarray(sample[1])
+    for what, array in zip(("input", "target"), found, strict=True):
+        if array.dtype.kind not in "biuf":
+            raise UserError(
+                f"a sample's {what} is an array of numbers; that of number {number} is a {type(sample[0]).__name__} ({array.dtype})"
+            )
+    return found
 
 
-def overlapping(stream: Tokens, length: int) -> tuple[Tokens, Tokens]:
-    """Tokens and targets [N, T] of one stream: sequence i holds tokens [iT, iT + T), and the targets are one further."""
-    count = max(len(stream) - 1, 0) // length
-    tokens = stream[: count * length].reshape(count, length)
-    return tokens, stream[1 : count * length + 1].reshape(count, length) if count else tokens
+def _gather(source: Sequence[Any], chosen: Indices) -> Batch:
+    pairs = [pair(source, int(number)) for number in chosen]
+    for what, arrays in zip(("input", "target"), zip(*pairs, strict=True), strict=True):
+        for number, array in zip(chosen, arrays, strict=True):
+            if array.shape != arrays[0].shape:
+                raise UserError(
+                    f"all samples have one shape: the {what} of number {int(chosen[0])} is {arrays[0].shape}, that of number "
+                    f"{int(number)} is {array.shape}; crop or pad them in the factory's data"
+                )
+    return Batch(np.stack([x for x, _ in pairs]), np.stack([y for _, y in pairs]), len(pairs))
 
 
-def _pad(pieces: Iterable[tuple[Tokens, bool]], end: int, pad: int, length: int) -> Rows:
-    """One document per row; a note says how many documents were too short."""
-    parts: list[Tokens] = []
-    dropped, begun = 0, np.empty(0, np.int32)
-    for ids, ends in pieces:
-        begun = np.concatenate([begun, ids[: length + 1]])
-        if not ends:
-            continue
-        ids, begun = begun, begun[:0]
-        if len(ids) < 2:
-            dropped += 1
-            continue
-        parts.append(np.array([*ids[:length], ids[length] if len(ids) > length else end], dtype=np.int32))
-    tokens = np.full((len(parts), length), pad, dtype=np.int32)
-    targets = np.full((len(parts), length), IGNORED, dtype=np.int32)
-    for row, part in enumerate(parts):
-        tokens[row, : len(part) - 1] = part[:-1]
-        targets[row, : len(part) - 1] = part[1:]
-    notes = (f"{dropped:,} documents of fewer than 2 tokens dropped",) if dropped else ()
-    return Rows(tokens, targets, f"{len(parts)} documents of at least 2 tokens", notes)
+def mapped(path: Path) -> Array:
+    """The array of a ``.npy`` file, or else a file of int32 numbers; read-only."""
+    if path.suffix == ".npy":
+        return np.load(path, mmap_mode="r") if path.stat().st_size > 128 else np.load(path)
+    return np.memmap(path, np.int32, "r") if path.stat().st_size else np.empty(0, np.int32)
+
+
+def parts_of_rows(array: Array) -> Iterator[tuple[int, Array]]:
+    """The array in runs of rows: (number of the first, the rows). Of a mapped one, memory holds one run at a time."""
+    rows = max(1, _PART_BYTES // max(1, array.nbytes // max(1, len(array))))
+    for first in range(0, len(array), rows):
+        yield first, array[first : first + rows]
+        _release(array)
+
+
+def joined(arrays: Sequence[Array], path: Path) -> Array:
+    """The arrays one after the other; in a new file ``path`` (``.npy``) if one of them is mapped."""
+    if all(_mapping(array) is None for array in arrays):
+        return np.concatenate(arrays)
+    shape = (sum(len(array) for array in arrays), *arrays[0].shape[1:])
+    whole, place = np.lib.format.open_memmap(path, "w+", arrays[0].dtype, shape), 0
+    for array in arrays:
+        for _, part in parts_of_rows(array):
+            whole[place : place + len(part)] = part
+            place += len(part)
+            _release(whole)
+    whole.flush()
+    return mapped(path)
+
+
+def _release(array: Array) -> None:
+    mapping = _mapping(array)
+    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _mapping(array: Any) -> mmap.mmap | None:
+    """The mapped file behind an array or a view of one."""
+    while array is not None and not isinstance(array, mmap.mmap):
+        array = getattr(array, "base", None)
+    return array

@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.data.anchors import Conversation
 from hetero_mpi.data.answers import WAY_OUT, Printer, Rendered, rendered
+from hetero_mpi.data.messages import ChatMessage
+from hetero_mpi.data.printed_parts import Conversation
 from hetero_mpi.data.record_files import BadRecord
-from hetero_mpi.data.records import ChatMessage, Record
+from hetero_mpi.data.records import Record
 
 LIMIT_S = 5.0
 """Processor time of one rendering; the longest conversations take a hundredth of that."""
@@ -84,7 +85,7 @@ class _Process:
     def _started(self) -> subprocess.Popen[bytes]:
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
         return subprocess.Popen(
-            [sys.executable, "-m", "hetero_mpi.data.rendering"],
+            [sys.executable, "-m", "hetero_mpi.data.template_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
