@@ -16,6 +16,7 @@ from typing import cast
 
 from torch import nn
 
+from hetero_mpi import units
 from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
@@ -37,7 +38,6 @@ from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import EMULATED, ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict
-from hetero_mpi.report import units
 
 NETWORK = Network(shared_nic=True)
 """How messages meet in an emulated cluster: the ranks of every host share its NIC."""

@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.emulation.emulated_cluster import Emulation
 from hetero_mpi.emulation.paced_stage import PacedStage
@@ -23,7 +24,6 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.adamw import AdamW
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.schedule import Action, Op
-from hetero_mpi.report import units
 
 _REPEATS = 5
 OVERRUN = 0.01

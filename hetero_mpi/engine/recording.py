@@ -13,15 +13,9 @@ from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.planning.schedule import Event, MeasuredEvent
-from hetero_mpi.report.run_files.line_files import LineFile, keep_until
-from hetero_mpi.report.run_files.measured import (
-    STEPS_NAME,
-    RankStep,
-    Usage,
-    rank_step_line,
-    rank_step_to_dict,
-)
+from hetero_mpi.report.run_files.line_files import STEPS_NAME, LineFile, keep_until
 from hetero_mpi.report.run_files.metrics import StepMetrics
+from hetero_mpi.report.run_files.rank_steps import RankStep, Usage, rank_step_to_dict
 
 _WARM = 3
 """The first recorded step: caches and links are warm by then."""
@@ -73,7 +67,7 @@ class Recorder:
             own = rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, kept, usage))
         gathered = self._world.gather_json(own)
         if gathered is not None and self._file is not None:
-            self._file.write(*(rank_step_line(record) for record in gathered if record is not None))
+            self._file.write(*(record for record in gathered if record is not None))
 
     def _events(self, result: StepResult) -> Sequence[Event]:
         return result.events if self._scale == 1.0 else [_scaled(event, self._scale) for event in result.events]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 
+from hetero_mpi import units
 from hetero_mpi.comm.links import HostFlows, LinkSamples, fit_line, measure_flows, measure_links
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
@@ -32,7 +33,6 @@ from hetero_mpi.profiling.host_profiles import (
 )
 from hetero_mpi.profiling.subject import Subject, sampled_rows
 from hetero_mpi.profiling.time_cache import device_key, key_of, load_times, save_times, subject_content
-from hetero_mpi.report import units
 
 _SMALLEST_MESSAGE = 1024
 _GROWTH = 4

@@ -40,9 +40,8 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_to_dict
 from hetero_mpi.planning.types.plan_report import PlanReport
-from hetero_mpi.report.run_files.event_log import append_event, own_event
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.report.run_files.run_directory import EarlierRun, append_event, own_event
 from hetero_mpi.runtime.build import start_adapter, start_layers
 from hetero_mpi.runtime.reconfigure import build_share, hand_over
 from hetero_mpi.runtime.recovery import RunHistory

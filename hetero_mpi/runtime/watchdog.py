@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_mpi import units
 from hetero_mpi.background import Background
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
@@ -39,7 +40,6 @@ from hetero_mpi.comm.transport import Exchange, Message
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.schedule import busy
-from hetero_mpi.report import units
 from hetero_mpi.runtime.setup.context import RunContext, Share
 
 _TAG = 1

@@ -19,7 +19,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import Alone, IdleRank, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.report.run_files.measured import MeasuredEvent
+from hetero_mpi.report.run_files.rank_steps import MeasuredEvent
 from hetero_mpi.runtime.measuring import Expected, OwnStep, Together, compared, with_others
 from hetero_mpi.runtime.rebalance import StepWord
 from hetero_mpi.runtime.trial import clearly_faster

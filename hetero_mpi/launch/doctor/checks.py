@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_mpi import __version__
+from hetero_mpi import __version__, units
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, parse_library_version
 from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, MUST_MATCH, version_problem
 from hetero_mpi.device.self_test import SelfTest, text_of
@@ -17,9 +17,8 @@ from hetero_mpi.launch.doctor.diagnostics import Finding, as_json, found, lines_
 from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, answered
 from hetero_mpi.launch.hosts.agent import PROGRAM
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface
-from hetero_mpi.report import units
 from hetero_mpi.shipped import pip_argument
-from hetero_mpi.text import fitted
+from hetero_mpi.terminal import fitted
 
 LEAST_RUN_BYTES = 500_000_000
 """Free space below which a run fails: the checkpoints of as few as 8 M trained parameters do not fit."""

@@ -29,7 +29,7 @@ from hetero_mpi.launch.hosts.hostfile import read_hostfile, slots_by_host
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, network_of, resolve, source_address
 from hetero_mpi.launch.launcher.command_line import prefix_of
 from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher
-from hetero_mpi.text import fitted
+from hetero_mpi.terminal import fitted
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hetero_mpi import units
 from hetero_mpi.comm.links import LinkSamples, measure_links
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.pairs import quiet_rounds
@@ -28,7 +29,6 @@ from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
 from hetero_mpi.launch.doctor.diagnostics import Finding, Severity, found, lines_of, merged, would_fail
 from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, fault_tolerance, gather, self_tests, try_torch
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses
-from hetero_mpi.report import units
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh  # brings pydantic, which a host may lack

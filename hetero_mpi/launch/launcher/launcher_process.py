@@ -28,7 +28,7 @@ from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import AT_ONCE, ExitCode, UserError
 from hetero_mpi.launch.launcher.command_line import CommandLine
 from hetero_mpi.launch.launcher.launcher import with_home
-from hetero_mpi.text import UNWATCHED_VARIABLE, write_text
+from hetero_mpi.terminal import UNWATCHED_VARIABLE, write_text
 
 _MORE = "the full command: --print; with the reasons for its options: --verbose"
 _PR_SET_PDEATHSIG = 1

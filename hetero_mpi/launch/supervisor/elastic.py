@@ -36,7 +36,7 @@ from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXT, AT_ONCE_TEXT
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.launch.supervisor.host_reports import end_starts
 from hetero_mpi.launch.supervisor.watched_hosts import WatchedHost, WatchedHosts
-from hetero_mpi.report.run_files.event_log import START_VARIABLE, EventLog
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE, EventLog
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""

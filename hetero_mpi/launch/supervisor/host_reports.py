@@ -37,8 +37,7 @@ from typing import Any, Literal
 
 from hetero_mpi.device.shortage import memory_kills
 from hetero_mpi.disk import lock
-from hetero_mpi.report.run_files.event_log import START_VARIABLE
-from hetero_mpi.report.run_files.run_directory import LOCK_NAME
+from hetero_mpi.report.run_files.run_directory import LOCK_NAME, START_VARIABLE
 
 INTERVAL_S = 0.25
 """Seconds between calls."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from hetero_mpi import units
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import Durations, whole_model_s
@@ -20,7 +21,6 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import IdleRank
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import counted, describe_layers, describe_seconds, ratio
 
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
@@ -39,9 +39,9 @@ class Beaten:
     def sentence(self, best_s: float) -> str:
         if self.step_s is None:
             return f"{self.name}: does not fit in memory"
-        times = f"{ratio(self.step_s, best_s):.2f}"
+        times = f"{units.ratio(self.step_s, best_s):.2f}"
         how = "as fast" if float(times) <= 1 else f"{times}x slower"
-        return f"{self.name}: {how} ({describe_seconds(self.step_s)} per step)"
+        return f"{self.name}: {how} ({units.seconds(self.step_s)} per step)"
 
 
 def reasons(
@@ -99,7 +99,7 @@ def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation
     if found is None:
         yield f"{name} the model does not fit in memory"
     else:
-        change = round(ratio(found.step_s, simulation.step_s) - 1, 3)
+        change = round(units.ratio(found.step_s, simulation.step_s) - 1, 3)
         # The search is not exact: the plan without it may be the shorter one.
         how = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'}" if change else "as long"
         yield f"{name} the step is {how}"
@@ -113,12 +113,12 @@ def _stages(plan: Plan, rank: int) -> str:
 def _held(plan: Plan, rank: int) -> str:
     """The layers of a rank."""
     held = (plan.numbered[number][2] for number in plan.of_rank(rank))
-    return ", ".join(describe_layers(stage.first, stage.last, plan.layers) for stage in held)
+    return "; ".join(units.layers(stage.first, stage.last, plan.layers) for stage in held)
 
 
 def _counts(plan: Plan, profile: ClusterProfile) -> str:
     used = sum(len(pipeline.held) for pipeline in plan.pipelines)
-    shares = counted((f"{one.micro_batches} micro-batches of {one.micro_batch}" for one in plan.pipelines), " + ")
+    shares = units.counted((f"{one.micro_batches} micro-batches of {one.micro_batch}" for one in plan.pipelines), " + ")
     many = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
     return f"{used} of {len(profile.devices)} ranks{many}, {shares} = global batch {plan.global_batch}"
 
@@ -160,7 +160,7 @@ def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) ->
         yield changed("backward in one part instead of two", whole)
     shallow = with_classic_depths(plan)
     if request.schedule == "auto" and shallow != plan:
-        depths = counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines), ", ")
+        depths = units.counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines), ", ")
         yield changed(f"1F1B's own warm-up instead of {depths}", shallow.pipelines)
 
 
@@ -177,8 +177,8 @@ def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) ->
     sizes = sorted(set(request.micro_batch_choices), reverse=True)
     devices = while_computing(profile, ranks).devices
     seconds = [whole_model_s(profile, devices[rank], sizes[-1] * request.sequence_length) for rank in ranks]
-    for rank, units in zip(ranks, _dealt(request.global_batch // sizes[-1], seconds), strict=True):
-        share = units * sizes[-1]
+    for rank, count in zip(ranks, _dealt(request.global_batch // sizes[-1], seconds), strict=True):
+        share = count * sizes[-1]
         size = next(size for size in sizes if share % size == 0)
         yield PipelinePlan((StagePlan((rank,), 0, plan.layers, 0),), size, share)
 
@@ -198,7 +198,7 @@ def _dealt(parts: int, seconds: Sequence[float]) -> list[int]:
 def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> str:
     """The rank that computes most, or the link that is busier still."""
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
-    share = ratio(simulation.busy_s[rank], simulation.step_s)
+    share = units.ratio(simulation.busy_s[rank], simulation.step_s)
     text = f"busiest: {_stages(plan, rank)} (rank {rank}: {_held(plan, rank)}) computes {share:.0%} of the step"
     costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
     for (number, index, stage), (_, next_index, there) in pairwise(plan.numbered):
@@ -211,7 +211,7 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
             links[pair] = links.get(pair, 0.0) + seconds
     link = max(sorted(links), key=lambda one: links[one], default=None)
     if link is not None and links[link] > simulation.busy_s[rank]:
-        text += f"; the link {link[0]} -> {link[1]} is busy {ratio(links[link], simulation.step_s):.0%} of it"
+        text += f"; the link {link[0]} -> {link[1]} is busy {units.ratio(links[link], simulation.step_s):.0%} of it"
     return text
 
 
@@ -237,7 +237,7 @@ def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, reque
     if decision.at_work_s is None:
         return UNTRIED
     if decision.at_work_s < math.inf:
-        best, other = (describe_seconds(seconds) for seconds in (decision.step_s, decision.at_work_s))
+        best, other = (units.seconds(seconds) for seconds in (decision.step_s, decision.at_work_s))
         if best == other or decision.at_work_s < decision.step_s:
             return f"using {ranks} ranks would not shorten the step ({best} either way)"
         return f"using {ranks} ranks would take {other} per step instead of {best}"
@@ -247,4 +247,4 @@ def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, reque
     again = decide(profile, replace(request, recompute_choices=(False, True)))
     if again is None or again.at_work_s in (None, math.inf):
         return text + ", nor with recompute"
-    return text + f'; with train.recompute = "auto" it fits: {describe_seconds(again.at_work_s)} per step'
+    return text + f'; with train.recompute = "auto" it fits: {units.seconds(again.at_work_s)} per step'

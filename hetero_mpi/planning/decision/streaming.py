@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+from hetero_mpi import units
 from hetero_mpi.planning.copies import with_copying, with_streams
 from hetero_mpi.planning.durations import (
     host_optimizer_s,
@@ -38,7 +39,6 @@ from hetero_mpi.planning.types.cost import STREAMED_LAYERS, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import describe_bytes, describe_seconds
 
 LIMITING = 0.1
 """Copies that take more than this share of a stage's time are said to limit it."""
@@ -281,15 +281,15 @@ def _text(plan: Plan, pipeline: PipelinePlan, stage: StagePlan, profile: Cluster
         return "computes layer by layer; all that it trains stays in its memory"
     size_bytes = streamed_bytes(model, stage.first, stage.last)
     if weights_s(device, size_bytes) == 0.0:
-        return f"streams {describe_bytes(size_bytes)} from mapped files, of which its memory keeps what it has room for"
+        return f"streams {units.size(size_bytes)} from mapped files, of which its memory keeps what it has room for"
     free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf, device_to_host_bytes_per_s=math.inf)
     without = replace(profile, devices=tuple(free if one is device else one for one in profile.devices))
     seconds, computing = (_each_s(known, pipeline, stage, plan.sequence_length) for known in (profile, without))
-    share, speed = 1 - computing / seconds, f"{describe_bytes(device.host_to_device_bytes_per_s)}/s"
+    share, speed = 1 - computing / seconds, f"{units.size(device.host_to_device_bytes_per_s)}/s"
     limits = f"copies limit it: {speed}, {share:.0%} of its time"
     cost, with_state = f"copies take {share:.0%} of its time" if share < LIMITING else limits, ""
     if model.trained_whole:
-        kept = describe_bytes(host_state_bytes(model, stage.first, stage.last))
-        each = describe_seconds(_update_s(profile, stage))
+        kept = units.size(host_state_bytes(model, stage.first, stage.last))
+        each = units.seconds(_update_s(profile, stage))
         with_state = f" ({kept} there with the rest of what it trains; optimizer {each})"
-    return f"streams {describe_bytes(size_bytes)} from host memory{with_state}, {cost}"
+    return f"streams {units.size(size_bytes)} from host memory{with_state}, {cost}"

@@ -33,10 +33,10 @@ from hetero_mpi.planning.types.toml_files import (
 )
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
 from hetero_mpi.profiling.subject import Subject
-from hetero_mpi.report.first_screen import measured_lines, planned_lines
+from hetero_mpi.report.plan_text import plan_lines, planned_lines
+from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import note, say
-from hetero_mpi.report.tables import plan_lines, profile_lines
 from hetero_mpi.runtime.setup.context import Pending, RunContext, TrainOptions, Write
 from hetero_mpi.state.peer_replicas import versions_in_memory
 
