@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hetero_mpi.planning.shared_cores import worth_of_all
+from hetero_mpi.planning.contention import worth_of_all
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 

@@ -10,11 +10,10 @@ from operator import add
 import numpy as np
 
 from hetero_mpi.comm.group_paths import ring_of
-from hetero_mpi.planning.copies import with_streams
+from hetero_mpi.planning.contention import while_running
 from hetero_mpi.planning.group_costs import broadcast_s, device_of, member_trained, whole_sums_s
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
-from hetero_mpi.planning.shared_cores import while_computing
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
@@ -245,6 +244,11 @@ def stage_s(
     return reduce(add, seconds)
 
 
+def pass_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> float:
+    """Seconds of forward and backward of a whole micro-batch."""
+    return sum(stage_s(profile, pipeline, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
+
+
 def _slices(stage: StagePlan, size: int, sequence_length: int) -> list[int]:
     """Tokens of each slice of a micro-batch of ``size`` sequences."""
     part = stage.slice_sequences or size
@@ -286,12 +290,12 @@ def _streamed_s(
     found = [0.0] * (1 + stage.last - stage.first)
     for begins, share in _passes(pipeline, stage, op, profile.model.trained_whole).items():
         if share > 0:
-            own = _pass_s(profile, stage, slices, op, *begins)
+            own = _copying_pass_s(profile, stage, slices, op, *begins)
             found = [sum_s + share * own_s for sum_s, own_s in zip(found, own, strict=True)]
     return found
 
 
-def _pass_s(
+def _copying_pass_s(
     profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op, weights_there: bool, gradients_come: bool
 ) -> list[float]:
     """The same of one pass.
@@ -376,7 +380,7 @@ class Durations:
     """
 
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
-        self.plan, self.profile = plan, with_streams(while_computing(profile, plan.ranks), plan)
+        self.plan, self.profile = plan, while_running(profile, plan)
         self.stages: list[StagePlan] = [stage for _, _, stage in plan.numbered]
         self.summed = reduced_layers(plan, profile.model)
         self.tied_heads = tied_heads(plan, profile.model)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hetero_mpi.planning.copies import copying_at_once
+from hetero_mpi.planning.contention import copying_at_once
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.cost import EMBEDDING, GRADIENT_BYTES, HEAD, LayerCost, ModelCost

@@ -21,10 +21,10 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.correction import Measured, corrected
 from hetero_mpi.planning.analysis.drift import Prospect, moving_s
 from hetero_mpi.planning.annealing.anneal import Annealer
+from hetero_mpi.planning.contention import while_computing
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.groups import improved
 from hetero_mpi.planning.decision.planner import complete_plan
-from hetero_mpi.planning.shared_cores import while_computing
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.codec import decode, encode

@@ -8,24 +8,27 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hetero_mpi.planning.bounds import usable_devices
+from hetero_mpi.planning.contention import slowness, while_computing, while_running
 from hetero_mpi.planning.decision.decide import Decision, decide
-from hetero_mpi.planning.durations import Durations, whole_model_s
+from hetero_mpi.planning.durations import Durations, pass_s, update_s, weights_s, whole_model_s
+from hetero_mpi.planning.memory import host_state_bytes, streamed_bytes
 from hetero_mpi.planning.pacing import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.several.fitting import Fitter
-from hetero_mpi.planning.shared_cores import slowness, while_computing
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.plan_report import IdleRank
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import counted, describe_layers, describe_seconds, ratio
+from hetero_mpi.planning.words import counted, describe_bytes, describe_layers, describe_seconds, ratio
 
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
 MOST_ACTIONS = 20_000
 """Of plans with more actions, alternatives are not simulated: it takes longer than planning."""
+LIMITING = 0.1
+"""Copies that take more than this share of a stage's time are said to limit it."""
 UNTRIED = "the search found no faster plan with it"
 
 
@@ -75,6 +78,38 @@ def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float
             if without_s < math.inf
             else f"no plan {without} fits in memory"
         )
+
+
+def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    """What each rank streams, and what the copies cost."""
+    profile = while_running(profile, plan)
+    for number, _, stage in plan.numbered:
+        if stage.streamed:
+            yield f"rank {stage.ranks[0]} {_streamed_text(number, plan, profile)}"
+
+
+def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
+    _, index, stage = plan.numbered[number]
+    model, device = profile.model, profile.devices[stage.ranks[0]]
+    if model.trained_whole and device.shares_host_memory:
+        return "computes layer by layer; all that it trains stays in its memory"
+    size_bytes = streamed_bytes(model, stage.first, stage.last)
+    if weights_s(device, size_bytes) == 0.0:
+        return f"streams {describe_bytes(size_bytes)} from mapped files, of which its memory keeps what it has room for"
+    free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf, device_to_host_bytes_per_s=math.inf)
+    without = replace(profile, devices=tuple(free if one is device else one for one in profile.devices))
+    seconds, computing = (
+        pass_s(known, plan.pipelines[index], stage, plan.sequence_length) for known in (profile, without)
+    )
+    share, cost = 1 - computing / seconds, "copies take"
+    if share >= LIMITING:
+        cost = f"copies limit it: {describe_bytes(device.host_to_device_bytes_per_s)}/s,"
+    with_state = ""
+    if model.trained_whole:
+        kept = describe_bytes(host_state_bytes(model, stage.first, stage.last))
+        each = describe_seconds(update_s(number, plan, profile))
+        with_state = f" ({kept} there with the rest of what it trains; optimizer {each})"
+    return f"streams {describe_bytes(size_bytes)} from host memory{with_state}, {cost} {share:.0%} of its time"
 
 
 def _listed(numbers: Sequence[int]) -> str:

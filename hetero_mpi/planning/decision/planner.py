@@ -13,10 +13,9 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alone import best_alone, or_alone
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
-from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons
+from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons, streamed_texts
 from hetero_mpi.planning.decision.group_rules import group_problems
 from hetero_mpi.planning.decision.shortage import explain_shortage
-from hetero_mpi.planning.decision.streaming import streamed_texts
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.durations import host_optimizer_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
