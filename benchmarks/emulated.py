@@ -45,8 +45,12 @@ from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
 from hetero_mpi.planning.durations import duration  # noqa: E402
 from hetero_mpi.planning.packing.bound import packing_bound_s  # noqa: E402
 from hetero_mpi.planning.schedule import COMPUTE, schedule_of  # noqa: E402
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
-from hetero_mpi.planning.types.plan_report import PlanReport  # noqa: E402
+from hetero_mpi.planning.types.plan import (  # noqa: E402
+    PipelinePlan,
+    Plan,
+    PlanReport,
+    StagePlan,
+)
 from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile  # noqa: E402

@@ -19,15 +19,14 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
-from hetero_mpi.planning.decision.shortage import in_eight_bit
-from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.decision.remedies import in_eight_bit
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
-from hetero_mpi.planning.types.network import THREADED, Network
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.request import THREADED, Network, PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
 from hetero_mpi.report import units
 from hetero_mpi.report.inspection import costed_plan_lines, idling_lines, inspection_lines, network_lines, what_if_lines

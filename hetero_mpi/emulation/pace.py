@@ -30,9 +30,9 @@ from hetero_mpi.planning.durations import Durations, finished_layers_s, return_s
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, sent_bytes
-from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import EMULATED, ClusterProfile
+from hetero_mpi.planning.types.request import Network
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict
 from hetero_mpi.report import units
 

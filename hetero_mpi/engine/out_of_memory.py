@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.memory import is_out_of_memory
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import RankMemory
 from hetero_mpi.planning.words import describe_bytes
 
 

@@ -40,8 +40,7 @@ from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDe
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import Action, Event, Op, Schedule
-from hetero_mpi.planning.types.plan import Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import Plan, RankMemory, StagePlan
 
 _NOTHING: NDArray[np.float64] = np.zeros(0)
 

@@ -10,8 +10,7 @@ from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.schedule import holdings, schedule_of
 from hetero_mpi.planning.types.cost import COPY_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, LayerCost, ModelCost
-from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import HostMemory, RankMemory
+from hetero_mpi.planning.types.plan import WARM_UP, HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 

@@ -21,7 +21,7 @@ from hetero_mpi.model.layer.quantize import unpack_experts, unpacked_bytes
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.profiling.subject import CACHE_BYTES, Subject
+from hetero_mpi.profiling.benchmark_spec import CACHE_BYTES, Subject
 from hetero_mpi.profiling.timings import LayerClock, Seconds
 
 _OPTIMIZER_STEPS = 4

@@ -22,6 +22,7 @@ from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, HostProfile, LinkProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
+from hetero_mpi.profiling.benchmark_spec import Subject, sampled_rows
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.host_profiles import (
     MeasuredMemory,
@@ -30,7 +31,6 @@ from hetero_mpi.profiling.host_profiles import (
     measure_memory,
     measure_sums,
 )
-from hetero_mpi.profiling.subject import Subject, sampled_rows
 from hetero_mpi.profiling.time_cache import device_key, key_of, load_times, save_times, subject_content
 from hetero_mpi.report import units
 

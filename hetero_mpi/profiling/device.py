@@ -24,9 +24,8 @@ from hetero_mpi.model.model_cost import shareable_heads
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds, host_optimizer_s
-from hetero_mpi.profiling.rounds import LONGEST_S, TimingRounds, Way
-from hetero_mpi.profiling.subject import Group, Subject, cold_by_itself, layer_groups, light, sampled_rows
-from hetero_mpi.profiling.timings import Seconds, TimedPart, TimingSamples, layer_times
+from hetero_mpi.profiling.benchmark_spec import Group, Subject, cold_by_itself, layer_groups, light, sampled_rows
+from hetero_mpi.profiling.timings import LONGEST_S, Seconds, TimedPart, TimingRounds, TimingSamples, Way, layer_times
 
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
 """Benches, sequences per micro-batch, where the times go."""

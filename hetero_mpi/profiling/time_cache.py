@@ -21,8 +21,8 @@ from hetero_mpi.disk import cache_folder, write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.profile_rules import number_problems
+from hetero_mpi.profiling.benchmark_spec import Subject, sampled_rows
 from hetero_mpi.profiling.device import DeviceTimes
-from hetero_mpi.profiling.subject import Subject, sampled_rows
 
 _LAYOUT = 6
 """Changes with what ``DeviceTimes`` holds or how it is measured."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from hetero_mpi.planning.analysis.idle_time import Idling
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile, LinkProfile
 from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units

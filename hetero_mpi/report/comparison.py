@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_mpi.planning.types.plan_report import Alone, PlanReport
+from hetero_mpi.planning.types.plan import Alone, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import place_text

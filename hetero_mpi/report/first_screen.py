@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import least_most

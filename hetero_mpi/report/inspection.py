@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.analysis.what_if import NO_CHANGE, Losses, WhatIf
-from hetero_mpi.planning.types.network import Network
-from hetero_mpi.planning.types.plan_report import PlanReport, RankMemory
+from hetero_mpi.planning.types.plan import PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ANY_HOST, ClusterProfile, Curve, DeviceProfile, LinkProfile
+from hetero_mpi.planning.types.request import Network
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import (
     MOST_ROWS,

@@ -20,10 +20,9 @@ from hetero_mpi.disk import require_regular, write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
-from hetero_mpi.planning.types.network import THREADED, Network
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import THREADED, Network
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
 from hetero_mpi.report.run_files.line_files import objects
 from hetero_mpi.report.run_files.measured import STEPS_NAME, RankStep, read_rank_steps

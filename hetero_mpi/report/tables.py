@@ -8,8 +8,17 @@ from collections.abc import Sequence
 from hetero_mpi.planning.durations import Durations, compute_s, stage_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PACKING, HostMemory, IdleRank, PlanReport, RankMemory
+from hetero_mpi.planning.types.plan import (
+    PACKING,
+    WARM_UP,
+    HostMemory,
+    IdleRank,
+    PipelinePlan,
+    Plan,
+    PlanReport,
+    RankMemory,
+    StagePlan,
+)
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LinkProfile
 from hetero_mpi.planning.words import describe_layers, ratio
 from hetero_mpi.report import units

@@ -29,7 +29,7 @@ import torch
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good, verify
 from hetero_mpi.checkpoint.directory import Shard, keep_versions, shards_on_disk
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.run_files.event_log import append_event
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.reconfigure import build_share, hand_over

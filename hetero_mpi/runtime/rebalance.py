@@ -25,8 +25,7 @@ from hetero_mpi.background import Background
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.planning.analysis.drift import Decider, Move, Watched, as_measured, moved_layers
 from hetero_mpi.planning.types.codec import decode, encode
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report import units
 from hetero_mpi.report.run_files.event_log import append_event

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.run_files.metrics import Evaluation
 

@@ -33,8 +33,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.planning.analysis.correction import corrected
 from hetero_mpi.planning.analysis.trials import LEAST_GAIN, Allowance, allowance, explained, trial_s
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import (
     load_report,

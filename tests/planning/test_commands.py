@@ -22,7 +22,7 @@ from hetero_mpi.planning.types.cluster_changes import (
     with_free_links,
     with_plenty_of_memory,
 )
-from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
+from hetero_mpi.planning.types.plan import PACKING, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.types.plan_report import FLUID, IdleRank, PlanReport, RankMemory
+from hetero_mpi.planning.types.plan import FLUID, IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import Curve
 from hetero_mpi.planning.types.toml_files import (
     load_plan,

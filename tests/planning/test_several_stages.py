@@ -20,8 +20,7 @@ from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS
 from hetero_mpi.planning.schedule import COMPUTE, Op, parse_action, reduced_layers, schedule_of, tied_heads
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID
+from hetero_mpi.planning.types.plan import FLUID, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan

@@ -18,7 +18,7 @@ from hetero_mpi.planning.decision.alone import alone, best_alone
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.durations import Durations, whole_model_s
-from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

@@ -26,10 +26,10 @@ from hetero_mpi.model.tuning import full_training
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling import bench, device, time_cache
 from hetero_mpi.profiling.bench import Bench
+from hetero_mpi.profiling.benchmark_spec import Subject, cold_by_itself, layer_groups, sampled_rows
 from hetero_mpi.profiling.cluster import _model_cost
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
 from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles
-from hetero_mpi.profiling.subject import Subject, cold_by_itself, layer_groups, sampled_rows
 from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
 from tests.support.planning_samples import make_device, make_profile
 

@@ -26,8 +26,8 @@ with eager_imports():  # as a rank of ``profile`` does
     from hetero_mpi.model.transformers.chain import TransformersChain
     from hetero_mpi.model.tuning import full_training
     from hetero_mpi.profiling import cluster
+    from hetero_mpi.profiling.benchmark_spec import Subject
     from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-    from hetero_mpi.profiling.subject import Subject
 
 SETTINGS = ProfileTable(repeats=1, largest_message_bytes=4096)
 CONFIG = {

@@ -10,8 +10,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
+from hetero_mpi.planning.types.plan import PACKING, PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, line_chart
 from hetero_mpi.report.figures.style import COLOURS, save, svg

@@ -9,8 +9,7 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PlanReport
+from hetero_mpi.planning.types.plan import FLUID, PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.alike import counted, least_most, mean_idling, utilisation

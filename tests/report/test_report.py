@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PACKING, Alone, IdleRank, PlanReport, RankMemory
+from hetero_mpi.planning.types.plan import (
+    FLUID,
+    PACKING,
+    Alone,
+    IdleRank,
+    PipelinePlan,
+    Plan,
+    PlanReport,
+    RankMemory,
+    StagePlan,
+)
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.toml_files import plan_to_dict, report_from_dict
 from hetero_mpi.report import units

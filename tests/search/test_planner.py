@@ -19,8 +19,7 @@ from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cost import EMBEDDING
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PACKING
+from hetero_mpi.planning.types.plan import FLUID, PACKING, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.search.pipeline_bound import pipeline_bound_s

@@ -16,8 +16,8 @@ from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
+from hetero_mpi.profiling.benchmark_spec import Subject
 from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.profiling.subject import Subject
 from tests.stand_in_gpu import backend, module
 
 CHAIN = {

@@ -14,8 +14,7 @@ from hetero_mpi import toml
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PACKING, IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import PACKING, IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.past_run import describe_run, predicted_step

@@ -12,8 +12,7 @@ from hetero_mpi.planning.packing.counted import Counted, Shares
 from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.schedule import Schedule
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PlanReport
+from hetero_mpi.planning.types.plan import FLUID, PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 

@@ -15,8 +15,7 @@ from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import Alone, IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report.run_files.measured import MeasuredEvent

@@ -28,8 +28,7 @@ from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.codec import decode, encode
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan
-from hetero_mpi.planning.types.plan_report import IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 

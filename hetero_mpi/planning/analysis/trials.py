@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hetero_mpi.planning.schedule import holders
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import Alone, IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import Alone, IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.words import describe_seconds
 

@@ -14,8 +14,8 @@ from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.alone import alone, fastest
 from hetero_mpi.planning.decision.decide import Decision
 from hetero_mpi.planning.durations import whole_model_s
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.memory import fits_memory
-from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
     restricted,
@@ -26,8 +26,7 @@ from hetero_mpi.planning.types.cluster_changes import (
     with_wire,
 )
 from hetero_mpi.planning.types.cost import INT8
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 

@@ -10,7 +10,7 @@ from hetero_mpi.planning.durations import optimizer_s, whole_model_s
 from hetero_mpi.planning.memory import fits_memory, stage_trainable, with_copies
 from hetero_mpi.planning.tables import rank_contents
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
-from hetero_mpi.planning.types.plan_report import Alone
+from hetero_mpi.planning.types.plan import Alone
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import describe_bytes

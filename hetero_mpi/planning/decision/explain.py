@@ -12,13 +12,12 @@ from hetero_mpi.planning.contention import slowness, while_computing, while_runn
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import Durations, pass_s, update_s, weights_s, whole_model_s
 from hetero_mpi.planning.memory import host_state_bytes, streamed_bytes
-from hetero_mpi.planning.pacing import with_classic_depths
+from hetero_mpi.planning.memory_fit import Fitter
+from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op
-from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import IdleRank
+from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.words import counted, describe_bytes, describe_layers, describe_seconds, ratio

@@ -1,4 +1,7 @@
-"""A plan: who holds which layers of the chain, and how a step is run. Kept as TOML, accepted back with ``--plan``."""
+"""A plan: who holds which layers of the chain, and how a step is run; and what is predicted of it, and why it is the plan.
+
+Kept as TOML, accepted back with ``--plan``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ SCHEMA_VERSION = 3
 """Version of the plan file's layout."""
 WARM_UP = "warm_up"
 """The order that the planner makes plans for (``orders.warm_up``)."""
+PACKING, FLUID = "packing", "fluid"
+"""Bounds on a step: the close one of a few ranks (``packing.bound``), and that of many (``bounds``), far below what is possible."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision, and nothing that is predicted of it (``plan_report.PlanReport``).
+    """The decision, and nothing that is predicted of it (``PlanReport``).
 
     Pipelines hold the whole model each and share the global batch: the first takes its first ``sequences`` rows, and so
     on. A rank takes part in one pipeline. A pipeline may be a single rank: many such make plain data parallelism.
@@ -154,3 +159,64 @@ class Plan:
         """All stages as (number, index of the pipeline, stage), in plan order: the numbers used by actions."""
         flat = [(index, stage) for index, pipeline in enumerate(self.pipelines) for stage in pipeline.stages]
         return tuple((number, index, stage) for number, (index, stage) in enumerate(flat))
+
+
+@dataclass(frozen=True)
+class IdleRank:
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One rank by itself, with the same tokens per step."""
+
+    rank: int
+    step_s: float | None = None
+    """Predicted; None: it cannot, for the reason ``problem``."""
+    problem: str = ""
+    """Also why it does not train alone although it would be faster."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Predicted peak of one rank, against what it has."""
+
+    rank: int
+    peak_bytes: int
+    usable_bytes: int
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Predicted peak of all ranks that compute in one host's memory, against what it has."""
+
+    host: str
+    peak_bytes: int
+    usable_bytes: int
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan with its prediction, bound and reasons, as ``planner.make_plan`` and ``planner.complete_plan`` work them out."""
+
+    plan: Plan
+    predicted_step_s: float
+    bound_step_s: float
+    """No plan for this instance can be faster than this."""
+    bound: str
+    """Which bound that is: ``PACKING`` or ``FLUID``."""
+    alone: Alone | None = None
+    """The rank that is fastest by itself; None: not known."""
+    tried_step_s: float | None = None
+    """A step as it was measured before the run, with made-up weights and data; None: not tried."""
+    memory: tuple[RankMemory, ...] = ()
+    hosts: tuple[HostMemory, ...] = ()
+    idle: tuple[IdleRank, ...] = ()
+    reasons: tuple[str, ...] = ()
+    """Sentences for a person: why this plan, what was beaten and by how much."""
+
+    @property
+    def expected_step_s(self) -> float:
+        """As tried, else as predicted."""
+        return self.predicted_step_s if self.tried_step_s is None else self.tried_step_s

@@ -22,8 +22,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types import plan as plan_types
 from hetero_mpi.planning.types import profile as profile_types
 from hetero_mpi.planning.types.codec import decode, decoded, encode, raise_all
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.profile_rules import number_problems, profile_problems
 from hetero_mpi.shipped import file_of_run, no_such_profile, profile_file

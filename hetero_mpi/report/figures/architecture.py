@@ -21,8 +21,7 @@ from itertools import groupby, pairwise
 from matplotlib.figure import Figure
 
 from hetero_mpi.planning.schedule import reduced_layers
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.words import counted
 from hetero_mpi.report import units

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
+from hetero_mpi.planning.types.plan import PACKING, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import least_most, place_text

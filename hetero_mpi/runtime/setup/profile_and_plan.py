@@ -17,8 +17,7 @@ from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.cluster_changes import with_wire
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import (
@@ -31,8 +30,8 @@ from hetero_mpi.planning.types.toml_files import (
     save_plan,
     save_profile,
 )
+from hetero_mpi.profiling.benchmark_spec import Subject
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
-from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.report.first_screen import measured_lines, planned_lines
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import note, say
