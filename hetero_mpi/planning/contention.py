@@ -1,4 +1,4 @@
-"""What ranks of one host take from each other while all of them work: its cores, and the paths between its memory and its devices.
+"""Ranks of one host that all work at once: they share its cores, and the paths between its memory and its devices.
 
 A profile has the work of each rank: seconds in which its threads compute, with cores of their own. Where the CPU ranks of a
 plan have more threads on a host than it has cores, other programs' threads included, each takes longer by that ratio. So no plan
@@ -53,7 +53,7 @@ def spread_out(profile: ClusterProfile) -> list[int]:
 
 
 def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
-    """What a second of all ranks is worth at the most, where one of a rank with cores of its own is worth ``worth[rank]``."""
+    """The most that a second of all ranks is worth, where one of a rank with cores of its own is worth ``worth[rank]``."""
     total = sum(worth.values())
     for _, cores, members in _sharing(profile, worth):
         own = [worth[device.rank] for device in members]

@@ -1,4 +1,4 @@
-"""A dry run of a schedule: interprets all ranks' lists without computing, finds mistakes and deadlocks, draws grids.
+"""A dry run of a schedule: interprets all ranks' lists without computing, finds mistakes and deadlocks.
 
 Sends are buffered (they never block), a receive blocks until its message has been sent, REDUCE, STEP and whatever a group
 computes together block until every rank that takes part has come to them. A schedule that passes here cannot deadlock on a
@@ -8,7 +8,6 @@ transport with buffered sends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hetero_mpi.errors import UserError
@@ -17,7 +16,7 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 
 SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
-"""What a receive waits for: the operation, and the stage that does it, relative to the receiver."""
+"""Receive -> the operation that it waits for, and the stage that does it, relative to the receiver."""
 BACKWARDS = (Op.B, Op.I)
 """A whole backward, or the part of it that another stage waits for."""
 CONTEXT = 5
@@ -25,7 +24,7 @@ CONTEXT = 5
 ROWS = 16
 """Ranks shown at most."""
 Problem = tuple[int, int, str]
-"""Of a list: its rank, the position in it, and the rule that is broken."""
+"""The rank of a list, the position in it, and the rule that is broken."""
 
 
 def awaited(action: Action) -> Action | None:
@@ -36,58 +35,35 @@ def awaited(action: Action) -> Action | None:
     return Action(op, action.stage + offset, action.micro_batch)
 
 
-@dataclass
-class DryRunProgress:
-    """How far the ranks came, each forward and (part of a) backward taking one clock and everything else none."""
-
-    position: dict[int, int]
-    """rank -> number of its actions done."""
-    computed: dict[int, list[tuple[int, Action]]] = field(default_factory=dict)
-    """rank -> (clock, forward or backward) in order."""
-    stuck: tuple[int, ...] = ()
-
-
-def interpret(schedule: Schedule) -> DryRunProgress:
-    """Runs all lists as far as they go."""
-    progress = DryRunProgress(dict.fromkeys(schedule, 0), {rank: [] for rank in schedule})
-    clock = dict.fromkeys(schedule, 0)
-    sent: dict[Action, int] = {}
+def stuck_at(schedule: Schedule) -> dict[int, int]:
+    """Rank -> the position in its list at which it waits for ever. Empty: all lists run to their ends."""
+    position, sent = dict.fromkeys(schedule, 0), set[Action]()
     meeting: dict[object, set[int]] = {}
     for rank, actions in schedule.items():
         for action in actions:
             if action.op in WHOLE_STEP or action.op in COMPUTE:
                 meeting.setdefault(_place_of_meeting(action), set()).add(rank)
-    arrived: dict[object, dict[int, int]] = {of: {} for of in meeting}
-    """Where ranks meet -> those that have come there, and their clocks."""
+    arrived: dict[object, set[int]] = {place: set() for place in meeting}
     moved = True
     while moved:
         moved = False
         for rank in sorted(schedule):
-            actions = schedule[rank]
-            while progress.position[rank] < len(actions):
-                action = actions[progress.position[rank]]
+            for action in schedule[rank][position[rank] :]:
                 message = awaited(action)
                 if message is not None:
                     if message not in sent:
                         break
-                    clock[rank] = max(clock[rank], sent[message])
                 elif action.op in WHOLE_STEP or action.op in COMPUTE:
                     here = _place_of_meeting(action)
-                    if rank not in arrived[here]:
-                        arrived[here][rank] = clock[rank]
-                        moved = True
-                    if arrived[here].keys() != meeting[here]:
+                    moved |= rank not in arrived[here]
+                    arrived[here].add(rank)
+                    if arrived[here] != meeting[here]:
                         break
-                    if action.op in COMPUTE:
-                        clock[rank] = max(arrived[here].values())
-                        progress.computed[rank].append((clock[rank], action))
-                        clock[rank] += 1
                 else:
-                    sent[action] = clock[rank]
-                progress.position[rank] += 1
+                    sent.add(action)
+                position[rank] += 1
                 moved = True
-    progress.stuck = tuple(rank for rank in sorted(schedule) if progress.position[rank] < len(schedule[rank]))
-    return progress
+    return {rank: at for rank, at in position.items() if at < len(schedule[rank])}
 
 
 def _place_of_meeting(action: Action) -> object:
@@ -111,11 +87,11 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
             f"the schedule does not run the plan: {rule}\n{_lists(schedule, {rank: position})}\n"
             f"Correct rank {rank}'s list, or generate it with planning.schedule.schedule_of."
         )
-    progress = interpret(schedule)
-    if progress.stuck:
-        waits = "; ".join(_wait(rank, schedule[rank][progress.position[rank]]) for rank in progress.stuck)
+    stuck = stuck_at(schedule)
+    if stuck:
+        waits = "; ".join(_wait(rank, schedule[rank][stuck[rank]]) for rank in sorted(stuck))
         raise UserError(
-            f"the schedule deadlocks: {waits}\n{_lists(schedule, {r: progress.position[r] for r in progress.stuck})}\n"
+            f"the schedule deadlocks: {waits}\n{_lists(schedule, stuck)}\n"
             f"Change the order of the actions: warm_up must not grow from one stage to the next; the order interleaved wants "
             f"ranks in a loop (zbv takes any)."
         )
@@ -126,7 +102,7 @@ def _wait(rank: int, action: Action) -> str:
 
 
 def _list_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[Problem]:
-    """What is wrong with the lists one by one."""
+    """Problems of the lists one by one."""
     problems: list[Problem] = []
     for rank in sorted({*schedule, *plan.ranks}):
         actions, held = schedule.get(rank, ()), plan.of_rank(rank)
@@ -194,7 +170,7 @@ def _order_problems(rank: int, actions: Sequence[Action]) -> list[Problem]:
 
 
 def _possible(pipeline: PipelinePlan, place: int, rank: int) -> tuple[Op, ...]:
-    """What a rank of a stage may do for a micro-batch. Of a group the first one sends; it hands on what it receives."""
+    """Operations of a rank of a stage for a micro-batch. The first rank of a group sends; it hands on what it receives."""
     first, last, leads = place == 0, place == len(pipeline.stages) - 1, rank == pipeline.stages[place].ranks[0]
     before = not first and not pipeline.together(place - 1)
     behind = not last and not pipeline.together(place)
@@ -214,7 +190,7 @@ def _any(ops: Sequence[Op], stage: int, micro_batch: int | None) -> tuple[Action
 
 
 def _before(action: Action, pipeline: PipelinePlan, place: int) -> list[tuple[Action, ...]]:
-    """What must come before an action of a micro-batch on its rank: of each entry, one."""
+    """Actions that must come before one of a micro-batch on its rank: one of each entry."""
     op, stage, m = action.op, action.stage, action.micro_batch
     if op is Op.F:
         if place == 0:
@@ -247,31 +223,18 @@ def _reduce_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[P
 
 
 def _lists(schedule: Schedule, stuck: dict[int, int]) -> str:
-    """The ranks' lists, each around its own place, one below the other; the rows of ``stuck`` (rank -> position) marked
-    with ``>``. Of very many ranks, stuck ones come first."""
+    """The ranks' lists, each around its own place; those of ``stuck`` (rank -> position) are marked with ``>``. Of very many ranks,
+    stuck ones come first."""
     middle = min(stuck.values())
     ranks = sorted(schedule.keys() | stuck.keys())
     shown = sorted(sorted(ranks, key=lambda rank: (rank not in stuck, rank))[:ROWS])
-    before = min(CONTEXT, max(stuck.get(rank, middle) for rank in shown))
     rows = []
     for rank in shown:
-        actions, place = schedule.get(rank, ()), stuck.get(rank, middle)
-        cells = [str(action) for action in actions] + (["(end)"] if stuck.get(rank) == len(actions) else [])
+        place, cells = stuck.get(rank, middle), [*map(str, schedule.get(rank, ())), "(end)"]
         if rank in stuck:
             cells[place] = f"[{cells[place]}]"
-        begin, end = max(0, place - before), place + CONTEXT + 1
-        row = [""] * (before - place) + ["..." if begin else "", *cells[begin:end]]
-        rows.append([f"{'>' if rank in stuck else ' '} rank {rank}", *row, *(["..."] if len(cells) > end else [])])
+        begin, end = max(0, place - CONTEXT), place + CONTEXT + 1
+        around = ["..."] * (begin > 0) + cells[begin:end] + ["..."] * (end < len(cells))
+        rows.append(f"{'>' if rank in stuck else ' '} rank {rank}  {' '.join(around)}")
     left = len(ranks) - len(shown)
-    return _aligned(rows) + (f"\n... and {left} more ranks" if left else "")
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    """Columns of equal width, the first to the left, the others to the right."""
-    columns = max(len(row) for row in rows)
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(widths[i + 1]) for i, cell in enumerate(row[1:]))])
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(rows) + (f"\n... and {left} more ranks" if left else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import add
 
@@ -51,7 +52,7 @@ def _overhead_s(device: DeviceProfile, op: Op) -> float:
 
 
 def repeated_s(times: LayerTimes, tokens: int) -> float:
-    """What backward takes longer when it repeats a layer's forward: as measured, or as long as the forward."""
+    """Seconds that backward takes longer when it repeats a layer's forward: as measured, or as long as the forward."""
     if times.recompute_s is None:
         return times.forward_s.at(tokens)
     return max(0.0, times.recompute_s.at(tokens) - times.backward_s.at(tokens))
@@ -59,13 +60,9 @@ def repeated_s(times: LayerTimes, tokens: int) -> float:
 
 def recompute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int) -> float:
     """Seconds of the forward that backward repeats: of the blocks among the layers [first, last)."""
-    return reduce(add, _repeats_s(profile, device, tokens)[first:last], 0.0)
-
-
-def _repeats_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) -> list[float]:
-    """The same of every layer of the chain."""
+    layers = profile.model.layers
     of_kind = {kind: repeated_s(times, tokens) for kind, times in device.layers.items()}
-    return [0.0, *(of_kind[layer.kind] for layer in profile.model.layers[1:-1]), 0.0]
+    return reduce(add, (of_kind[layer.kind] for layer in layers[max(1, first) : min(last, len(layers) - 1)]), 0.0)
 
 
 def optimizer_s(profile: ClusterProfile, device: DeviceProfile, parameters: float, streamed: bool = False) -> float:
@@ -109,7 +106,7 @@ def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
 
 
 def exposed_s(coming_s: float, forward_s: float, layers: int) -> float:
-    """What ``coming_s`` of new values adds to a forward of so many like layers, each of which waits for its own."""
+    """Seconds that ``coming_s`` of new values add to a forward of so many like layers, each of which waits for its own."""
     return max(coming_s / layers, coming_s - forward_s * (layers - 1) / layers)
 
 
@@ -183,7 +180,7 @@ def value_bytes(model: ModelCost, layer: int) -> int:
 
 
 def _exchange_s(plan: Plan, profile: ClusterProfile, layer: int, size_bytes: int) -> float:
-    """Of a layer's holders: who owns more than others has more to receive, and to send."""
+    """Seconds among a layer's holders: who owns more than others has more to receive, and to send."""
     weights = [plan.state_weights[rank] for rank in held_by(plan, layer)]
     return exchange_s(profile, held_by(plan, layer), size_bytes) * (len(weights) * max(weights) / sum(weights))
 
@@ -264,8 +261,8 @@ def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, t
 
 
 _Pass = tuple[bool, bool]
-"""What a forward or backward of a streamed stage finds when it begins: the weights of the two layers with which it begins (where
-it goes back the way that the pass before has come), and sums of gradients of the micro-batches before."""
+"""The state in which a forward or backward of a streamed stage begins: are there the weights of the two layers with which it begins
+(where it goes back the way that the pass before has come), and sums of gradients of the micro-batches before."""
 
 
 def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, whole: bool) -> dict[_Pass, float]:
@@ -358,16 +355,8 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
             for number, end_s in zip(order, itertools.islice(ends, 1, None), strict=True)
         }
     before_s = sum(_slice_s(profile, device, stage, part, action.op) for part in before)
-    before_s += broadcast_s(profile, stage, tokens, True)
-    of_kind = {kind: layer_s(times, action.op, tokens) for kind, times in device.layers.items()}
-    seconds = [of_kind[layer.kind] for layer in profile.model.layers]
-    repeats = stage.recompute and action.op is Op.B
-    again = _repeats_s(profile, device, tokens) if repeats else [0.0] * plan.layers
-    # The same additions as for a stage that begins with the layer.
-    overhead = _overhead_s(device, action.op)
     return {
-        number: before_s
-        + (reduce(add, again[number : stage.last], 0.0) + reduce(add, seconds[number : stage.last], overhead))
+        number: before_s + _slice_s(profile, device, replace(stage, first=number), tokens, action.op)
         for number in reversed(range(stage.first, stage.last))
     }
 

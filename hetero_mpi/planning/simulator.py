@@ -21,7 +21,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import THREADED, Network, Resource, resources
 
 SETTLED, PERIODS = 24, 12
-"""So many micro-batches after a pipeline is full it does the same again and again; so many are looked at then."""
+"""Micro-batches after which a full pipeline does the same again and again, and those that are looked at then."""
 
 
 @dataclass(frozen=True)

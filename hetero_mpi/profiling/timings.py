@@ -31,9 +31,9 @@ Seconds = dict[int, float]
 """Layer -> seconds."""
 _Marks = dict[int, Mark]
 _DIGITS = 4
-"""Of a sample, in a file: no repetition is as like another."""
+"""Digits of a sample in a file: no repetition is as like another."""
 SHARE_S = 0.3
-"""So long all repetitions of one way with one number of sequences take at most, after the first. A first one of half of it is long
+"""Most seconds of all repetitions of one way with one number of sequences, after the first. A first one of half of it is long
 enough to count, on devices that need not warm up."""
 LONGEST_S = 5.0
 """Numbers of sequences but the smallest are left out where one repetition would take longer. Calls are nothing beside work there,
@@ -119,7 +119,7 @@ class LayerClock:
 
 
 class TimedPart(Enum):
-    """What of a micro-batch was timed."""
+    """The part of a micro-batch that was timed."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -153,7 +153,7 @@ class TimingSamples:
         return fitted_curve({count * sequence_length: self._seconds[part, kind, count] for count in rows})
 
     def overhead_s(self, part: TimedPart) -> float:
-        """What a stage spends besides its layers with the fewest sequences: it hardly depends on their number."""
+        """Seconds that a stage spends besides its layers with the fewest sequences: it hardly depends on their number."""
         outside = {key: times for key, times in self._seconds.items() if key[0] is part and isinstance(key[1], int)}
         fewest = min((rows for _, _, rows in outside), default=0)
         stages = [times for (_, _, rows), times in outside.items() if rows == fewest]
@@ -254,7 +254,7 @@ class TimingRounds:
         return laps
 
     def _seconds(self, way: Way, rows: int, samples: TimingSamples) -> float | None:
-        """Of one repetition; None where memory was short for more than the smallest number of sequences."""
+        """Seconds of one repetition; None where memory was short for more than the smallest number of sequences."""
         begin = self._clock()
         try:
             way.run(rows, samples)

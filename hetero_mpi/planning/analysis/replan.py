@@ -25,7 +25,7 @@ from hetero_mpi.planning.contention import while_computing
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.groups import improved
 from hetero_mpi.planning.decision.planner import complete_plan
-from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanReport
@@ -42,15 +42,15 @@ become fast again."""
 
 @dataclass(frozen=True)
 class ReplanQuestion:
-    """What is to be planned for."""
+    """A plan that runs, and the machines as they are now."""
 
     profile: ClusterProfile
     """As measured before the run."""
     measured: Measured
-    """By how much longer than profiled things last now."""
+    """How many times as long as profiled things last now."""
     request: PlanRequest
     report: PlanReport
-    """Of the plan that runs."""
+    """The plan that runs."""
     remaining_steps: int
     rebuild_s: float
     """Part of the cost of a change that does not depend on what moves."""
@@ -73,7 +73,7 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
     profile = corrected(question.profile, now, replace(question.measured, computing=computing))
 
     def step_s(plan: Plan) -> float:
-        return simulate(plan, profile).step_s
+        return outlined(plan, profile).step_s
 
     def cost_s(plan: Plan) -> float:
         return question.rebuild_s + moving_s(profile, question.report.plan, plan)
@@ -101,7 +101,7 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
 
 
 def _why_idle(rank: int, question: ReplanQuestion) -> str:
-    """What was said before counts as far as it has nothing to do with times."""
+    """The reason given before, as far as it has nothing to do with times; else what was found now."""
     known = {idle.rank: idle.reason for idle in question.report.idle}
     model, device = question.profile.model, question.profile.devices[rank]
     if rank in known and model.dtype not in device.dtypes:
@@ -150,8 +150,8 @@ def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[P
     if set(active) <= set(free.ranks):
         yield free
         return
-    kept_s = min(simulate(one, profile).step_s for one in (plan, staying) if one is not None)
-    if simulate(free, profile).step_s < (1 - IDLE_GAIN) * kept_s:
+    kept_s = min(outlined(one, profile).step_s for one in (plan, staying) if one is not None)
+    if outlined(free, profile).step_s < (1 - IDLE_GAIN) * kept_s:
         yield free
 
 

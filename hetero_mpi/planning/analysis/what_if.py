@@ -83,7 +83,7 @@ class WhatIf:
 
 
 def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: PlanRequest) -> Losses:
-    """What ``plan`` loses to what. ``own``: the planner's plan for the same request (often ``plan`` itself)."""
+    """The losses of ``plan`` by their causes. ``own``: the planner's plan for the same request (often ``plan`` itself)."""
     free = with_free_links(profile)
     roomy = with_plenty_of_memory(free)
     found = _decided(roomy, request)
@@ -152,7 +152,7 @@ def _with_other_links(own: Plan, profile: ClusterProfile) -> Iterator[tuple[str,
 
 
 def faster_networks(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:
-    """What the usual next Ethernet would be, for each that the plan's messages between hosts run over now."""
+    """The cluster with the usual next Ethernet, for each that the plan's messages between hosts run over now."""
     used = {ethernet_gbit(profile.link(*pair)) for a, b in link_pairs(plan) for pair in ((a, b), (b, a))}
     for now in sorted(speed for speed in used if speed is not None):
         after = NEXT_GBIT.get(now)

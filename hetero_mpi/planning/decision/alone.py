@@ -87,7 +87,7 @@ def _sizes(request: PlanRequest) -> tuple[int, ...]:
 
 
 def _least_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
-    """What ``rank`` computes by itself at least, had it memory enough."""
+    """Least seconds that ``rank`` computes by itself, had it memory enough."""
     device = profile.devices[rank]
     sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in _sizes(request))
     stepping_s = optimizer_s(profile, device, stage_trainable(profile.model, 0, len(profile.model.layers)))

@@ -25,7 +25,7 @@ from hetero_mpi.planning.words import counted, describe_bytes, describe_layers, 
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
 MOST_ACTIONS = 20_000
-"""Of plans with more actions, alternatives are not simulated: it takes longer than planning."""
+"""Alternatives to plans with more actions are not simulated: it takes longer than planning."""
 LIMITING = 0.1
 """Copies that take more than this share of a stage's time are said to limit it."""
 UNTRIED = "the search found no faster plan with it"
@@ -80,7 +80,7 @@ def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float
 
 
 def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """What each rank streams, and what the copies cost."""
+    """Sentences on what each rank streams, and what the copies cost."""
     profile = while_running(profile, plan)
     for number, _, stage in plan.numbered:
         if stage.streamed:
@@ -120,7 +120,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:
-    """What the rank that computes least is there for, where the cluster is small: the best plan without it. (Of two ranks, how
+    """A sentence on the rank that computes least, where the cluster is small: the best plan without it. (Of two ranks, how
     fast the other is by itself is what ``PlanReport.alone`` says.)"""
     used = sorted(simulation.busy_s)
     if len(profile.devices) == 2 or not 2 <= len(used) <= SMALL or not request.allow_idle:
@@ -158,7 +158,7 @@ def _counts(plan: Plan, profile: ClusterProfile) -> str:
 
 
 def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
-    """What else one might have done, planned and simulated likewise: an even split, one pipeline, plain 1F1B."""
+    """Other ways to run the step, planned and simulated likewise: an even split, one pipeline, plain 1F1B."""
     plan, fitter, sizes = (
         decision.plan,
         Fitter(profile, request),
@@ -267,7 +267,7 @@ def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest
 
 
 def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, request: PlanRequest) -> str:
-    """What it would cost that ``ranks`` ranks work, which are as many as can be given something."""
+    """The cost of giving work to ``ranks`` ranks, which are as many as can be given something."""
     if decision.at_work_s is None:
         return UNTRIED
     if decision.at_work_s < math.inf:

@@ -142,7 +142,7 @@ def _short(who: str, one: RankMemory | HostMemory) -> str:
 
 
 def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """What the user has given up for shorter messages and for memory."""
+    """Sentences on what the user has given up for shorter messages and for memory."""
     model = profile.model
     if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
@@ -152,7 +152,7 @@ def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
 
 
 def differences(plan: Plan, request: PlanRequest) -> list[str]:
-    """What a plan that was given does otherwise than the request would have it; none of it keeps it from being run."""
+    """Sentences on what a given plan does otherwise than the request would have it; none of it keeps it from being run."""
     found = []
     if len(plan.pipelines) > request.max_pipelines:
         found.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")

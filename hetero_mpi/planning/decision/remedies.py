@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
@@ -75,7 +75,7 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
 
 
 def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
-    """What keeps weights that are all trained from being streamed, with all that is trained in the memory of the hosts."""
+    """The reason why weights that are all trained are not streamed, with all that is trained in the memory of the hosts."""
     model = profile.model
     needed = host_state_bytes(model, 0, len(model.layers))
     names = sorted({device.host for device in profile.devices})
@@ -126,102 +126,101 @@ class _Change(NamedTuple):
     def text(self) -> str:
         return ": ".join(filter(None, (self.what, " and ".join(self.settings)))) + self.estimated
 
+    def fits(self) -> bool:
+        return fits(self.profile, self.request)
+
+    def asking(self, what: str, setting: str, **changes: Any) -> _Change:
+        """The change to another request."""
+        return _Change(what, (setting,), self.profile, replace(self.request, **changes))
+
+    def costing(self, what: str, settings: tuple[str, ...], model: ModelCost, estimated: str = ESTIMATED) -> _Change:
+        """The change to a model of other costs."""
+        return _Change(what, settings, replace(self.profile, model=model), self.request, estimated)
+
 
 def remedies(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
     """Single changes that make it fit; when there are none, the shortest row of changes that does together."""
-    found = False
-    for kind in _kinds(profile, request):
+    now, found = _Change(TOGETHER, (), profile, request), False
+    for kind in _kinds(now):
         for change in kind:
             streams = change.request.streaming != request.streaming
-            if decide(change.profile, change.request) is not None if streams else _fits(change):
+            if decide(change.profile, change.request) is not None if streams else change.fits():
                 found = True
                 yield change.text
                 break
     if not found:
-        yield from _together(profile, request)
+        yield from _together(now)
 
 
-def _fits(change: _Change) -> bool:
-    return fits(change.profile, change.request)
-
-
-def _kinds(profile: ClusterProfile, request: PlanRequest) -> Iterator[Iterable[_Change]]:
-    """Of every kind of change those that are possible, the least one first."""
-    model, whole = profile.model, profile.model.trained_whole
-    if request.streaming == "never":
+def _kinds(now: _Change) -> Iterator[Iterable[_Change]]:
+    """The possible changes of every kind, the least one first."""
+    model, whole = now.profile.model, now.profile.model.trained_whole
+    if now.request.streaming == "never":
         what = "weights and their state kept in host memory, and streamed" if whole else "frozen weights streamed"
-        asked = replace(request, streaming="auto")
-        yield [_Change(f"{what} from host memory", ('plan.stream = "auto"',), profile, asked)]
-    yield _recompute(profile, request)
-    yield _smaller_micro_batches(profile, request)
-    yield _shorter(profile, request)
-    if request.memory_reserve > 0:
-        asked = replace(request, memory_reserve=0.0)
-        yield [_Change("keeping no memory free", ("plan.memory_reserve = 0.0",), profile, asked)]
+        yield [now.asking(f"{what} from host memory", 'plan.stream = "auto"', streaming="auto")]
+    yield _recompute(now)
+    yield _smaller_micro_batches(now)
+    yield _shorter(now)
+    if now.request.memory_reserve > 0:
+        yield [now.asking("keeping no memory free", "plan.memory_reserve = 0.0", memory_reserve=0.0)]
     if model.dtype == "fp32":
-        changed, guess = replace(profile, model=in_bf16(model)), " (estimated from the fp32 figures)"
-        yield [_Change("half the bytes per value", ('train.dtype = "bf16"',), changed, request, guess)]
-    if whole and not model.eight_bit and all(device.backend != "mps" for device in profile.devices):  # no kernel
-        changed = replace(profile, model=in_eight_bit(model))
-        yield [_Change("moments in 8 bits", ('train.optimizer = "adamw_8bit"',), changed, request, ESTIMATED)]
+        setting, guess = ('train.dtype = "bf16"',), " (estimated from the fp32 figures)"
+        yield [now.costing("half the bytes per value", setting, in_bf16(model), guess)]
+    if whole and not model.eight_bit and all(device.backend != "mps" for device in now.profile.devices):  # no kernel
+        yield [now.costing("moments in 8 bits", ('train.optimizer = "adamw_8bit"',), in_eight_bit(model))]
     if whole:
-        changed = replace(profile, model=with_adapters(model, packed=False))
-        yield [_Change("adapters only", (LORA,), changed, request, ESTIMATED)]
-    yield _four_bits(profile, request)
-    yield _more_ranks(profile, request)
+        yield [now.costing("adapters only", (LORA,), with_adapters(model, packed=False))]
+    yield _four_bits(now)
+    yield _more_ranks(now)
 
 
-def _recompute(profile: ClusterProfile, request: PlanRequest) -> Iterator[_Change]:
-    if True not in request.recompute_choices:
-        what, asked = (
-            "repeating forwards instead of keeping activations",
-            replace(request, recompute_choices=(False, True)),
-        )
-        yield _Change(what, ('train.recompute = "auto"',), profile, asked)
+def _recompute(now: _Change) -> Iterator[_Change]:
+    if True not in now.request.recompute_choices:
+        what = "repeating forwards instead of keeping activations"
+        yield now.asking(what, 'train.recompute = "auto"', recompute_choices=(False, True))
 
 
-def _smaller_micro_batches(profile: ClusterProfile, request: PlanRequest) -> Iterator[_Change]:
-    for size in range(min(request.micro_batch_choices) - 1, 0, -1):
-        if request.global_batch % size == 0:
-            asked = replace(request, micro_batch_choices=(size,))
-            yield _Change("smaller micro-batches", (f"train.micro_batch = {size}",), profile, asked)
+def _smaller_micro_batches(now: _Change) -> Iterator[_Change]:
+    for size in range(min(now.request.micro_batch_choices) - 1, 0, -1):
+        if now.request.global_batch % size == 0:
+            yield now.asking("smaller micro-batches", f"train.micro_batch = {size}", micro_batch_choices=(size,))
 
 
-def _shorter(profile: ClusterProfile, request: PlanRequest) -> Iterator[_Change]:
-    length = request.sequence_length // 2
+def _shorter(now: _Change) -> Iterator[_Change]:
+    length = now.request.sequence_length // 2
     shortest = min(SHORTEST_SEQUENCE, max(1, length))
     while length >= shortest:
-        asked = replace(request, sequence_length=length)
-        yield _Change("shorter sequences", (f"data.sequence_length = {length}",), profile, asked)
+        yield now.asking("shorter sequences", f"data.sequence_length = {length}", sequence_length=length)
         length //= 2
 
 
-def _four_bits(profile: ClusterProfile, request: PlanRequest) -> Iterator[_Change]:
-    model, whole = profile.model, profile.model.trained_whole
+def _four_bits(now: _Change) -> Iterator[_Change]:
+    model, whole = now.profile.model, now.profile.model.trained_whole
     if whole or not is_packed(model):
-        changed, settings = replace(profile, model=with_adapters(model, packed=True)), ('model.quantization = "nf4"',)
+        settings = ('model.quantization = "nf4"', *([LORA] if whole else []))
         what = "adapters over weights in 4 bits" if whole else "weights in 4 bits"
-        yield _Change(what, (*settings, LORA) if whole else settings, changed, request, ESTIMATED)
+        yield now.costing(what, settings, with_adapters(model, packed=True))
 
 
-def _more_ranks(profile: ClusterProfile, request: PlanRequest) -> Iterator[_Change]:
+def _more_ranks(now: _Change) -> Iterator[_Change]:
+    profile = now.profile
     largest = max(profile.devices, key=lambda device: (device.memory_bytes, -device.rank))
     for count in range(1, MORE_RANKS + 1):
         profile = with_copy_of(profile, largest.rank)
         what = f"{count} more rank{'s' if count > 1 else ''} like rank {largest.rank} ({largest.name})"
-        yield _Change(what, (), profile, request)
+        yield _Change(what, (), profile, now.request)
 
 
-def _together(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
+def _together(row: _Change) -> Iterator[str]:
     """Recompute, the smallest micro-batch, LoRA over NF4 and shorter sequences, one after the other until it fits."""
-    row, estimated = _Change(TOGETHER, (), profile, request), ""
+    estimated = ""
     for kind in (_recompute, _smaller_micro_batches, _four_bits, _shorter):
-        changes, last = [*kind(row.profile, row.request)], kind is _shorter
+        changes, last = [*kind(row)], kind is _shorter
         for change in changes if last else changes[-1:]:
             longer = change._replace(settings=row.settings + change.settings)
             if change.estimated:
                 estimated = " (4 bits and adapters estimated from this profile's figures)"
-            if len(longer.settings) > 1 and _fits(longer):
+            if len(longer.settings) > 1 and longer.fits():
                 yield f"{TOGETHER}: {', '.join(longer.settings)}{estimated}"
                 return
             row = row if last else longer

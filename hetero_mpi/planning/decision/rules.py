@@ -1,4 +1,4 @@
-"""What a plan must keep to that was written or edited by hand: every problem is told with its rule and the values."""
+"""The rules for a plan that was written or edited by hand: every problem is told with its rule and the values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_mpi.planning.types.request import PlanRequest
 
 
 def plan_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """What keeps a plan from being run on a cluster, memory apart."""
+    """Problems that keep a plan from being run on a cluster, memory apart."""
     yield from _chain_problems(plan, profile)
     yield from _rank_problems(plan, profile)
 
@@ -62,7 +62,7 @@ def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
 
 
 def _again(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, earlier: StagePlan) -> Iterator[str]:
-    """What is wrong with a rank's further stage. ``same``: the earlier one is of the same pipeline."""
+    """Problems of a rank's further stage. ``same``: the earlier one is of the same pipeline."""
     if not same:
         yield f"{where}: a rank takes part in one pipeline"
     elif pipeline.order not in INTERLEAVINGS:
@@ -96,7 +96,7 @@ def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 
 def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """What is wrong with the ranks and shares of a stage, each with the rule and the values. Ranks that the profile lacks are
+    """Problems of the ranks and shares of a stage, each with the rule and the values. Ranks that the profile lacks are
     named elsewhere."""
     where, ranks = f"stage {number}", list(stage.ranks)
     if not stage.grouped:

@@ -1,4 +1,5 @@
-"""Does a model fit at all, and how: the split whose worst shortage of memory is least, at the fewest micro-batches in flight."""
+"""The split of a model that comes closest to fitting, or fits best: the one whose worst shortage of memory is least, at the fewest
+micro-batches in flight."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def scheduled_depths(schedule: str, stages: int, micro_batches: int) -> tuple[in
 
 
 def period_s(compute_s: Sequence[float], hops_s: Sequence[float]) -> float:
-    """What the slowest stage, or a link with its messages out and back at once, takes for a micro-batch."""
+    """Seconds of a micro-batch on the slowest stage, or on a link with its messages out and back at once."""
     return max(*compute_s, *(hop_s / 2 for hop_s in hops_s), SHORTEST_S)
 
 

@@ -23,9 +23,9 @@ from hetero_mpi.planning.types.profile import (
 AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
 TABLES = "layers", "halved", "without_experts"
-"""Of a device: times of layers."""
+"""Tables of a device: times of layers."""
 SECONDS = "forward_overhead_s", "backward_overhead_s"
-"""Of a device: what else its computing takes, per micro-batch."""
+"""Figures of a device: what else its computing takes, per micro-batch."""
 STEP_SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter"
 """The same of a step."""
 PLENTY_BYTES = 2**50

@@ -33,26 +33,27 @@ class StagePlan:
     slice_sequences: int | None = None
     """A micro-batch is computed in slices of so many sequences; None: at once."""
     state_weight: float = 1.0
-    """Of the optimizer's state of layers that several ranks hold, each owns a part in proportion to this (``owners``)."""
+    """The part of the optimizer's state, of layers that several ranks hold, that each owns is in proportion to this
+    (``owners``)."""
     shares: tuple[int, ...] = ()
-    """Of a group: the whole key/value heads that each rank holds, perhaps none of one that has experts; columns of MLPs and words
+    """The whole key/value heads that each rank of a group holds, perhaps none of one that has experts; columns of MLPs and words
     of the vocabulary are divided in the same proportion. Of one rank: empty."""
     experts: tuple[int, ...] | None = None
-    """Of a group, where layers have experts: how many of them each rank holds, perhaps none; None: in proportion to the shares."""
+    """How many experts each rank of a group holds, where layers have some, perhaps none; None: in proportion to the shares."""
 
     @property
     def grouped(self) -> bool:
-        """Do several ranks hold it?"""
+        """True where several ranks hold it."""
         return len(self.ranks) > 1
 
     @property
     def idles(self) -> bool:
-        """Has some rank of a group neither heads nor experts?"""
+        """True where some rank of a group has neither heads nor experts."""
         experts = self.experts or (0,) * len(self.shares)
         return any(heads == count == 0 for heads, count in zip(self.shares, experts, strict=False))
 
     def share(self, member: int) -> float:
-        """Of what a group divides, but for experts, what one of its ranks has."""
+        """The share of one of its ranks of what a group divides, but for experts."""
         return self.shares[member] / sum(self.shares) if self.grouped else 1.0
 
     def expert_share(self, member: int) -> float:
@@ -87,11 +88,11 @@ class PipelinePlan:
 
     @property
     def interleaved(self) -> bool:
-        """Does some rank hold several stages?"""
+        """True where some rank holds several stages."""
         return any(len(places) > 1 for places in self.held.values())
 
     def together(self, place: int) -> bool:
-        """Are stages ``place`` and ``place + 1`` on one rank? Then no message passes between them."""
+        """True where stages ``place`` and ``place + 1`` are on one rank: no message passes between them."""
         return self.stages[place].ranks == self.stages[place + 1].ranks
 
     @property
@@ -125,7 +126,7 @@ class Plan:
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """Of every layer the ranks that hold it, one per pipeline (of a group its first), in plan order."""
+        """The ranks that hold each layer, one per pipeline (of a group its first), in plan order."""
         found: list[list[int]] = [[] for _ in range(self.layers)]
         for _, _, stage in self.numbered:
             for layer in range(max(0, stage.first), min(stage.last, self.layers)):
@@ -134,7 +135,7 @@ class Plan:
 
     @cached_property
     def leader_of(self) -> dict[int, int]:
-        """Of groups: each rank that does not lead -> the one that does."""
+        """Each rank of a group that does not lead -> the one that does."""
         return {rank: stage.ranks[0] for _, _, stage in self.numbered for rank in stage.ranks[1:]}
 
     @property

@@ -1,4 +1,4 @@
-"""What makes a profile's values a cluster: the rules that types cannot say.
+"""The rules that make a profile's values a cluster, as far as types cannot say them.
 
 Profiles are edited by hand, so every problem is told, and by its key.
 """
@@ -41,7 +41,7 @@ def profile_problems(profile: ClusterProfile) -> list[str]:
 
 
 def number_problems(value: Any, path: str = "") -> list[str]:
-    """Of plain values: no figure is negative or without end but speeds, which are above zero."""
+    """Problems of plain values: no figure is negative or without end but speeds, which are above zero."""
     if isinstance(value, dict):
         return [p for key, item in value.items() for p in number_problems(item, f"{path}.{key}" if path else key)]
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What planning needs to know of a job, as plain values (planning never sees ``Job``), and options of simulation."""
+"""All that planning needs to know of a job, as plain values (planning never sees ``Job``), and options of simulation."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class PlanRequest:
     """How many pipelines may hold the model side by side."""
     recompute_choices: tuple[bool, ...] = (False,)
     split_choices: tuple[bool, ...] = (False,)
-    """May a pipeline split its backward? Full training only."""
+    """Choices for splitting a pipeline's backward; full training only."""
     streaming: str = "never"
-    """May stages be streamed: ``never``, where nothing fits otherwise or a step gets clearly shorter (``auto``), or wherever it
-    gets ``shorter``?"""
+    """Where stages may be streamed: ``never``, where nothing fits otherwise or a step gets clearly shorter (``auto``), or wherever
+    it gets ``shorter``?"""
     schedule: str = "auto"
     """``auto`` leaves depth and splitting to the planner; a name of ``orders.SCHEDULES`` fixes them."""
     stages_per_rank: int = 1
     """Stages of its pipeline that a rank may hold, at most."""
     groups: bool = False
-    """May ranks of one host hold a stage together, each a share of its layers?"""
+    """Ranks of one host may hold a stage together, each a share of its layers."""
     allow_idle: bool = True
-    """May ranks be left out when that is faster (or when there are more ranks than layers)?"""
+    """Ranks may be left out when that is faster (or when there are more ranks than layers)."""
     indifference: float = 0.0
     """Plans within this share of the fastest are as good: of these, the one whose ranks follow one another is taken."""
     thorough: bool = False
@@ -52,7 +52,7 @@ class PlanRequest:
 
 
 Resource = tuple[str, str | int, int]
-"""What carries one message at a time: ``("link", source, destination)``, ``("out", host, 0)`` or ``("in", host, 0)``."""
+"""A resource that carries one message at a time: ``("link", source, destination)``, ``("out", host, 0)`` or ``("in", host, 0)``."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def with_shared_nics(profile: ClusterProfile) -> ClusterProfile:
 
 
 def resources(profile: ClusterProfile, source: int, destination: int) -> tuple[Resource, ...]:
-    """What a message from rank ``source`` to rank ``destination`` occupies from its start to its end."""
+    """The resources that a message from rank ``source`` to rank ``destination`` occupies from its start to its end."""
     found: list[Resource] = [("link", source, destination)]
     if profile.devices[source].host != profile.devices[destination].host:
         for rank, way in ((source, "out"), (destination, "in")):

@@ -30,7 +30,7 @@ from hetero_mpi.planning.types.toml_files import (
     save_plan,
     save_profile,
 )
-from hetero_mpi.profiling.benchmark_spec import Subject
+from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
 from hetero_mpi.report.first_screen import measured_lines, planned_lines
 from hetero_mpi.report.run_files.line_files import unharmed
@@ -41,7 +41,7 @@ from hetero_mpi.runtime.setup.pending import Pending, Write
 from hetero_mpi.state.copies import versions_in_memory
 
 
-def subject_of(setup: RunSetup) -> tuple[Subject, str]:
+def subject_of(setup: RunSetup) -> tuple[BenchmarkSpec, str]:
     """What is to be profiled, and the reason in words for the micro-batch sizes that the planner may choose from."""
     job = setup.job
     given = (
@@ -51,7 +51,7 @@ def subject_of(setup: RunSetup) -> tuple[Subject, str]:
         setup.tuning.uses_dropout(setup.chain),
     )
     reason = micro_batch_choices(*given)[1]
-    subject = Subject(
+    subject = BenchmarkSpec(
         setup.chain,
         setup.tuning,
         job.train,
@@ -137,7 +137,7 @@ def keep(setup: RunSetup, pending: Pending, what: str, save: Write) -> None:
         pending.add(write)
 
 
-def _obtain_profile(setup: RunSetup, subject: Subject, options: TrainOptions, pending: Pending) -> ClusterProfile:
+def _obtain_profile(setup: RunSetup, subject: BenchmarkSpec, options: TrainOptions, pending: Pending) -> ClusterProfile:
     """The profile: the one named by the user, else the run directory's if its key matches, else a measurement. Collective.
 
     A measurement reuses the cached times of devices that were measured before. Raises UserError: the named profile is damaged or is
@@ -202,7 +202,7 @@ def _given_plan(setup: RunSetup, given: Path | Plan, profile: ClusterProfile, re
 
 
 def _fitting(
-    profile: ClusterProfile, path: str, subject: Subject, ranks: int, named: bool, key: str
+    profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int, named: bool, key: str
 ) -> ClusterProfile | None:
     """``profile`` if it is of this job; None if it is not, and the user did not name it. Raises
     UserError: the user named it, and it is of another model or number of ranks.
