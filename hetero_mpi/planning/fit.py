@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_mpi.planning.types.cluster_changes import SECONDS, STEP_SECONDS, TABLES
-from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.cluster_changes import SECONDS, STEP_SECONDS
+from hetero_mpi.planning.types.profile import TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
 
 LEAST_NOISE = 0.03
 """No point is trusted to better than this share."""

@@ -157,7 +157,7 @@ def faster_networks(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, 
     for now in sorted(speed for speed in used if speed is not None):
         after = NEXT_GBIT.get(now)
         if after is not None:
-            alike = partial(_is_ethernet, now)
+            alike = partial(lambda speed, link: ethernet_gbit(link) == speed, now)
             faster = with_faster_links(profile, times=after / now, latency=False, where=alike)
             yield f"{after:g} GbE instead of {now:g}", faster
 
@@ -166,10 +166,6 @@ def ethernet_gbit(link: LinkProfile | HostLinkProfile) -> float | None:
     """The Ethernet that a link between hosts looks like by its speed; None: none of the usual ones."""
     measured = 8 * link.bytes_per_s / 1e9
     return None if link.same_host else next((g for g in NEXT_GBIT if SHARE_OF_NOMINAL * g <= measured <= g), None)
-
-
-def _is_ethernet(gbit: float, link: LinkProfile | HostLinkProfile) -> bool:
-    return ethernet_gbit(link) == gbit
 
 
 def link_pairs(plan: Plan) -> list[tuple[int, int]]:

@@ -19,8 +19,8 @@ from hetero_mpi.planning.annealing.costs import ROUNDING, Costs
 from hetero_mpi.planning.annealing.lines import Fitting, Line, Lines, used
 from hetero_mpi.planning.annealing.partitions import best_partitions
 from hetero_mpi.planning.annealing.rounds import Budget, Rounds, Start, always_split
-from hetero_mpi.planning.memory_fit import Fitter
 from hetero_mpi.planning.several.cluster import ClusterArrays, in_own_order
+from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.several.layouts import polishes
 from hetero_mpi.planning.tables import shares_nics
 from hetero_mpi.planning.types.plan import Plan

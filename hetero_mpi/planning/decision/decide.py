@@ -20,10 +20,10 @@ from hetero_mpi.planning.decision.several_stages import SeveralStages
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
 from hetero_mpi.planning.decision.streaming import with_streamed_stages
 from hetero_mpi.planning.fast_simulation import outlined
-from hetero_mpi.planning.memory_fit import Fitter
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
 from hetero_mpi.planning.several import layouts
+from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.tables import may_split
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.plan import Plan

@@ -12,9 +12,9 @@ from hetero_mpi.planning.contention import slowness, while_computing, while_runn
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import Durations, pass_s, update_s, weights_s, whole_model_s
 from hetero_mpi.planning.memory import host_state_bytes, streamed_bytes
-from hetero_mpi.planning.memory_fit import Fitter
 from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op
+from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
@@ -206,27 +206,18 @@ def _even_split(pipeline: PipelinePlan, layers: int) -> PipelinePlan:
 
 
 def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[PipelinePlan]:
-    """A pipeline for every rank in use, with as much of the batch as it is fast."""
+    """A pipeline for every rank in use: each micro-batch goes to the rank that would be done with it first."""
     ranks = sorted(stage.ranks[0] for _, _, stage in plan.numbered)
     sizes = sorted(set(request.micro_batch_choices), reverse=True)
     devices = while_computing(profile, ranks).devices
     seconds = [whole_model_s(profile, devices[rank], sizes[-1] * request.sequence_length) for rank in ranks]
-    for rank, units in zip(ranks, _dealt(request.global_batch // sizes[-1], seconds), strict=True):
-        share = units * sizes[-1]
+    counts = [1] * len(ranks)
+    for _ in range(request.global_batch // sizes[-1] - len(ranks)):
+        counts[min(range(len(ranks)), key=lambda i: (counts[i] + 1) * seconds[i])] += 1
+    for rank, count in zip(ranks, counts, strict=True):
+        share = count * sizes[-1]
         size = next(size for size in sizes if share % size == 0)
         yield PipelinePlan((StagePlan((rank,), 0, plan.layers, 0),), size, share)
-
-
-def _dealt(parts: int, seconds: Sequence[float]) -> list[int]:
-    """``parts``, at least as many as there are takers, in whole shares of at least one: to each as it is fast."""
-    speeds = [1 / max(each, 1e-12) for each in seconds]
-    exact = [parts * speed / sum(speeds) for speed in speeds]
-    shares = [max(1, math.floor(share)) for share in exact]
-    while sum(shares) != parts:
-        by = 1 if sum(shares) < parts else -1
-        able = [i for i in range(len(shares)) if shares[i] + by >= 1]
-        shares[max(able, key=lambda i: (by * (exact[i] - shares[i]), -i))] += by
-    return shares
 
 
 def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> str:

@@ -132,6 +132,10 @@ class DeviceProfile:
     """The same of a member that has none of the experts, where layers have some."""
 
 
+TABLES = "layers", "halved", "without_experts"
+"""A device's tables of times by layer kind."""
+
+
 @dataclass(frozen=True)
 class HostProfile:
     """All that the ranks of one host have in common."""
