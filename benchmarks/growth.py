@@ -185,7 +185,7 @@ def tensors(count: int) -> Callable[[], object]:
 def recorded_steps(count: int) -> Callable[[], object]:
     from hetero_mpi.planning.schedule import Action, MeasuredEvent, Op
     from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-    from hetero_mpi.report.run_files.measured import RankStep, Usage, steps_under
+    from hetero_mpi.report.run_files.rank_steps import RankStep, Usage, steps_under
 
     plan = Plan((PipelinePlan((StagePlan((0,), 0, 1, 0), StagePlan((1,), 1, 2, 0)), 1, 1),), 1, 8, 2)
     usage = Usage(**dict.fromkeys(Usage.__dataclass_fields__, 0))

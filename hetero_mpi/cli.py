@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi import __version__
 from hetero_mpi.errors import UserError
 from hetero_mpi.shipped import absent_packages, pip_argument
-from hetero_mpi.text import fitted, folded, printable
+from hetero_mpi.terminal import fitted, folded, printable
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World

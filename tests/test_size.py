@@ -20,24 +20,24 @@ CLOSURES = {"model.stage": 5_000, "engine.executor": 7_500, "engine.trainer": 9_
 LOADED = {"runtime.loop": 20_000}
 """The same of what is loaded when the module is imported."""
 LINES = {
-    "beside the packages": 1_490,
+    "beside the packages": 1_650,
     "checkpoint": 1_240,
     "comm": 3_020,
     "commands": 1_410,
     "data": 3_800,
     "device": 1_360,
-    "emulation": 610,
-    "engine": 2_170,
+    "emulation": 620,
+    "engine": 2_160,
     "job": 1_170,
     "launch": 4_810,
     "model": 7_810,
-    "planning": 11_640,
+    "planning": 11_610,
     "profiling": 1_360,
-    "report": 4_850,
-    "runtime": 7_110,
-    "state": 1_770,
-    "web": 430,
-    "in all": 55_960,
+    "report": 4_540,
+    "runtime": 7_100,
+    "state": 1_780,
+    "web": 440,
+    "in all": 55_760,
 }
 """Lines of each package, and in all."""
 SLACK = 40

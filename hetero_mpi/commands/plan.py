@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi import toml
+from hetero_mpi import toml, units
 from hetero_mpi.disk import require_regular, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_directory
@@ -28,11 +28,10 @@ from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import THREADED, Network, PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
-from hetero_mpi.report import units
-from hetero_mpi.report.inspection import costed_plan_lines, idling_lines, inspection_lines, network_lines, what_if_lines
-from hetero_mpi.report.lines import wrapped
-from hetero_mpi.report.tables import plan_lines
+from hetero_mpi.report.plan_text import costed_plan_lines, idling_lines, network_lines, plan_lines, what_if_lines
+from hetero_mpi.report.profile_text import inspection_lines
 from hetero_mpi.shipped import profile_file
+from hetero_mpi.terminal import wrapped
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

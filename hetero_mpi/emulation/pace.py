@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from hetero_mpi import units
 from hetero_mpi.comm.clocks import clock_offset_s
 from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.ranks.world import World
@@ -34,7 +35,6 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import EMULATED, ClusterProfile
 from hetero_mpi.planning.types.request import Network
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict
-from hetero_mpi.report import units
 
 NETWORK = Network(shared_nic=True)
 """How messages meet in an emulated cluster: the ranks of every host share its NIC."""

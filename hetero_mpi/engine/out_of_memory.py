@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from hetero_mpi import units
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.memory import is_out_of_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.plan import RankMemory
-from hetero_mpi.planning.words import describe_bytes
 
 
 class OutOfMemory(UserError):
@@ -32,11 +32,9 @@ def memory_explained(doing: Callable[[], str], predicted: RankMemory | None, bac
         if not is_out_of_memory(error):
             raise
         peak_bytes = backend.peak_bytes()
-        used = f"{describe_bytes(peak_bytes)} were used at the peak"
+        used = f"{units.size(peak_bytes)} were used at the peak"
         if predicted is not None:
-            used += (
-                f", {describe_bytes(predicted.peak_bytes)} predicted of {describe_bytes(predicted.usable_bytes)} usable"
-            )
+            used += f", {units.size(predicted.peak_bytes)} predicted of {units.size(predicted.usable_bytes)} usable"
         first = next(iter(str(error).strip().splitlines()), "no memory left")
         raise OutOfMemory(
             f"ran out of memory in {doing()}: {used} ({first}). Lower [train] micro_batch or [data] sequence_length, "

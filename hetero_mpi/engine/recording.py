@@ -14,15 +14,9 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.planning.schedule import Event, MeasuredEvent
-from hetero_mpi.report.run_files.line_files import LineFile, keep_until
-from hetero_mpi.report.run_files.measured import (
-    STEPS_NAME,
-    RankStep,
-    Usage,
-    rank_step_line,
-    rank_step_to_dict,
-)
+from hetero_mpi.report.run_files.line_files import STEPS_NAME, LineFile, keep_until
 from hetero_mpi.report.run_files.metrics import StepMetrics
+from hetero_mpi.report.run_files.rank_steps import RankStep, Usage, rank_step_to_dict
 
 _WARM = 3
 """The first recorded step: caches and links are warm by then."""
@@ -72,7 +66,7 @@ class Recorder:
             own = rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, kept, usage))
         gathered = self._world.gather_json(own)
         if gathered is not None and self._file is not None:
-            self._file.write(*(rank_step_line(record) for record in gathered if record is not None))
+            self._file.write(*(record for record in gathered if record is not None))
 
     @property
     def _scale(self) -> float:

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.emulation.pace import Emulation
 from hetero_mpi.engine.placement import Placement
@@ -21,7 +22,6 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.adamw import AdamW
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.schedule import Action, Op
-from hetero_mpi.report import units
 
 _REPEATS = 5
 OVERRUN = 0.01

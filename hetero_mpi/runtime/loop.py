@@ -17,11 +17,11 @@ from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.model.optimizer import StepDecision, learning_rate
-from hetero_mpi.report.past_run import note_end
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
+from hetero_mpi.report.run_files.run_directory import note_end
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.state.checkpointing import open_saver
 from hetero_mpi.state.training_state import TrainingState

@@ -30,8 +30,8 @@ from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good
 from hetero_mpi.checkpoint.directory import Shard, keep_versions, shards_on_disk
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.plan import PlanReport
-from hetero_mpi.report.run_files.event_log import append_event
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.run_directory import append_event
 from hetero_mpi.runtime.reconfigure import build_share, hand_over
 from hetero_mpi.runtime.recovery import RunHistory
 from hetero_mpi.runtime.resume import accept, later_aside, newest_checkpoint

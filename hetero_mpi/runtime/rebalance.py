@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi import units
 from hetero_mpi.background import Background
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.planning.analysis.drift import Decider, Move, Watched, as_measured, moved_layers
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.report import units
-from hetero_mpi.report.run_files.event_log import append_event
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.run_directory import append_event
 from hetero_mpi.runtime.reconfigure import lack_of_room
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.profile_and_plan import planning_request

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.shrink import Loss, settled, survivors
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
@@ -36,10 +37,9 @@ from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
-from hetero_mpi.report import units
-from hetero_mpi.report.first_screen import planned_lines
-from hetero_mpi.report.run_files.event_log import append_event
+from hetero_mpi.report.plan_text import planned_lines
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.run_directory import append_event
 from hetero_mpi.runtime.setup.context import RunSetup
 from hetero_mpi.runtime.setup.material import prepare
 from hetero_mpi.runtime.setup.pending import Pending

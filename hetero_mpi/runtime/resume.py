@@ -23,9 +23,8 @@ from hetero_mpi.job.load import LoadedJob, job_to_dict
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.optimizer import learning_rate
-from hetero_mpi.report.run_files.event_log import own_event
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.report.run_files.run_directory import EarlierRun, own_event
 from hetero_mpi.runtime.finished import finished, shared
 from hetero_mpi.runtime.reference import check_reference
 from hetero_mpi.runtime.result import TrainResult

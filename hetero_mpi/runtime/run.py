@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from hetero_mpi import units
 from hetero_mpi.checkpoint.directory import remove_shards
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.versions import own_versions
@@ -24,12 +25,10 @@ from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job.load import job_to_dict
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_to_dict, report_from_dict, save_plan
-from hetero_mpi.report import units
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.run_directory import is_used
-from hetero_mpi.report.run_files.set_aside import holds_run
+from hetero_mpi.report.run_files.run_directory import holds_run, is_used
 from hetero_mpi.runtime.build import build, start_adapter, start_layers
 from hetero_mpi.runtime.emulation_check import check_emulated_times
 from hetero_mpi.runtime.loop import Loop, Shown

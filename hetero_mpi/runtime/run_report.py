@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.emulation.pace import punctuality_lines
@@ -20,19 +21,12 @@ from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job.load import job_to_dict
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
-from hetero_mpi.report import units
-from hetero_mpi.report.past_run import (
-    REPORT_NAME,
-    describe_run,
-    note_result,
-    predicted_step,
-    read_run,
-)
+from hetero_mpi.report.past_run import predicted_step, read_run
 from hetero_mpi.report.progress import Now, ProgressDisplay, overview
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter
-from hetero_mpi.report.run_files.trackers import Trackers
+from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, Trackers
+from hetero_mpi.report.run_files.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_result
 from hetero_mpi.report.summary import final_lines, measured_step_s
 from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.runtime.generate.generate import write_sample
@@ -45,7 +39,6 @@ from hetero_mpi.shipped import USED_PROFILE
 from hetero_mpi.state.checkpointing import save_adapter, save_model
 from hetero_mpi.state.training_state import TrainingState
 
-TRACE_NAME = "trace.json"
 _COMPUTING = re.compile(r"\d+[FBIW]\d+")
 _LONG_S = 10.0
 """Seconds in one place after which a rank's line shows the time."""

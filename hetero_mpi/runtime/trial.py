@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from hetero_mpi import units
 from hetero_mpi.comm.clocks import clock_offset_s
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.batch import Batch
@@ -46,7 +47,6 @@ from hetero_mpi.planning.types.toml_files import (
     save_profile,
 )
 from hetero_mpi.profiling.bench import ProfilingStart
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.build import group_of, trainer_of
 from hetero_mpi.runtime.measuring import (

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hetero_mpi import units
 from hetero_mpi.background import Background
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.heartbeat import Heartbeat
@@ -31,7 +32,6 @@ from hetero_mpi.comm.transport import Exchange, Message
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.schedule import busy
-from hetero_mpi.report import units
 from hetero_mpi.runtime.setup.context import RunContext, Share
 
 SHORTEST_S = 60.0

@@ -28,8 +28,8 @@ from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
-from hetero_mpi.report.run_files.event_log import START_VARIABLE
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE
 from hetero_mpi.state.background_save import lack_of_space
 from hetero_mpi.state.redistribute import Parcel
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Buffer, Transport, send_in_order
 from hetero_mpi.device.backend import host_bytes
@@ -33,7 +34,6 @@ from hetero_mpi.model.files.shard_cache import ShardCache
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart, TensorSource
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 
 _WORD, _TENSOR = 1 << 13, (1 << 13) + 1

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hetero_mpi import units
 from hetero_mpi.background import Background
 from hetero_mpi.checkpoint import PIECE_BYTES
 from hetero_mpi.checkpoint.directory import new_version_id
@@ -33,7 +34,6 @@ from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.transport import send_in_order
 from hetero_mpi.device.backend import Backend, host_bytes
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.background_save import MEMORY_SHARE, BesideTraining, Snapshot, lack_of_memory, size_bytes, views
 from hetero_mpi.state.checkpointing import KINDS

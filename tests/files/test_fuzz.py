@@ -35,8 +35,8 @@ from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan_file, load_profile, save_plan, save_profile
 from hetero_mpi.report.checkpoints import checkpoint_lines
-from hetero_mpi.report.inspection import inspection_lines
-from hetero_mpi.report.tables import plan_lines
+from hetero_mpi.report.plan_text import plan_lines
+from hetero_mpi.report.profile_text import inspection_lines
 from tests.support.checkpoint_samples import told
 from tests.support.planning_samples import SEQUENCE, make_profile
 

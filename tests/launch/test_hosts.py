@@ -27,8 +27,8 @@ from hetero_mpi.launch.launcher.relay import relay_script, write_relay
 from hetero_mpi.launch.supervisor import heartbeat_server
 from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
-from hetero_mpi.report.run_files.event_log import START_VARIABLE
 from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE
 from tests.support.elastic import Cluster, Elastic, Running, hosts_of_starts
 from tests.support.environments import second_environment
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded

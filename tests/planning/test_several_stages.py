@@ -24,7 +24,7 @@ from hetero_mpi.planning.types.plan import FLUID, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan
-from hetero_mpi.report.tables import plan_lines
+from hetero_mpi.report.plan_text import plan_lines
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported, with_split
 
 ROOT = Path(__file__).parents[2]

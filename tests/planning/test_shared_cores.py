@@ -25,7 +25,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
-from hetero_mpi.report.tables import headline
+from hetero_mpi.report.plan_text import headline
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile, on_cores
 from tests.support.seeds import seeds
 

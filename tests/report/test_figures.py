@@ -14,8 +14,8 @@ from hetero_mpi.planning.types.plan import PACKING, PipelinePlan, Plan, PlanRepo
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, line_chart
 from hetero_mpi.report.figures.style import COLOURS, save, svg
+from hetero_mpi.report.plan_text import headline, plan_lines
 from hetero_mpi.report.progress import overview
-from hetero_mpi.report.tables import headline, plan_lines
 from tests.support.past_runs import cluster, planned, several_stages
 from tests.support.planning_samples import with_split
 

@@ -20,8 +20,9 @@ from hetero_mpi.report.figures.style import COLOURS, svg
 from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import report_html
-from hetero_mpi.report.page.job import job_rows
-from hetero_mpi.report.past_run import SAMPLE_NAME, read_run
+from hetero_mpi.report.page.sections import job_rows
+from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
 from tests.support.past_runs import JOB, cluster, make_run, planned
 
 LORA: dict[str, Any] = {

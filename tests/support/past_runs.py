@@ -17,17 +17,11 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PACKING, IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
-from hetero_mpi.report.past_run import describe_run, predicted_step
-from hetero_mpi.report.run_files.line_files import LineFile
-from hetero_mpi.report.run_files.measured import (
-    STEPS_NAME,
-    MeasuredEvent,
-    RankStep,
-    Usage,
-    rank_step_line,
-    rank_step_to_dict,
-)
+from hetero_mpi.report.past_run import predicted_step
+from hetero_mpi.report.run_files.line_files import STEPS_NAME, LineFile
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
+from hetero_mpi.report.run_files.rank_steps import MeasuredEvent, RankStep, Usage, rank_step_to_dict
+from hetero_mpi.report.run_files.run_directory import describe_run
 from tests.support.planning_samples import JOB_TOML, make_model, make_plan_of, make_profile
 
 JOB: dict[str, Any] = {
@@ -65,7 +59,7 @@ def make_run(
             if step % 20 == 0:
                 writer.evaluation(step, loss + 0.2)
     records = measured(plan, profile, steps, slower)
-    LineFile(directory / STEPS_NAME).write(*(rank_step_line(rank_step_to_dict(one)) for one in records))
+    LineFile(directory / STEPS_NAME).write(*(rank_step_to_dict(one) for one in records))
     event = {"unix_s": 1.7e9, "event": "silent", "text": "no word from host beta for 14 s", "hosts": ["beta"]}
     (directory / "events.jsonl").write_text(json.dumps(event) + "\n")
     (directory / "checkpoints").mkdir(exist_ok=True)

@@ -26,8 +26,9 @@ from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import load_report, save_plan, save_profile
-from hetero_mpi.report.run_files.measured import STEPS_NAME, read_rank_steps
+from hetero_mpi.report.run_files.line_files import STEPS_NAME
 from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.report.run_files.rank_steps import read_rank_steps
 from tests.support import training_cases
 from tests.support.made_up_profile import write_profile
 from tests.support.planning_samples import make_model, make_profile

@@ -18,7 +18,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.report.run_files.measured import MeasuredEvent
+from hetero_mpi.report.run_files.rank_steps import MeasuredEvent
 from hetero_mpi.runtime.measuring import Expected, OwnStep, Together, compared, with_others
 from hetero_mpi.runtime.step_word import StepWord
 from hetero_mpi.runtime.trial import clearly_faster

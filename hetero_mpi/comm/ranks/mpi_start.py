@@ -37,7 +37,7 @@ from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, PACKAGE, own_source, ver
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.host_limits import usable_cores
-from hetero_mpi.text import printable, write_text
+from hetero_mpi.terminal import printable, write_text
 
 T = TypeVar("T")
 _LAUNCHED_BY_US: list[str] = []

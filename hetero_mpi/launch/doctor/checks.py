@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, parse_library_version
 from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, MUST_MATCH, version_problem
 from hetero_mpi.errors import ExitCode
@@ -18,9 +19,8 @@ from hetero_mpi.launch.doctor.probe import HostFacts
 from hetero_mpi.launch.doctor.probe_client import Examined, answered
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, as_json, lines_of, would_fail
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface
-from hetero_mpi.report import units
 from hetero_mpi.shipped import pip_argument
-from hetero_mpi.text import fitted
+from hetero_mpi.terminal import fitted
 
 FINE, NOTE, SLOW, FAILS = Severity.FINE, Severity.NOTE, Severity.SLOW, Severity.FAILS
 LEAST_RUN_BYTES = 500_000_000

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hetero_mpi import __version__
+from hetero_mpi import __version__, units
 from hetero_mpi.device.self_test_process import SelfTest, text_of
 from hetero_mpi.launch.doctor.probe import HostFacts
 from hetero_mpi.launch.doctor.probe_client import Examined, answered
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
-from hetero_mpi.report import units
 
 INSTALL = "choose the build at https://pytorch.org/get-started/locally and install it into {python}'s environment"
 _VENDORS = (("nvidia", "cuda", "NVIDIA"), ("amdgpu", "rocm", "AMD"), ("intel", "xpu", "Intel"))

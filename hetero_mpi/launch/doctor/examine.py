@@ -31,7 +31,7 @@ from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, merged
 from hetero_mpi.launch.hosts.hostfile import read_hostfile, slots_by_host
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, network_of, resolve, source_address
 from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher
-from hetero_mpi.text import fitted
+from hetero_mpi.terminal import fitted
 
 _START_S, _FACTS_S, _ANSWER_S = 60.0, 300.0, 30.0
 """Time limits of a probe, seconds: to start, to examine its host (it imports torch), and to answer anything else."""

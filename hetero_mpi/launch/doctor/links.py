@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from hetero_mpi import units
 from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines, AuthenticatedServer
 from hetero_mpi.launch.hosts.diagnostics import Finding, Severity
-from hetero_mpi.report import units
 
 SLOW_BYTES_PER_S = 40e6
 """Bandwidth below which a link is called slow: between 100 Mbit/s and 1 Gbit/s. A bad cable or Wi-Fi gives less."""

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from hetero_mpi.report import units
-from hetero_mpi.report.lines import wrapped
+from hetero_mpi import units
+from hetero_mpi.terminal import wrapped
 
 _INDENT = 20
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from hetero_mpi.report.run_files.event_log import START_VARIABLE
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE
 
 _DAEMONS = ("prted", "prterun", "orted", "hydra_pmi_proxy", "hydra_bstrap_proxy")
 """Parents of ranks that may lack the variable: the programs that launchers start on other machines."""

@@ -31,7 +31,7 @@ from hetero_mpi.launch.hosts.interface import InterfaceChoice, choose_interface,
 from hetero_mpi.launch.launcher.error_stream import ErrorStream
 from hetero_mpi.launch.launcher.relay import write_cached
 from hetero_mpi.launch.launcher.surroundings import check_temporary_folder, with_home
-from hetero_mpi.text import UNWATCHED_VARIABLE, write_text
+from hetero_mpi.terminal import UNWATCHED_VARIABLE, write_text
 
 _NAMES = {
     OPEN_MPI: ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"),

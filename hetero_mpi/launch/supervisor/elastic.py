@@ -44,7 +44,7 @@ from hetero_mpi.launch.launcher.launcher import (
 )
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.launch.supervisor.heartbeat_server import HeartbeatServer, WatchedHost
-from hetero_mpi.report.run_files.event_log import START_VARIABLE, EventLog
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE, EventLog
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""

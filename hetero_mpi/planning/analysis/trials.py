@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from hetero_mpi import units
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.plan import Alone, IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.words import describe_seconds
 
 SHARE = 0.05
 """The trial of a plan takes at most this share of what the run is predicted to take ..."""
@@ -82,7 +82,7 @@ def explained(
         beyond = told if other is None or one.rank in other.plan.ranks else _NOT_FOUND
         why.append(IdleRank(one.rank, held.get(one.rank, beyond)))
     own = taken.reasons[1:]
-    first = f"tried: {describe_seconds(taken.expected_step_s)} per step; {told}"
+    first = f"tried: {units.seconds(taken.expected_step_s)} per step; {told}"
     return replace(
         taken,
         alone=_alone(taken, told, other),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hetero_mpi import units
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import optimizer_s, whole_model_s
@@ -13,7 +14,6 @@ from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.plan import Alone
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import describe_bytes
 
 
 def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
@@ -24,7 +24,7 @@ def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
     except UserError as error:
         return Alone(rank, problem=str(error).splitlines()[0])
     if decision is None:
-        return Alone(rank, problem=f"does not fit into its {describe_bytes(profile.devices[rank].memory_bytes)}")
+        return Alone(rank, problem=f"does not fit into its {units.size(profile.devices[rank].memory_bytes)}")
     return Alone(rank, decision.step_s)
 
 

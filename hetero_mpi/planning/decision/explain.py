@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from hetero_mpi import units
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.contention import slowness, while_computing, while_running
 from hetero_mpi.planning.decision.decide import Decision, decide
@@ -20,7 +21,6 @@ from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import counted, describe_bytes, describe_layers, describe_seconds, ratio
 
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
@@ -41,9 +41,9 @@ class Beaten:
     def sentence(self, best_s: float) -> str:
         if self.step_s is None:
             return f"{self.name}: does not fit in memory"
-        times = f"{ratio(self.step_s, best_s):.2f}"
+        times = f"{units.ratio(self.step_s, best_s):.2f}"
         how = "as fast" if float(times) <= 1 else f"{times}x slower"
-        return f"{self.name}: {how} ({describe_seconds(self.step_s)} per step)"
+        return f"{self.name}: {how} ({units.seconds(self.step_s)} per step)"
 
 
 def reasons(
@@ -94,7 +94,7 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
         return "computes layer by layer; all that it trains stays in its memory"
     size_bytes = streamed_bytes(model, stage.first, stage.last)
     if weights_s(device, size_bytes) == 0.0:
-        return f"streams {describe_bytes(size_bytes)} from mapped files, of which its memory keeps what it has room for"
+        return f"streams {units.size(size_bytes)} from mapped files, of which its memory keeps what it has room for"
     free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf, device_to_host_bytes_per_s=math.inf)
     without = replace(profile, devices=tuple(free if one is device else one for one in profile.devices))
     seconds, computing = (
@@ -102,13 +102,13 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
     )
     share, cost = 1 - computing / seconds, "copies take"
     if share >= LIMITING:
-        cost = f"copies limit it: {describe_bytes(device.host_to_device_bytes_per_s)}/s,"
+        cost = f"copies limit it: {units.size(device.host_to_device_bytes_per_s)}/s,"
     with_state = ""
     if model.trained_whole:
-        kept = describe_bytes(host_state_bytes(model, stage.first, stage.last))
-        each = describe_seconds(update_s(number, plan, profile))
+        kept = units.size(host_state_bytes(model, stage.first, stage.last))
+        each = units.seconds(update_s(number, plan, profile))
         with_state = f" ({kept} there with the rest of what it trains; optimizer {each})"
-    return f"streams {describe_bytes(size_bytes)} from host memory{with_state}, {cost} {share:.0%} of its time"
+    return f"streams {units.size(size_bytes)} from host memory{with_state}, {cost} {share:.0%} of its time"
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -133,7 +133,7 @@ def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation
     if found is None:
         yield f"{name} the model does not fit in memory"
     else:
-        change = round(ratio(found.step_s, simulation.step_s) - 1, 3)
+        change = round(units.ratio(found.step_s, simulation.step_s) - 1, 3)
         # The search is not exact: the plan without it may be the shorter one.
         how = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'}" if change else "as long"
         yield f"{name} the step is {how}"
@@ -147,12 +147,12 @@ def _stages(plan: Plan, rank: int) -> str:
 def _held(plan: Plan, rank: int) -> str:
     """The layers of a rank."""
     held = (plan.numbered[number][2] for number in plan.of_rank(rank))
-    return ", ".join(describe_layers(stage.first, stage.last, plan.layers) for stage in held)
+    return "; ".join(units.layers(stage.first, stage.last, plan.layers) for stage in held)
 
 
 def _counts(plan: Plan, profile: ClusterProfile) -> str:
     used = sum(len(pipeline.held) for pipeline in plan.pipelines)
-    shares = counted((f"{one.micro_batches} micro-batches of {one.micro_batch}" for one in plan.pipelines), " + ")
+    shares = units.counted((f"{one.micro_batches} micro-batches of {one.micro_batch}" for one in plan.pipelines), " + ")
     many = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
     return f"{used} of {len(profile.devices)} ranks{many}, {shares} = global batch {plan.global_batch}"
 
@@ -194,7 +194,7 @@ def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) ->
         yield changed("backward in one part instead of two", whole)
     shallow = with_classic_depths(plan)
     if request.schedule == "auto" and shallow != plan:
-        depths = counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines), ", ")
+        depths = units.counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines), ", ")
         yield changed(f"1F1B's own warm-up instead of {depths}", shallow.pipelines)
 
 
@@ -223,7 +223,7 @@ def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) ->
 def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> str:
     """The rank that computes most, or the link that is busier still."""
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
-    share = ratio(simulation.busy_s[rank], simulation.step_s)
+    share = units.ratio(simulation.busy_s[rank], simulation.step_s)
     text = f"busiest: {_stages(plan, rank)} (rank {rank}: {_held(plan, rank)}) computes {share:.0%} of the step"
     costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
     for (number, index, stage), (_, next_index, there) in pairwise(plan.numbered):
@@ -236,7 +236,7 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
             links[pair] = links.get(pair, 0.0) + seconds
     link = max(sorted(links), key=lambda one: links[one], default=None)
     if link is not None and links[link] > simulation.busy_s[rank]:
-        text += f"; the link {link[0]} -> {link[1]} is busy {ratio(links[link], simulation.step_s):.0%} of it"
+        text += f"; the link {link[0]} -> {link[1]} is busy {units.ratio(links[link], simulation.step_s):.0%} of it"
     return text
 
 
@@ -262,7 +262,7 @@ def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, reque
     if decision.at_work_s is None:
         return UNTRIED
     if decision.at_work_s < math.inf:
-        best, other = (describe_seconds(seconds) for seconds in (decision.step_s, decision.at_work_s))
+        best, other = (units.seconds(seconds) for seconds in (decision.step_s, decision.at_work_s))
         if best == other or decision.at_work_s < decision.step_s:
             return f"using {ranks} ranks would not shorten the step ({best} either way)"
         return f"using {ranks} ranks would take {other} per step instead of {best}"
@@ -272,4 +272,4 @@ def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, reque
     again = decide(profile, replace(request, recompute_choices=(False, True)))
     if again is None or again.at_work_s in (None, math.inf):
         return text + ", nor with recompute"
-    return text + f'; with train.recompute = "auto" it fits: {describe_seconds(again.at_work_s)} per step'
+    return text + f'; with train.recompute = "auto" it fits: {units.seconds(again.at_work_s)} per step'

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from hetero_mpi import units
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alone import best_alone, or_alone
@@ -36,7 +37,6 @@ from hetero_mpi.planning.types.plan import (
 )
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import describe_bytes
 
 CLOSELY_BOUND = 8
 """Up to so many ranks the bound of a plan is the packing bound, which takes about a second. Beyond, it is the fluid one."""
@@ -137,7 +137,7 @@ def _short(who: str, one: RankMemory | HostMemory) -> str:
     lacking = one.peak_bytes - one.usable_bytes
     if lacking <= 0:
         return ""
-    needs = f"{describe_bytes(one.peak_bytes)}, and {describe_bytes(one.usable_bytes)} are usable"
+    needs = f"{units.size(one.peak_bytes)}, and {units.size(one.usable_bytes)} are usable"
     return f"plan: {who} {needs}: short by {lacking} bytes; take fewer layers or less warm_up there"
 
 
@@ -148,7 +148,7 @@ def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
     saved = math.floor(sum(layer.eight_bit_saving_bytes for layer in model.layers))
     if saved:
-        yield f"memory: moments in 8 bits take {describe_bytes(saved)} less than in fp32, all owners together"
+        yield f"memory: moments in 8 bits take {units.size(saved)} less than in fp32, all owners together"
 
 
 def differences(plan: Plan, request: PlanRequest) -> list[str]:

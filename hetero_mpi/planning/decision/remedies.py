@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from hetero_mpi import units
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
 from hetero_mpi.planning.decision.streaming import streamable
@@ -22,7 +23,6 @@ from hetero_mpi.planning.types.cost import DTYPE_BYTES, EIGHT_BIT_SAVING, STREAM
 from hetero_mpi.planning.types.plan import PipelinePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import describe_bytes, describe_layers
 
 MOST_RANKS = 6
 """The message names no more ranks than these, those that lack most."""
@@ -63,7 +63,7 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     for host, ranks in shared_memories(profile):
         listed = ", ".join(map(str, ranks))
         lines.append(
-            f"  ranks {listed} share the memory of host {host.name}, {describe_bytes(host.memory_bytes)}, here divided evenly"
+            f"  ranks {listed} share the memory of host {host.name}, {units.size(host.memory_bytes)}, here divided evenly"
         )
     if request.streaming != "never" and streamable(profile) and profile.model.trained_whole:
         lines.append(_host_shortage(profile, request))
@@ -80,11 +80,11 @@ def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     needed = host_state_bytes(model, 0, len(model.layers))
     names = sorted({device.host for device in profile.devices})
     known = {host.name: usable_bytes(host.memory_bytes, request.memory_reserve) for host in profile.hosts}
-    text = f"  Streamed, weights, gradients and optimizer state take {describe_bytes(needed)} of the hosts' memory"
+    text = f"  Streamed, weights, gradients and optimizer state take {units.size(needed)} of the hosts' memory"
     there = sum(known.get(name, needed) for name in names)
     if needed > there:
         return (
-            f"{text}, of which {describe_bytes(there)} are usable ([[hosts]] memory_bytes): short by {needed - there} bytes; so "
+            f"{text}, of which {units.size(there)} are usable ([[hosts]] memory_bytes): short by {needed - there} bytes; so "
             f"much more memory of hosts would make it fit"
         )
     return f"{text}, and the devices' is too small for {STREAMED_LAYERS} layers at a time, or no way was found to divide it"
@@ -101,12 +101,12 @@ def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanR
         if parts.total > usable:
             text = (
                 f"  rank {rank} ({profile.devices[rank].name}) with "
-                f"{describe_layers(stage.first, stage.last, len(profile.model.layers))} is short by "
+                f"{units.layers(stage.first, stage.last, len(profile.model.layers))} is short by "
                 f"{parts.total - usable} bytes: "
-                f"it needs {describe_bytes(parts.total)} (parameters {describe_bytes(parts.parameters)}, "
-                f"optimizer state and gradients {describe_bytes(parts.state)}, "
-                f"activations {describe_bytes(parts.activations)}, workspace {describe_bytes(parts.workspace)}, "
-                f"buffers {describe_bytes(parts.staging)}) and may use {describe_bytes(usable)}"
+                f"it needs {units.size(parts.total)} (parameters {units.size(parts.parameters)}, "
+                f"optimizer state and gradients {units.size(parts.state)}, "
+                f"activations {units.size(parts.activations)}, workspace {units.size(parts.workspace)}, "
+                f"buffers {units.size(parts.staging)}) and may use {units.size(usable)}"
             )
             result.append((parts.total - usable, text))
     return result

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.template import render_prompt
 from hetero_mpi.engine.placement import active_ranks
@@ -24,10 +25,9 @@ from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.decoding import Sampling, require_decodable
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.report import units
-from hetero_mpi.report.past_run import SAMPLE_NAME
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
 from hetero_mpi.runtime.generate.place import GenerateSetup, set_up, with_writer
 from hetero_mpi.runtime.generate.source import Opened, open_source, stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Task, Writer

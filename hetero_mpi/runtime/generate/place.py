@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from hetero_mpi import units
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
@@ -29,7 +30,6 @@ from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.profiling.host_profiles import sharing_ranks
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.source import GenerateSource, Opened
 from hetero_mpi.runtime.generate.writer import Writer

@@ -14,13 +14,13 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi import units
 from hetero_mpi.data.template import choose_form, messages_text
 from hetero_mpi.data.tokenizer import begun, encoded, own_tokens_only
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import GENERATION
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.generation import read_generation
-from hetero_mpi.report import units
 from hetero_mpi.runtime.generate.source import Opened, stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Task
 from hetero_mpi.runtime.serve.api_requests import Asked, ChatRequest, SamplingDefaults

@@ -32,10 +32,10 @@ from hetero_mpi.planning.types.toml_files import (
 )
 from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
-from hetero_mpi.report.first_screen import measured_lines, planned_lines
+from hetero_mpi.report.plan_text import plan_lines, planned_lines
+from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import note, say
-from hetero_mpi.report.tables import plan_lines, profile_lines
 from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions
 from hetero_mpi.runtime.setup.pending import Pending, Write
 from hetero_mpi.state.copies import versions_in_memory

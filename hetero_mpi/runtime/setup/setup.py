@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import hetero_mpi
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.mpi_start import check_versions
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
@@ -34,7 +35,6 @@ from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import tuning_of
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
 from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions

@@ -25,6 +25,11 @@ UNWATCHED_VARIABLE = "HETERO_MPI_UNWATCHED"
 """Environment variable: the launcher is to outlive its terminal, so that nobody watches it."""
 _LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _NARROWEST = 30
+WIDTH = 120
+"""Most characters of a line that is fitted to a terminal: two terminals fit beside each other."""
+_PROSE = 30
+"""Least width of a paragraph behind its beginning."""
+_WHOLE = 1_000_000
 _COMMAND = re.compile(r"\s*(launch[\d: ]*: )?(python3? -m|curl|mpirun|mpiexec|pip) ")
 """A line that begins so is a command to be copied, and stays whole."""
 
@@ -116,3 +121,16 @@ def write_text(text: str, stream: TextIO) -> None:
         with contextlib.suppress(OSError, ValueError):
             # What is left in the buffer would fail again when the interpreter ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def line_width() -> int:
+    """Characters of a line of stdout, at most ``WIDTH``; no limit where nobody watches."""
+    width = columns()
+    return _WHOLE if width is None else min(width, WIDTH)
+
+
+def wrapped(start: str, text: str) -> list[str]:
+    """``start + text`` within ``line_width``; later lines are indented below the text, or a little where ``start`` is long."""
+    width = line_width()
+    indent = " " * (len(start) if len(start) <= width - _PROSE else 4)
+    return [line.rstrip() for line in folded(" ".join(text.split()), width, start, indent)]

@@ -7,7 +7,6 @@ code makes reports and traces from these lines and from the simulator's events.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, 
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.report.run_files.line_files import objects
 
-STEPS_NAME = "steps.jsonl"
 _DIGITS = 7
 """Decimals of stored times: a tenth of a microsecond."""
 
@@ -107,11 +105,6 @@ def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
         for text, start, end, size, copied, arrived in values["events"]
     )
     return RankStep(rank, step, float(values["begin_s"]), events, usage)
-
-
-def rank_step_line(record: Mapping[str, Any]) -> str:
-    """A line of ``steps.jsonl``, without its end, from a record as JSON values."""
-    return json.dumps(record, separators=(",", ":"), allow_nan=False)
 
 
 def read_rank_steps(path: Path) -> tuple[RankStep, ...]:

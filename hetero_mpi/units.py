@@ -1,9 +1,10 @@
-"""Numbers for people: three significant digits and a fitting unit."""
+"""Numbers, ranks and layers in words, for people: three significant digits and a fitting unit."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -98,6 +99,38 @@ def ranks(values: Iterable[int]) -> str:
     return f"{'rank' if len(listed) == 1 else 'ranks'} {numbers(listed)}"
 
 
+def plural(number: int, noun: str) -> str:
+    """``1 rank``, ``1,024 ranks``."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def shortened(text: str, most: int = 26) -> str:
+    """``text`` if it has at most ``most`` characters, else its beginning."""
+    return text if len(text) <= most else text[: most - 3].rstrip() + "..."
+
+
+def layers(first: int, last: int, count: int) -> str:
+    """``embedding, blocks 0-3``: layers [first, last) of a chain of ``count``, whose ends are the embedding and the head."""
+    blocks = range(max(first, 1) - 1, min(last, count - 1) - 1)
+    parts = ["embedding"] if first == 0 else []
+    if len(blocks) == 1:
+        parts.append(f"block {blocks[0]}")
+    elif blocks:
+        parts.append(f"blocks {blocks[0]}-{blocks[-1]}")
+    return ", ".join(parts + (["head"] if last == count else []))
+
+
+def counted(texts: Iterable[str], joint: str) -> str:
+    """``a, b`` with equal ones counted: ``60 x (a), 3 x (b)``."""
+    return joint.join(text if many == 1 else f"{many} x ({text})" for text, many in Counter(texts).items())
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """The quotient; 1 for 0 / 0: a profile edited to zero seconds must not break a sentence."""
+    return numerator / denominator if denominator > 0 else 1.0
+
+
 def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str | None:
     for factor, unit in units:
         if abs(value) >= 0.9995 * factor:
@@ -109,14 +142,3 @@ def _digits(value: float) -> str:
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
-def plural(number: int, noun: str) -> str:
-    """``1 rank``, ``1,024 ranks``."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
-
-
-def shortened(text: str, most: int = 26) -> str:
-    """``text`` if it has at most ``most`` characters, else its beginning."""
-    return text if len(text) <= most else text[: most - 3].rstrip() + "..."
