@@ -10,7 +10,7 @@ from hetero_mpi.cli import main
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PlanReport
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.alike import counted, least_most, mean_idling, utilisation
@@ -37,7 +37,7 @@ def planned(profile: ClusterProfile) -> PlanReport:
         for p in range(48)
     )
     plan = Plan(pipelines, 192, SEQUENCE, 42)
-    return PlanReport(plan, 1.0, 0.7, FLUID, memory=predict_memory(plan, profile))
+    return PlanReport(plan, 1.0, 0.7, memory=predict_memory(plan, profile))
 
 
 def test_a_profile_of_two_hundred_unlike_ranks(profile: ClusterProfile) -> None:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from hetero_mpi.planning.types.plan import Plan
 
-PACKING, FLUID = "packing", "fluid"
-"""Bounds on a step: the close one of a few ranks (``packing.bound``), and that of many (``bounds``), far below what is possible."""
-
 
 @dataclass(frozen=True)
 class IdleRank:
@@ -52,9 +49,7 @@ class PlanReport:
     plan: Plan
     predicted_step_s: float
     bound_step_s: float
-    """No plan for this instance can be faster than this."""
-    bound: str
-    """Which bound that is: ``PACKING`` or ``FLUID``."""
+    """No plan for this instance can be faster than this: the fluid bound (``bounds``), often far below what is possible."""
     alone: Alone | None = None
     """The rank that is fastest by itself; None: not known."""
     tried_step_s: float | None = None

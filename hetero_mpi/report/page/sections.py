@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
+from hetero_mpi.planning.types.plan_report import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report import units
 from hetero_mpi.report.alike import least_most, place_text
@@ -26,7 +26,7 @@ from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.page.job import job_rows
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.run_files.measured import last_usage, sums, traffic
-from hetero_mpi.report.tables import bound_text, headline, holders_text, idle_lines, layers_text, schedule_text
+from hetero_mpi.report.tables import headline, holders_text, idle_lines, layers_text, schedule_text
 
 USAGE_NOTE = (
     "Shares of the time since training began, or since the plan last changed. "
@@ -352,8 +352,6 @@ def _stages(plan: Plan, profile: ClusterProfile | None) -> Table | None:
 def _reasons(report: PlanReport) -> list[str]:
     schedule = schedule_text(report.plan).removeprefix(", schedule")
     found = [f"Predicted: {headline(report)}.", *([f"Schedule{schedule}."] if schedule else [])]
-    if report.bound == PACKING:
-        found.append(f"{bound_text(report).capitalize()}.")
     found += [f"Because: {reason}" for reason in report.reasons]
     return found + [line[:1].upper() + line[1:] for line in idle_lines(report.idle)]
 
