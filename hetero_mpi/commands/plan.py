@@ -130,7 +130,6 @@ def plan(
             "step_s": chosen.predicted_step_s,
             "tokens_per_s": tokens / chosen.predicted_step_s if chosen.predicted_step_s > 0 else float("inf"),
             "bound_step_s": chosen.bound_step_s,
-            "bound": chosen.bound,
             "gap": chosen.predicted_step_s / chosen.bound_step_s - 1 if chosen.bound_step_s > 0 else 0.0,
             "utilisation": {
                 rank: seconds / result.step_s for rank, seconds in result.busy_s.items() if result.step_s > 0

@@ -16,10 +16,9 @@ from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.decision.explain import beaten
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cost import EMBEDDING
-from hetero_mpi.planning.types.plan import FLUID, PACKING, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.search.pipeline_bound import pipeline_bound_s
@@ -291,22 +290,9 @@ def test_a_hand_written_plan_is_completed() -> None:
     report = complete_plan(given_plan, profile, request)
     assert report.plan.pipelines == given_plan.pipelines
     assert report.predicted_step_s == simulate(given_plan, profile).step_s
-    assert (report.bound_step_s, report.bound) == (packing_bound_s(profile, request, report.predicted_step_s), PACKING)
-    beyond = replace(request, recompute_choices=(True,))
-    further = complete_plan(given_plan, profile, beyond)
-    assert (further.bound_step_s, further.bound) == (fluid_bound_s(profile, beyond), FLUID)
+    assert report.bound_step_s == fluid_bound_s(profile, request)
     assert [m.rank for m in report.memory] == [0, 2]
     assert [(idle.rank, idle.reason) for idle in report.idle] == [(1, "not named in the given plan")]
-
-
-def test_a_plan_of_more_than_eight_ranks_has_the_fluid_bound_and_says_so() -> None:
-    given_plan = make_plan_of((0, 2, 5, 8), (0, 1, 2), 4)
-    request = PlanRequest(4, SEQUENCE, (1,), max_pipelines=2)
-    for ranks, name in ((8, PACKING), (9, FLUID)):
-        profile = make_profile([1.0] * ranks, make_model(6))
-        report = complete_plan(given_plan, profile, request)
-        assert report.bound == name
-        assert (report.bound_step_s == fluid_bound_s(profile, request)) == (name == FLUID)
 
 
 @pytest.mark.parametrize(

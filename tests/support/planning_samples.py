@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hetero_mpi.planning.dry_run import awaited
-from hetero_mpi.planning.packing.counted import Counted, Shares
-from hetero_mpi.planning.packing.relaxed import Facts
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Schedule
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.types.plan import FLUID, PipelinePlan, Plan, PlanReport, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -125,8 +123,8 @@ def make_plan_of(
 
 
 def reported(plan: Plan, step_s: float = 1.0) -> PlanReport:
-    """``plan`` as if it took ``step_s``, of which a fluid bound says next to nothing."""
-    return PlanReport(plan, step_s, step_s / 2, FLUID)
+    """``plan`` as if it took ``step_s``, with a bound of half of it."""
+    return PlanReport(plan, step_s, step_s / 2)
 
 
 def random_instance(seed: int, ranks: int, layers: int) -> tuple[ClusterProfile, PlanRequest]:
@@ -206,12 +204,6 @@ def random_plan(seed: int, most_pipelines: int = 3) -> tuple[Plan, ClusterProfil
         pipelines.append(PipelinePlan(held, draw.randint(1, 3), sequences, draw.random() < 0.5))
     total = sum(pipeline.sequences for pipeline in pipelines)
     return Plan(tuple(pipelines), total, SEQUENCE, layers), profile
-
-
-def looks_possible(profile: ClusterProfile, request: PlanRequest, step_s: float) -> bool:
-    """What the search for the packing bound asks of one step time; much quicker than the search."""
-    counted = Counted(Facts(profile, request))
-    return any(Shares(counted, least).possible(step_s) for least in (1, 2) if least <= request.max_pipelines)
 
 
 def noisy_profile(hosts: int, per_host: int = 8, seed: int = 0) -> ClusterProfile:

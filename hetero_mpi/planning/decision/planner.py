@@ -22,13 +22,10 @@ from hetero_mpi.planning.durations import host_optimizer_s
 from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
-from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cost import COPY_BYTES
 from hetero_mpi.planning.types.plan import (
-    FLUID,
-    PACKING,
     HostMemory,
     IdleRank,
     Plan,
@@ -37,9 +34,6 @@ from hetero_mpi.planning.types.plan import (
 )
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-
-CLOSELY_BOUND = 8
-"""Up to so many ranks the bound of a plan is the packing bound, which takes about a second. Beyond, it is the fluid one."""
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
@@ -180,30 +174,21 @@ def _sizes(plan: Plan, request: PlanRequest) -> list[int]:
 
 
 def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> PlanReport:
-    bound_s, bound = _bound(plan, profile, request, simulation.step_s)
     return PlanReport(
         plan,
         predicted_step_s=simulation.step_s,
-        bound_step_s=bound_s,
-        bound=bound,
+        bound_step_s=_bound_s(plan, profile, request),
         memory=predict_memory(plan, profile, request.memory_reserve),
         hosts=predict_hosts(plan, profile, request.memory_reserve),
     )
 
 
-def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> tuple[float, str]:
-    """The bound and its name: the packing bound of a plan that it knows of (one stage of one rank, as the request would have it,
-    nothing streamed), for few ranks; else the fluid one."""
+def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> float:
+    """The fluid bound, with the micro-batches that the plan may have and the optimizer wherever it may run."""
     if any(stage.streamed for _, _, stage in plan.numbered):
         quickest = tuple(
             replace(d, optimizer_s_per_parameter=min(d.optimizer_s_per_parameter, host_optimizer_s(d)))
             for d in profile.devices
         )
-        return fluid_bound_s(replace(profile, devices=quickest), request), FLUID
-    unknown = any(pipeline.interleaved for pipeline in plan.pipelines)
-    request = replace(request, micro_batch_choices=tuple(_sizes(plan, request)))
-    if plan.leader_of:
-        return fluid_bound_s(profile, request), FLUID
-    if len(profile.devices) > CLOSELY_BOUND or unknown or differences(plan, request):
-        return fluid_bound_s(profile, request), FLUID
-    return packing_bound_s(profile, request, step_s), PACKING
+        return fluid_bound_s(replace(profile, devices=quickest), request)
+    return fluid_bound_s(profile, replace(request, micro_batch_choices=tuple(_sizes(plan, request))))

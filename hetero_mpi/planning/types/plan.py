@@ -12,8 +12,6 @@ SCHEMA_VERSION = 3
 """Version of the plan file's layout."""
 WARM_UP = "warm_up"
 """The order that the planner makes plans for (``orders.warm_up``)."""
-PACKING, FLUID = "packing", "fluid"
-"""Bounds on a step: the close one of a few ranks (``packing.bound``), and that of many (``bounds``), far below what is possible."""
 
 
 @dataclass(frozen=True)
@@ -204,9 +202,7 @@ class PlanReport:
     plan: Plan
     predicted_step_s: float
     bound_step_s: float
-    """No plan for this instance can be faster than this."""
-    bound: str
-    """Which bound that is: ``PACKING`` or ``FLUID``."""
+    """No plan for this instance can be faster than this: the fluid bound (``bounds``), often far below what is possible."""
     alone: Alone | None = None
     """The rank that is fastest by itself; None: not known."""
     tried_step_s: float | None = None
