@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_mpi import units
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import Decision, decide
@@ -169,7 +170,9 @@ def test_a_slow_rank_is_left_out_with_the_price_of_using_it() -> None:
     with_it = make_plan(profile, PlanRequest(8, SEQUENCE, (1,), allow_idle=False))
     assert with_it.idle == ()
     slow, fast = with_it.predicted_step_s, report.predicted_step_s
-    assert report.idle[0].reason == f"using 3 ranks would take {slow:.3g} s per step instead of {fast:.3g} s"
+    assert report.idle[0].reason == (
+        f"using 3 ranks would take {units.seconds(slow)} per step instead of {units.seconds(fast)}"
+    )
 
 
 def test_reasons_compare_with_the_even_split() -> None:
