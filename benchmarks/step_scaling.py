@@ -63,9 +63,9 @@ from hetero_mpi.planning.memory import stage_memory  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
 from hetero_mpi.planning.types.cost import ModelCost  # noqa: E402
-from hetero_mpi.planning.types.network import with_shared_nics  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
+from hetero_mpi.planning.types.request import with_shared_nics  # noqa: E402
 
 SEQUENCE, VOCABULARY = 16, 256
 WARM, STEPS = 2, 8

@@ -272,7 +272,7 @@ def _simulate(
     job: Path | None, overrides: Sequence[str], schedule: str | None, blocking_sends: bool, shared_nic: bool, **options: Any
 ) -> int:  # fmt: skip
     from hetero_mpi.commands import plan as offline
-    from hetero_mpi.planning.types.network import Network
+    from hetero_mpi.planning.types.request import Network
 
     network = Network(blocking_sends=blocking_sends, shared_nic=shared_nic)
     return _show(*offline.simulation(job, _with_schedule(overrides, schedule), network=network, **options))

@@ -15,15 +15,15 @@ import pytest
 from tests.test_house import imported
 
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
-CLOSURES = {"model.stage": 4_900, "engine.executor": 7_250, "engine.trainer": 9_400}
+CLOSURES = {"model.stage": 5_000, "engine.executor": 7_250, "engine.trainer": 9_400}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
 LOADED = {"runtime.loop": 18_500}
 """The same of what is loaded when the module is imported."""
 LINES = {
-    "beside the packages": 1_660,
+    "beside the packages": 1_650,
     "checkpoint": 1_240,
     "comm": 2_890,
-    "commands": 1_410,
+    "commands": 1_400,
     "data": 3_710,
     "device": 1_650,
     "emulation": 940,
@@ -31,13 +31,13 @@ LINES = {
     "job": 1_140,
     "launch": 4_510,
     "model": 7_430,
-    "planning": 11_730,
+    "planning": 10_860,
     "profiling": 1_360,
     "report": 4_530,
-    "runtime": 6_690,
+    "runtime": 6_680,
     "state": 1_820,
     "web": 430,
-    "in all": 55_130,
+    "in all": 54_240,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -19,15 +19,14 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
-from hetero_mpi.planning.decision.shortage import in_eight_bit
-from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.decision.remedies import in_eight_bit
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
-from hetero_mpi.planning.types.network import THREADED, Network
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.request import THREADED, Network, PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
 from hetero_mpi.report.plan_text import costed_plan_lines, idling_lines, network_lines, plan_lines, what_if_lines
 from hetero_mpi.report.profile_text import inspection_lines
@@ -131,7 +130,6 @@ def plan(
             "step_s": chosen.predicted_step_s,
             "tokens_per_s": tokens / chosen.predicted_step_s if chosen.predicted_step_s > 0 else float("inf"),
             "bound_step_s": chosen.bound_step_s,
-            "bound": chosen.bound,
             "gap": chosen.predicted_step_s / chosen.bound_step_s - 1 if chosen.bound_step_s > 0 else 0.0,
             "utilisation": {
                 rank: seconds / result.step_s for rank, seconds in result.busy_s.items() if result.step_s > 0

@@ -15,7 +15,7 @@ from hetero_mpi.job.plan_request import micro_batch_choices, request_of
 from hetero_mpi.planning.decision.alone import alone
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.tables import rank_classes
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile

@@ -34,9 +34,9 @@ from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.durations import return_s, tied_s
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, sent_bytes
-from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import EMULATED, ClusterProfile
+from hetero_mpi.planning.types.request import Network
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict
 
 NETWORK = Network(shared_nic=True)

@@ -6,7 +6,7 @@ The real transfer is hidden in that time, if it is the shorter one.
 
 * Messages of one directed pair of ranks queue behind each other.
 * All ranks of an emulated host share its NIC, one message in each direction at a time, first come, first served: as
-  ``planning.types.network.Network(shared_nic=True)`` says. The times until which NICs are taken lie in a file that the ranks of
+  ``planning.types.request.Network(shared_nic=True)`` says. The times until which NICs are taken lie in a file that the ranks of
   one real host map into memory (``Nics``), so ranks on different real hosts do not see each other's messages: each real host's
   ranks share a NIC of their own.
 * A reduce-scatter or all-gather lasts as long as the profile says, counted from the moment when its last member started it, and

@@ -19,7 +19,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.optimizer import Optimizer
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import RankMemory
 
 
 class OutOfMemory(UserError):

@@ -17,8 +17,7 @@ from hetero_mpi.model.held_layers import Shared
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.types.plan import StagePlan
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import RankMemory, StagePlan
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hetero_mpi.model.layer.quantize import unpack_experts, unpacked_bytes
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.profiling.subject import CACHE_BYTES, Subject
+from hetero_mpi.profiling.benchmark_spec import CACHE_BYTES, BenchmarkSpec
 from hetero_mpi.profiling.timings import LayerClock, Seconds
 
 _OPTIMIZER_STEPS = 4
@@ -44,7 +44,7 @@ class Bench:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: BenchmarkSpec,
         backend: Backend,
         first: int,
         last: int,
@@ -66,7 +66,7 @@ class Bench:
         return self.clock.forward(lambda: self.stage.forward(position, x, targets))
 
     def backward(self, rows: int) -> tuple[Seconds, float]:
-        """Of micro-batch 0, likewise."""
+        """The backward of micro-batch 0, likewise."""
         dy = self._inputs(rows)[2]
         return self.clock.backward(lambda: self.stage.backward(0, dy))
 

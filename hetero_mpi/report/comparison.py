@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_mpi import units
-from hetero_mpi.planning.types.plan_report import Alone, PlanReport
+from hetero_mpi.planning.types.plan import Alone, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.plan_text import schedule_text

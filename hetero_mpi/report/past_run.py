@@ -18,10 +18,9 @@ from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
-from hetero_mpi.planning.types.network import THREADED, Network
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import THREADED, Network
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
 from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, objects
 from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, read_metrics

@@ -12,10 +12,18 @@ from hetero_mpi.planning.analysis.what_if import NO_CHANGE, Losses, WhatIf
 from hetero_mpi.planning.durations import Durations, stage_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.planning.types.network import Network
-from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PACKING, HostMemory, IdleRank, PlanReport, RankMemory
+from hetero_mpi.planning.types.plan import (
+    WARM_UP,
+    HostMemory,
+    IdleRank,
+    PipelinePlan,
+    Plan,
+    PlanReport,
+    RankMemory,
+    StagePlan,
+)
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.request import Network
 from hetero_mpi.report.profile_text import device_heading, device_text
 from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped, least_most
 from hetero_mpi.terminal import wrapped
@@ -249,16 +257,13 @@ def _prediction(report: PlanReport, bound: bool) -> str:
     tokens_per_s = units.ratio(plan.global_batch * plan.sequence_length, report.predicted_step_s)
     text = f"Predicted: {units.seconds(report.predicted_step_s)} per step, {tokens_per_s:,.0f} "
     text += f"{units.unit_of(plan.sequence_length)}/s"
-    # The fluid bound is far below what any plan can do: it tells nobody whether to look for a better one.
-    return f"{text}; {bound_text(report)}" if bound or report.bound == PACKING else text
+    return f"{text}; {_bound_text(report)}" if bound else text
 
 
-def bound_text(report: PlanReport) -> str:
-    """``no plan could take less than 380 ms (packing bound; this one 2.4 % more)``."""
+def _bound_text(report: PlanReport) -> str:
+    """``no plan could take less than 380 ms (fluid bound; this one 2.4 % more)``."""
     gap = units.percent(max(0.0, units.ratio(report.predicted_step_s, report.bound_step_s) - 1))
-    return (
-        f"no plan could take less than {units.seconds(report.bound_step_s)} ({report.bound} bound; this one {gap} more)"
-    )
+    return f"no plan could take less than {units.seconds(report.bound_step_s)} (fluid bound; this one {gap} more)"
 
 
 def costed_plan_lines(

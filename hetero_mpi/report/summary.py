@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hetero_mpi import units
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
 

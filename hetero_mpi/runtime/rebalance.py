@@ -30,8 +30,7 @@ from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.planning.analysis.drift import Decider, GroupSums, LinkBetween, Move, Watched, as_measured, moved_layers
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, Schedule
 from hetero_mpi.planning.types.codec import decode, encode
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report.run_files.logs import say

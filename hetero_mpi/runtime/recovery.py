@@ -33,7 +33,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.files.hub import is_hub_id
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.report.plan_text import planned_lines

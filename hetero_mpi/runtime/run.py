@@ -24,7 +24,7 @@ from hetero_mpi.emulation.emulation_check import check_emulated_times
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job.load import job_to_dict
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_to_dict, report_from_dict, save_plan
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed

@@ -24,8 +24,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.host_limits import own_cores
 from hetero_mpi.job.load import job_to_dict
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report.past_run import predicted_step, read_run
 from hetero_mpi.report.progress import Now, ProgressDisplay, overview

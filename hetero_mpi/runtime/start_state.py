@@ -39,7 +39,7 @@ from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_to_dict
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import EarlierRun, append_event, own_event
 from hetero_mpi.runtime.build import start_adapter, start_layers

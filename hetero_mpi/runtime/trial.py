@@ -33,8 +33,8 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.planning.analysis.correction import corrected
 from hetero_mpi.planning.analysis.trials import LEAST_GAIN, Allowance, allowance, explained, trial_s
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.fit import median_error
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import (
     load_report,
@@ -386,4 +386,4 @@ def clearly_faster(one: MeasuredSteps, other: MeasuredSteps) -> bool:
 def _error(steps_s: Sequence[float]) -> float:
     """Standard error of the median of the steps' logarithms; 0 of a single one."""
     logs = [math.log(seconds) for seconds in steps_s]
-    return 1.25 * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+    return median_error(statistics.stdev(logs), len(logs)) if len(logs) > 1 else 0.0

@@ -54,7 +54,7 @@ ODD: list[Any] = [
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchmarkSpec:
     """A kind of file."""
 
     name: str
@@ -184,39 +184,39 @@ def json_lines(values: Any) -> bytes:
 
 
 SUBJECTS = {
-    "job": Subject(
+    "job": BenchmarkSpec(
         "job.toml",
         lambda _: (ROOT / "jobs" / "lora_nf4.toml").read_bytes(),
         look_at_job,
         toml_values,
         toml_bytes,
     ),
-    "reference": Subject(
+    "reference": BenchmarkSpec(
         "job.toml",
         lambda _: (ROOT / "jobs" / "quickstart.toml").read_bytes(),
         look_at_job,
         toml_values,
         toml_bytes,
     ),
-    "override": Subject("set", lambda _: b"train.learning_rate=1e-3", look_at_override),
-    "plan": Subject("plan.toml", make_plan_file, look_at_plan, toml_values, toml_bytes),
-    "profile": Subject("profile.toml", make_profile_file, look_at_profile, toml_values, toml_bytes),
-    "checkpoint": Subject("step-00000003.h5", make_checkpoint, look_at_checkpoint),
-    "safetensors": Subject(
+    "override": BenchmarkSpec("set", lambda _: b"train.learning_rate=1e-3", look_at_override),
+    "plan": BenchmarkSpec("plan.toml", make_plan_file, look_at_plan, toml_values, toml_bytes),
+    "profile": BenchmarkSpec("profile.toml", make_profile_file, look_at_profile, toml_values, toml_bytes),
+    "checkpoint": BenchmarkSpec("step-00000003.h5", make_checkpoint, look_at_checkpoint),
+    "safetensors": BenchmarkSpec(
         "model.safetensors",
         lambda _: make_safetensors(HEADER),
         look_at_model,
         safetensors_values,
         make_safetensors,
     ),
-    "records": Subject(
+    "records": BenchmarkSpec(
         "records.jsonl",
         lambda _: json_lines(RECORDS),
         lambda path: read_records([str(path)]),
         lambda content: [json.loads(line) for line in content.splitlines()],
         json_lines,
     ),
-    "text": Subject(
+    "text": BenchmarkSpec(
         "corpus.txt",
         lambda _: "Straße, naïve, 日本\n".encode() * 5,
         lambda path: list(read_documents([str(path)], "line").blocks()),

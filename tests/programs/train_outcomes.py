@@ -28,8 +28,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.analysis.drift import LinkBetween, Watched
 from hetero_mpi.planning.analysis.trials import Allowance
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_plan
 from tests.programs.pooled import forget
 from tests.support.planning_samples import reported

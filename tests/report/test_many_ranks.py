@@ -9,8 +9,7 @@ import pytest
 from hetero_mpi import units
 from hetero_mpi.cli import main
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PlanReport
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.plan_text import plan_lines, utilisation
@@ -37,7 +36,7 @@ def planned(profile: ClusterProfile) -> PlanReport:
         for p in range(48)
     )
     plan = Plan(pipelines, 192, SEQUENCE, 42)
-    return PlanReport(plan, 1.0, 0.7, FLUID, memory=predict_memory(plan, profile))
+    return PlanReport(plan, 1.0, 0.7, memory=predict_memory(plan, profile))
 
 
 def test_a_profile_of_two_hundred_unlike_ranks(profile: ClusterProfile) -> None:

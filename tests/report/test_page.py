@@ -13,8 +13,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import FancyArrowPatch
 
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import PipelinePlan, RankMemory, StagePlan
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import COLOURS, svg

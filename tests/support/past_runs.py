@@ -14,8 +14,7 @@ from hetero_mpi import toml
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PACKING, IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.past_run import predicted_step
@@ -123,7 +122,7 @@ def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: in
     )
     step_s = simulate(plan, profile).step_s
     memory = predict_memory(plan, profile, 0.05)
-    return PlanReport(plan, step_s, 0.9 * step_s, PACKING, memory=memory, idle=idle, reasons=("a & b",))
+    return PlanReport(plan, step_s, 0.9 * step_s, memory=memory, idle=idle, reasons=("a & b",))
 
 
 def several_stages(profile: ClusterProfile, ranks: Sequence[int], micro_batches: int = 8) -> Plan:

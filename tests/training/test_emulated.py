@@ -19,9 +19,9 @@ from hetero_mpi.emulation.paced_transport import LinkTimes, MessageTimes, Nics, 
 from hetero_mpi.planning.durations import finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.network import THREADED, Network
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.types.request import THREADED, Network
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import StepMetrics, read_metrics
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport

@@ -9,8 +9,7 @@ from functools import partial
 
 from hetero_mpi import units
 from hetero_mpi.planning.schedule import holders
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import Alone, IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import Alone, IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 
 SHARE = 0.05
@@ -34,7 +33,7 @@ class Allowance:
     counted: int
     """Steps that count; 0: the plan is not tried."""
     seconds: float
-    """What a trial takes, about."""
+    """Length of a trial, about."""
     most_s: float = math.inf
     """No other plan is looked for and tried where that would end later than so many seconds after the first one's trial began."""
 
@@ -51,7 +50,7 @@ def allowance(report: PlanReport, profile: ClusterProfile, steps: int, wanted: b
 
 
 def trial_s(report: PlanReport, profile: ClusterProfile, counted: int) -> float:
-    """What a trial takes of which so many steps count, about."""
+    """Seconds of a trial of which so many steps count, about."""
     return _building_s(report.plan, profile) + (_UNCOUNTED + counted) * report.predicted_step_s
 
 

@@ -11,7 +11,7 @@ from hetero_mpi.planning.durations import optimizer_s, whole_model_s
 from hetero_mpi.planning.memory import fits_memory, stage_trainable, with_copies
 from hetero_mpi.planning.tables import rank_contents
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
-from hetero_mpi.planning.types.plan_report import Alone
+from hetero_mpi.planning.types.plan import Alone
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -87,7 +87,7 @@ def _sizes(request: PlanRequest) -> tuple[int, ...]:
 
 
 def _least_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
-    """What ``rank`` computes by itself at least, had it memory enough."""
+    """Least seconds that ``rank`` computes by itself, had it memory enough."""
     device = profile.devices[rank]
     sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in _sizes(request))
     stepping_s = optimizer_s(profile, device, stage_trainable(profile.model, 0, len(profile.model.layers)))

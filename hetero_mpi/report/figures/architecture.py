@@ -22,8 +22,7 @@ from matplotlib.figure import Figure
 
 from hetero_mpi import units
 from hetero_mpi.planning.schedule import reduced_layers
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.figures.style import Sheet, drawn, host_colours, width_of
 from hetero_mpi.report.plan_text import fullest_text, heads_text, idle_alike

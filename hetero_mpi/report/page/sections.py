@@ -15,14 +15,14 @@ from hetero_mpi import units
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep
-from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import RankUsage, Series, StepMark, line_chart
 from hetero_mpi.report.figures.charts import usage as usage_bars
 from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.plan_text import bound_text, headline, idle_lines, schedule_text, stage_table
+from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_table
 from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.run_files.rank_steps import last_usage, sums, traffic
 from hetero_mpi.report.table import Column, Table, least_most
@@ -329,7 +329,7 @@ def topology(run: PastRun, predicted: SimulatedStep | None) -> Section:
 
 
 def plan(run: PastRun) -> Section:
-    """Stages, reasons, idle ranks, and the gap to the bound where it is close."""
+    """Stages, reasons and idle ranks."""
     if run.report is None:
         return Section("The plan, and why")
     stages = stage_table(run.report.plan, run.profile, (), lambda device: f"{device.name}, {device.host}")
@@ -339,8 +339,6 @@ def plan(run: PastRun) -> Section:
 def _reasons(report: PlanReport) -> list[str]:
     schedule = schedule_text(report.plan).removeprefix(", schedule")
     found = [f"Predicted: {headline(report)}.", *([f"Schedule{schedule}."] if schedule else [])]
-    if report.bound == PACKING:
-        found.append(f"{bound_text(report).capitalize()}.")
     found += [f"Because: {reason}" for reason in report.reasons]
     return found + [line[:1].upper() + line[1:] for line in idle_lines(report.idle)]
 

@@ -28,8 +28,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart, Start
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.profiling.host_profiles import sharing_ranks
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.source import GenerateSource, Opened

@@ -20,7 +20,7 @@ from hetero_mpi.comm.ranks.mpi_start import settled, survivors
 from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import RELEASE_POLL_S, CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import RankMemory
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.place import set_up, with_writer
 from hetero_mpi.runtime.generate.source import open_source

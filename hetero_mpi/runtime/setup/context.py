@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from hetero_mpi.model.layer.interface import LayerChain
     from hetero_mpi.model.tuning import Tuning
     from hetero_mpi.planning.schedule import Schedule
-    from hetero_mpi.planning.types.plan import Plan
-    from hetero_mpi.planning.types.plan_report import PlanReport
+    from hetero_mpi.planning.types.plan import Plan, PlanReport
     from hetero_mpi.planning.types.profile import ClusterProfile
     from hetero_mpi.runtime.setup.data_setup import Material
 

@@ -16,7 +16,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.device_probe import drivers
 from hetero_mpi.device.self_test import NF4, self_test
-from hetero_mpi.profiling.time_cache import key_of, load, save
+from hetero_mpi.profiling.benchmark_spec import key_of, load, save
 from hetero_mpi.report.run_files.logs import say
 
 SELF_TEST_VARIABLE = "HETERO_MPI_SELF_TEST"

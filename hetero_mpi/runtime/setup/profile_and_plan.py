@@ -17,8 +17,7 @@ from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.cluster_changes import with_wire
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import (
@@ -31,8 +30,8 @@ from hetero_mpi.planning.types.toml_files import (
     save_plan,
     save_profile,
 )
+from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
-from hetero_mpi.profiling.subject import Subject
 from hetero_mpi.report.plan_text import plan_lines, planned_lines
 from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.report.run_files.line_files import unharmed
@@ -41,7 +40,7 @@ from hetero_mpi.runtime.setup.context import Pending, RunContext, TrainOptions, 
 from hetero_mpi.state.peer_replicas import versions_in_memory
 
 
-def subject_of(context: RunContext) -> tuple[Subject, str]:
+def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
     """The subject of the profile, and the reason in words for the micro-batch sizes that the planner may choose from."""
     job = context.job
     given = (
@@ -51,7 +50,7 @@ def subject_of(context: RunContext) -> tuple[Subject, str]:
         context.tuning.uses_dropout(context.chain),
     )
     reason = micro_batch_choices(*given)[1]
-    subject = Subject(
+    subject = BenchmarkSpec(
         context.chain,
         context.tuning,
         job.train,
@@ -137,7 +136,9 @@ def keep(context: RunContext, pending: Pending, what: str, save: Write) -> None:
         pending.add(write)
 
 
-def _obtain_profile(context: RunContext, subject: Subject, options: TrainOptions, pending: Pending) -> ClusterProfile:
+def _obtain_profile(
+    context: RunContext, subject: BenchmarkSpec, options: TrainOptions, pending: Pending
+) -> ClusterProfile:
     """The profile: the one named by the user, else the run directory's if its key matches, else a measurement. Collective.
 
     A measurement reuses the cached times of devices that were measured before. Raises UserError: the named profile is damaged or is
@@ -206,7 +207,7 @@ def _given_plan(context: RunContext, given: Path | Plan, profile: ClusterProfile
 
 
 def _fitting(
-    profile: ClusterProfile, path: str, subject: Subject, ranks: int, named: bool, key: str
+    profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int, named: bool, key: str
 ) -> ClusterProfile | None:
     """``profile`` if it is of this job; None if it is not, and the user did not name it. Raises
     UserError: the user named it, and it is of another model or number of ranks.

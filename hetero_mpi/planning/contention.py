@@ -1,18 +1,26 @@
-"""What ranks take whose threads share the cores of a host.
+"""Ranks of one host that all work at once: they share its cores, and the paths between its memory and its devices.
 
 A profile has the work of each rank: seconds in which its threads compute, with cores of their own. Where the CPU ranks of a
 plan have more threads on a host than it has cores, other programs' threads included, each takes longer by that ratio. So no plan
-does more work per second than the cores can.
+does more work per second than the cores can. Devices that copy at once get no more together than the host's paths carry.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from hetero_mpi.planning.types.cluster_changes import with_slowness
+from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile
+
+
+def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
+    """The cluster as ``plan`` finds it: all its ranks compute, and its streamed stages copy throughout the step."""
+    streaming = [stage.ranks[0] for _, _, stage in plan.numbered if stage.streamed]
+    return with_copying(while_computing(profile, plan.ranks), streaming)
 
 
 def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
@@ -45,7 +53,7 @@ def spread_out(profile: ClusterProfile) -> list[int]:
 
 
 def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
-    """What a second of all ranks is worth at the most, where one of a rank with cores of its own is worth ``worth[rank]``."""
+    """The most that a second of all ranks is worth, where one of a rank with cores of its own is worth ``worth[rank]``."""
     total = sum(worth.values())
     for _, cores, members in _sharing(profile, worth):
         own = [worth[device.rank] for device in members]
@@ -67,3 +75,33 @@ def _sharing(
     for host, cores in limited:
         if host.name in by_host:
             yield host, cores, by_host[host.name]
+
+
+def copying_at_once(profile: ClusterProfile, ranks: Iterable[int]) -> dict[int, DeviceProfile]:
+    """Rank -> its device as it copies while the others of ``ranks`` do; what their host carries is shared in proportion to what
+    each would copy by itself."""
+    devices = {rank: profile.devices[rank] for rank in ranks}
+    wanted: dict[str, float] = {}
+    for device in devices.values():
+        if not device.shares_host_memory and math.isfinite(device.host_to_device_bytes_per_s):
+            wanted[device.host] = wanted.get(device.host, 0.0) + device.host_to_device_bytes_per_s
+    for rank, device in devices.items():
+        host = profile.host(rank)
+        part = host.copies_bytes_per_s / wanted[device.host] if host is not None and device.host in wanted else 1.0
+        if part < 1 and not device.shares_host_memory:
+            devices[rank] = replace(
+                device,
+                host_to_device_bytes_per_s=part * device.host_to_device_bytes_per_s,
+                device_to_host_bytes_per_s=part * device.device_to_host_bytes_per_s,
+            )
+    return devices
+
+
+def with_copying(profile: ClusterProfile, ranks: Iterable[int]) -> ClusterProfile:
+    """The cluster with these devices as fast as they copy all at once."""
+    if all(math.isinf(host.copies_bytes_per_s) for host in profile.hosts):
+        return profile
+    changed = copying_at_once(profile, ranks)
+    if all(device is profile.devices[rank] for rank, device in changed.items()):
+        return profile
+    return replace(profile, devices=tuple(changed.get(device.rank, device) for device in profile.devices))

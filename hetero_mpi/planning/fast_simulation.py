@@ -1,4 +1,4 @@
-"""What a simulated step comes to, without its events: as ``simulator.simulate`` has it to the last bit, many times as fast.
+"""The length of a simulated step, without its events: as ``simulator.simulate`` has it to the last bit, many times as fast.
 
 Where no messages queue for a shared NIC, pipelines meet only in the gradient all-reduces and the STEP: each is timed by itself
 (``simulator.spans_s``), equal ones once.
