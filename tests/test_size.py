@@ -17,7 +17,7 @@ from tests.test_house import imported
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
 CLOSURES = {"model.stage": 5_000, "engine.executor": 7_250, "engine.trainer": 9_400}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"runtime.loop": 18_500}
+LOADED = {"runtime.loop": 19_000}
 """The same of what is loaded when the module is imported."""
 LINES = {
     "beside the packages": 1_650,

@@ -142,10 +142,10 @@ class RunHistory:
             self.memory_kills = now
             where = memory_kills_text({host: killed.get(host, 0) for _, host in loss.gone})
             going = ", ".join(f"{new}{_aside(new, old, 'was')}" for new, old in enumerate(loss.before))
-            text = (
-                f"Died: {self.gone or 'nobody after all'}. Going on without: "
-                f"{world.size} rank{'s' if world.size > 1 else ''}, numbered {going}"
-            )
+            left = f"{units.plural(world.size, 'rank')}, numbered {going}"
+            text = f"Died: {self.gone}. Going on without: {left}"
+            if not self.gone:
+                text = f"MPI's connections broke, though no rank has died. Beginning again with all: {left}"
             if where:
                 text += f". {where[0].upper()}{where[1:]}"
             say(text)
