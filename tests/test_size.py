@@ -35,9 +35,9 @@ LINES = {
     "profiling": 1_360,
     "report": 4_850,
     "runtime": 6_840,
-    "state": 1_820,
+    "state": 1_800,
     "web": 430,
-    "in all": 55_870,
+    "in all": 55_830,
 }
 """Lines of each package, and in all."""
 SLACK = 40

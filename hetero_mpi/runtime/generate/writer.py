@@ -51,13 +51,13 @@ class Task:
         return cls(**{**values, "sampling": Sampling(**values["sampling"])})
 
     def ends_with(self, token: int, written: int) -> bool:
-        """Is ``token``, the one of number ``written`` (from 1), the last?"""
+        """True if ``token``, the one of number ``written`` (from 1), is the last."""
         return token in (*self.stops, NOT_A_NUMBER) or written == self.limit
 
 
 @dataclass(frozen=True)
 class TextChanges:
-    """Which texts begin and which end early, by number, before the next round."""
+    """The texts that begin, and those that end early, by number, before the next round."""
 
     begin: Mapping[int, Task] = field(default_factory=dict)
     end: Sequence[int] = ()
@@ -88,7 +88,7 @@ class _Text:
 
     @property
     def complete(self) -> bool:
-        """Are all tokens in the KV caches? Then the next one can be picked."""
+        """True if all tokens are in the KV caches: then the next one can be picked."""
         return self.cached == len(self.known)
 
     @property

@@ -1,4 +1,4 @@
-"""Which requests are written when: first come, first served, side by side as far as memory and ``--parallel`` allow.
+"""The order in which requests are written: first come, first served, side by side as far as memory and ``--parallel`` allow.
 
 HTTP threads submit requests and take their tokens; the thread that drives the pipeline asks for the next changes and hands tokens
 out. Nothing else passes between them.
@@ -91,7 +91,7 @@ class Scheduler:
         return answer
 
     def next_changes(self, wait_s: float) -> TextChanges:
-        """What begins and what ends now. Waits up to ``wait_s`` for a request where there is none."""
+        """The texts that begin and end now. Waits up to ``wait_s`` for a request where there is none."""
         if wait_s and not self._waiting:
             try:
                 self._waiting.append(self._arriving.get(timeout=wait_s))

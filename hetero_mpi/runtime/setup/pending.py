@@ -1,4 +1,4 @@
-"""What a start has to write into the run directory, held back until the start is accepted: one that is refused changes nothing."""
+"""The writes of a start into the run directory, held back until the start is accepted: one that is refused changes nothing."""
 
 from __future__ import annotations
 
