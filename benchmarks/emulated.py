@@ -10,9 +10,8 @@ they are run as one, two and three pipelines. For the four cards in two hosts, a
 run too, to have unlike cuts and gradient all-reduces over a slow link. Every forward and backward lasts at least some 10 ms.
 
 Printed, in seconds of the emulated cluster: the bound that nothing can beat (total work over total speed, ``fluid_bound_s``); the
-limit that whole layers, whole sequences and filling set to any plan, with links at no cost (``packing_bound_s``); the prediction;
-the measured step, median of ``--rounds`` runs' medians; measured / predicted. Then, for RTX 5090 + Strix Halo, the question that
-is asked most: the same tokens on the fast card alone and on both.
+prediction; the measured step, median of ``--rounds`` runs' medians; measured / predicted. Then, for RTX 5090 + Strix Halo, the
+question that is asked most: the same tokens on the fast card alone and on both.
 
 Some nine minutes on two cores. Where the ranks' own arithmetic does not fit into the emulated times on this machine, the run is
 repeated at the ``time_scale`` that its refusal names. ``--check`` exits 1 where a run fails, or a measured step is not within
@@ -37,16 +36,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from depth_rule import linked  # noqa: E402
 from harness import parser_of, run_ranks  # noqa: E402
 from make_profiles import LLAMA_7B, M4_MAX, RTX_3090, RTX_4090, RTX_5090, STRIX_HALO, TITAN_X  # noqa: E402
-from planner_scale import without_links  # noqa: E402
 from profile_parts import GIGABIT, TEN_GIGABIT, Card, Link, sheet_cluster  # noqa: E402
 
 from hetero_mpi.job.plan_request import INDIFFERENCE, micro_batch_choices  # noqa: E402
 from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
 from hetero_mpi.planning.durations import duration  # noqa: E402
-from hetero_mpi.planning.packing.bound import packing_bound_s  # noqa: E402
 from hetero_mpi.planning.schedule import COMPUTE, schedule_of  # noqa: E402
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
-from hetero_mpi.planning.types.plan_report import PlanReport  # noqa: E402
+from hetero_mpi.planning.types.plan import (  # noqa: E402
+    PipelinePlan,
+    Plan,
+    PlanReport,
+    StagePlan,
+)
 from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile  # noqa: E402
@@ -122,8 +123,6 @@ class Result:
     shortest_action_s: float
     """Shortest forward or backward, on the wall clock."""
     bound_s: float
-    limit_s: float
-    """Of any plan, links at no cost."""
     pipelines: int
     predicted_s: float
     measured_s: float
@@ -218,8 +217,8 @@ time_scale = {time_scale}
 def main() -> int:
     arguments = _arguments()
     chosen = [trial for trial in trials() if arguments.only is None or arguments.only in trial.name]
-    print(f"{'':<34} ranks     pipe- time_  seconds of the emulated cluster{'':>17} measured /    shortest")
-    print(f"{'cluster':<34} (stages)  lines scale  bound  any plan  predicted  measured  predicted  action here")
+    print(f"{'':<34} ranks     pipe- time_  seconds of the emulated cluster{'':>7} measured /    shortest")
+    print(f"{'cluster':<34} (stages)  lines scale  bound  predicted  measured  predicted  action here")
     results, problems = [], []
     for trial in chosen:
         try:
@@ -249,7 +248,7 @@ class Failure(Exception):
 def _line(one: Result) -> str:
     return (
         f"{one.name:<34} {one.ranks} ({one.stages:>2}) {one.pipelines:>8} {one.time_scale:>5.2g} {one.bound_s:>7.3f} "
-        f"{one.limit_s:>9.3f} {one.predicted_s:>10.3f} {one.measured_s:>9.3f} {one.ratio:>10.3f} "
+        f"{one.predicted_s:>10.3f} {one.measured_s:>9.3f} {one.ratio:>10.3f} "
         f"{1e3 * one.shortest_action_s:>9.1f} ms"
     )
 
@@ -278,7 +277,6 @@ def run(trial: Trial, rounds: int) -> Result:
         scale,
         scale * min(duration(action, plan, profile) for action in actions.values()),
         fluid_bound_s(profile, trial.request()),
-        packing_bound_s(without_links(trial.seen()), trial.request(), report.predicted_step_s),
         len(plan.pipelines),
         report.predicted_step_s,
         statistics.median(measured),

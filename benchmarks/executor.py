@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -25,11 +25,16 @@ from harness import Metered, found_by_ranks, parser_of  # noqa: E402
 
 from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
 from hetero_mpi.comm.ranks.world import World  # noqa: E402
+from hetero_mpi.comm.transport import Transport  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
-from hetero_mpi.engine.executor import Executor, StepData  # noqa: E402
+from hetero_mpi.engine.executor import Executor, StepData, Update  # noqa: E402
 from hetero_mpi.engine.placement import Placement  # noqa: E402
+from hetero_mpi.engine.rank_setup import RankSetup  # noqa: E402
+from hetero_mpi.job.schema import TrainTable  # noqa: E402
 from hetero_mpi.model.stage import MicroBatch, Stage  # noqa: E402
-from hetero_mpi.planning.schedule import WHOLE_STEP, schedule_of  # noqa: E402
+from hetero_mpi.model.transformers.chain import TransformersChain  # noqa: E402
+from hetero_mpi.model.tuning import nothing_trained  # noqa: E402
+from hetero_mpi.planning.schedule import WHOLE_STEP, Action, schedule_of  # noqa: E402
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.plan import (  # noqa: E402
     PipelinePlan,
@@ -47,7 +52,7 @@ class EmptyStage:
     routers = None
 
     def __init__(self, first: bool, last: bool) -> None:
-        self.chain = SimpleNamespace(boundary=lambda layer, rows, length: (rows, length, HIDDEN))
+        self.chain = SimpleNamespace(boundary=lambda layer, rows, length: (rows, length, HIDDEN), appended_rows=0)
         self.first, self.last = (0, 1) if first else (1, 3)
         self.backend, self.dtype = Backend(), torch.float32
         self.is_first, self.is_last = first, last
@@ -69,6 +74,22 @@ def plan_of_two() -> tuple[Plan, ModelCost]:
     return plan, ModelCost("none", "fp32", LENGTH, False, 16.0, layers)
 
 
+def executor_of(
+    world: World,
+    transport: Transport,
+    stage: Stage,
+    place: Placement,
+    plan: Plan,
+    actions: list[Action],
+    **train: Any,
+) -> Executor:
+    """``train``: settings of the job."""
+    settings = TrainTable(steps=STEPS, **{"dtype": "fp32", **train})
+    chain = cast(TransformersChain, stage.chain)
+    setup = RankSetup(world.rank, transport, chain, nothing_trained(), stage.backend, settings)
+    return Executor(setup, [stage], [place], plan.pipelines[0], actions)
+
+
 def work(world: World) -> int:
     """One rank; rank 0 writes what all found."""
     plan, model = plan_of_two()
@@ -77,7 +98,7 @@ def work(world: World) -> int:
     with transport:
         stage = cast(Stage, EmptyStage(world.rank == 0, world.rank == 1))
         actions = [action for action in schedule_of(plan, model)[world.rank] if action.op not in WHOLE_STEP]
-        executor = Executor(world.rank, [stage], [place], plan.pipelines[0], actions, transport, {}, lambda layer: None)
+        executor = executor_of(world, transport, stage, place, plan, actions)
         tokens = torch.zeros(MICRO_BATCHES, LENGTH, dtype=torch.int64)
         data = StepData(0, (1,) * MICRO_BATCHES, tuple(range(MICRO_BATCHES)), LENGTH, tokens, tokens, None, 1)
         if world.rank == 1:
@@ -86,7 +107,7 @@ def work(world: World) -> int:
         for _ in range(STEPS):
             world.barrier()
             begin, waited = time.thread_time(), transport.waiting_s
-            executor.run(data)
+            executor.run(data, cast(Update, SimpleNamespace(finished=lambda layer: None)))
             spent_s = time.thread_time() - begin - (transport.waiting_s - waited)
             per_action_us.append(1e6 * spent_s / len(actions))
     found = world.gather_json([len(actions), statistics.median(per_action_us[3:])])

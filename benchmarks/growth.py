@@ -88,7 +88,7 @@ def tokenizer() -> str:
 
 def prepared(size: int, keys: str) -> Callable[[], object]:
     from hetero_mpi.job.load import load_job
-    from hetero_mpi.runtime.setup.material import prepare
+    from hetero_mpi.runtime.setup.data_setup import prepare
 
     text(size)
     file = Path(f"job-{size}.toml")
@@ -132,8 +132,8 @@ def by_datasets(size: int) -> Callable[[], object]:
 
 
 def conversation(messages: int, plainly: bool = False) -> Callable[[], object]:
+    from hetero_mpi.data.chat_template import choose_form, tokenize_records
     from hetero_mpi.data.records import read_records
-    from hetero_mpi.data.template import choose_form, tokenize_records
     from hetero_mpi.data.tokenizer import load_tokenizer
 
     chance, found = random.Random(messages), load_tokenizer(tokenizer())
@@ -156,7 +156,7 @@ def plain_conversation(messages: int) -> Callable[[], object]:
 
 
 def packing(records: int) -> Callable[[], object]:
-    from hetero_mpi.data.instructions import pack
+    from hetero_mpi.data.record_sequences import pack
 
     chance = random.Random(records)
     lengths = [chance.randint(20, 300) for _ in range(records)]
@@ -185,7 +185,7 @@ def tensors(count: int) -> Callable[[], object]:
 def recorded_steps(count: int) -> Callable[[], object]:
     from hetero_mpi.planning.schedule import Action, MeasuredEvent, Op
     from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-    from hetero_mpi.report.run_files.measured import RankStep, Usage, steps_under
+    from hetero_mpi.report.run_files.rank_steps import RankStep, Usage, steps_under
 
     plan = Plan((PipelinePlan((StagePlan((0,), 0, 1, 0), StagePlan((1,), 1, 2, 0)), 1, 1),), 1, 8, 2)
     usage = Usage(**dict.fromkeys(Usage.__dataclass_fields__, 0))

@@ -22,7 +22,8 @@ if str(ROOT) not in sys.path:
 
 from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
 from hetero_mpi.comm.transport import Request  # noqa: E402
-from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
+from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
 from hetero_mpi.planning.types.plan import Plan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402

@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 import torch  # noqa: E402
 
 from hetero_mpi.device.backend import Backend  # noqa: E402
-from hetero_mpi.model.stage import MicroBatch, Stage  # noqa: E402
+from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec  # noqa: E402
 from hetero_mpi.model.transformers.chain import TransformersChain  # noqa: E402
 from hetero_mpi.model.transformers.families import read_config  # noqa: E402
 from hetero_mpi.model.transformers.weights import SeededStart  # noqa: E402
@@ -67,7 +67,7 @@ def _stage(length: int) -> Stage:
         "max_position_embeddings": length,
     }
     chain = TransformersChain(read_config(keys))
-    return Stage(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(0))
+    return Stage(StageSpec(chain, 0, chain.layer_count, Backend(), "fp32"), SeededStart(0))
 
 
 def _seconds(stage: Stage, tokens: torch.Tensor, positions: torch.Tensor | None) -> float:

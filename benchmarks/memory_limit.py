@@ -31,7 +31,8 @@ import psutil  # noqa: E402
 import tomli_w  # noqa: E402
 from harness import parser_of  # noqa: E402
 
-from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
+from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import save_plan  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402

@@ -19,10 +19,10 @@ from statistics import median
 from profile_parts import Shape, model_of
 
 from hetero_mpi.planning.fit import FIGURES
-from hetero_mpi.planning.types.cluster_changes import TABLES
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, ModelCost
 from hetero_mpi.planning.types.profile import (
     MEASURED,
+    TABLES,
     ClusterProfile,
     Curve,
     DeviceProfile,

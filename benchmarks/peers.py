@@ -40,7 +40,8 @@ for place in (ROOT, ROOT / "benchmarks"):
 
 from slow_rank import slowed, why_not  # noqa: E402
 
-from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
+from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
 from hetero_mpi.planning.types.plan import Plan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_plan  # noqa: E402
 from tests.support.processes import run_within  # noqa: E402

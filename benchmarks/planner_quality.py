@@ -50,12 +50,16 @@ from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.durations import whole_model_s  # noqa: E402
+from hetero_mpi.planning.fast_simulation import outlined  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
-from hetero_mpi.planning.outline import outlined  # noqa: E402
-from hetero_mpi.planning.pacing import classic_depths  # noqa: E402
+from hetero_mpi.planning.orders.warm_up import classic_depths  # noqa: E402
 from hetero_mpi.planning.several.fitting import Fitter  # noqa: E402
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
-from hetero_mpi.planning.types.plan_report import PlanReport  # noqa: E402
+from hetero_mpi.planning.types.plan import (  # noqa: E402
+    PipelinePlan,
+    Plan,
+    PlanReport,
+    StagePlan,
+)
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402

@@ -36,7 +36,8 @@ import h5py  # noqa: E402
 import psutil  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 
-from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
+from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
 from tests.stand_in_gpu import build  # noqa: E402
 from tests.support import case_plans, training_cases  # noqa: E402
 from tests.support.processes import end_tree  # noqa: E402

@@ -115,7 +115,8 @@ def stall(folder: Path) -> list[Figure]:
 
 def _train(folder: Path, kind: str) -> tuple[list[float], int, float, float]:
     """(stall of each checkpoint but the first, bytes of the largest snapshot, median step, median first step beside a write)."""
-    from hetero_mpi.launch.launcher.launcher import build_command, find_launcher
+    from hetero_mpi.launch.launcher.command_line import build_command
+    from hetero_mpi.launch.launcher.launcher import find_launcher
 
     run = folder / f"run-{kind}"
     job = _job(folder, kind)

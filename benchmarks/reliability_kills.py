@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from hetero_mpi.launch.supervisor.host_agent import last_step
+from hetero_mpi.launch.supervisor.host_reports import last_step
 from hetero_mpi.report.run_files.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,7 +161,8 @@ def started(
     folder: Path, job: Path, run: Path, ranks: int, options: list[str], more: list[str] | None = None, **variables: str
 ) -> Iterator[tuple[psutil.Popen, Path]]:
     """A run in the background, and its output; whatever is left of it at the end of the block is killed."""
-    from hetero_mpi.launch.launcher.launcher import build_command, find_launcher
+    from hetero_mpi.launch.launcher.command_line import build_command
+    from hetero_mpi.launch.launcher.launcher import find_launcher
 
     program = [sys.executable, "-m", "hetero_mpi", "train", str(job), "--run-dir", str(run), *(more or [])]
     command = build_command(find_launcher(), ranks, None, program, options)

@@ -124,7 +124,8 @@ def _create(directory: Path) -> int:
 
 
 def _measure(ranks: int, model: Path, held: str, *options: str) -> list[dict[str, Any]]:
-    from hetero_mpi.launch.launcher.launcher import build_command, find_launcher
+    from hetero_mpi.launch.launcher.command_line import build_command
+    from hetero_mpi.launch.launcher.launcher import find_launcher
 
     program = [sys.executable, str(Path(__file__).resolve()), "--load", str(model), "--held", held, *options]
     command = build_command(find_launcher(), ranks, None, program)
@@ -174,15 +175,14 @@ def _stream(directory: Path, held: str) -> int:
         from hetero_mpi.job.schema import TrainTable
         from hetero_mpi.model.host_weights import large_files_folder
         from hetero_mpi.model.optimizer import Optimizer
-        from hetero_mpi.model.stage import MicroBatch
+        from hetero_mpi.model.stage import MicroBatch, StageSpec
         from hetero_mpi.model.streamed_stage import StreamedStage
 
         files, chain, tuning, sizes = _opened(directory, held)
         first, last = (_cut(sizes, part / world.size) for part in (world.rank, world.rank + 1))
         watched = _Watched()
-        stage = StreamedStage(
-            chain, first, last, Backend(), STREAMED[held], files, 0, tuning, None, 1, large_files_folder()
-        )
+        spec = StageSpec(chain, first, last, Backend(), STREAMED[held], 0, tuning, slice_sequences=1)
+        stage = StreamedStage(spec, files, folder=large_files_folder())
         optimizer = Optimizer(stage, TrainTable(steps=2, optimizer=_optimizer(held)))
         tokens = torch.ones((4, 64), dtype=torch.int64)
         hidden = torch.zeros((4, 64, CONFIG["hidden_size"]), dtype=stage.dtype)
@@ -249,13 +249,13 @@ def _load(directory: Path, held: str) -> int:
         import psutil
 
         from hetero_mpi.device.backend import Backend
-        from hetero_mpi.model.stage import Stage
+        from hetero_mpi.model.stage import Stage, StageSpec
 
         backend, (start, chain, tuning, sizes) = Backend(), _opened(directory, held)
         first, last = (_cut(sizes, part / world.size) for part in (world.rank, world.rank + 1))
         process = psutil.Process()
         before, peak_before = process.memory_info().rss, backend.peak_bytes()
-        stage = Stage(chain, first, last, backend, HELD[held], start, 0, tuning)
+        stage = Stage(StageSpec(chain, first, last, backend, HELD[held], 0, tuning), start)
         row = {
             "ranks": world.size,
             "rank": world.rank,

@@ -45,11 +45,14 @@ from harness import Metered, Stopwatch, found_by_ranks, parser_of, resident_byte
 
 from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
 from hetero_mpi.comm.ranks.world import World  # noqa: E402
+from hetero_mpi.data.batch import Batch  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
-from hetero_mpi.emulation.pace import emulate  # noqa: E402
+from hetero_mpi.emulation.emulated_cluster import emulate  # noqa: E402
+from hetero_mpi.engine.rank_setup import RankSetup  # noqa: E402
 from hetero_mpi.engine.stage_builder import StageBuilder  # noqa: E402
 from hetero_mpi.engine.trainer import Trainer  # noqa: E402
-from hetero_mpi.job.load import JobConfig, LoadedJob  # noqa: E402
+from hetero_mpi.job.load import LoadedJob  # noqa: E402
+from hetero_mpi.job.schema import JobConfig  # noqa: E402
 from hetero_mpi.model.model_cost import model_cost  # noqa: E402
 from hetero_mpi.model.stage import Stage  # noqa: E402
 from hetero_mpi.model.transformers.chain import TransformersChain  # noqa: E402
@@ -60,9 +63,9 @@ from hetero_mpi.planning.memory import stage_memory  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
 from hetero_mpi.planning.types.cost import ModelCost  # noqa: E402
-from hetero_mpi.planning.types.network import with_shared_nics  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
+from hetero_mpi.planning.types.request import with_shared_nics  # noqa: E402
 
 SEQUENCE, VOCABULARY = 16, 256
 WARM, STEPS = 2, 8
@@ -257,20 +260,11 @@ def _measure(world: World, case: Case) -> Rank:
             profile = _cluster(cost, case.ranks)
             predicted_s = simulate(plan, profile).step_s
             emulation = emulate(world, transport, loaded, chain, profile, plan, 2 / case.ranks)
-        device = Backend()
-        trainer = Trainer(
-            world.rank,
-            world,
-            transport,
-            chain,
-            tuning,
-            plan,
-            schedule_of(plan, cost),
-            device,
-            loaded.job.train,
-            StageBuilder(chain, tuning, device, loaded.job.train, SeededStart(0)),
-            emulation,
-        )
+        carries = transport if emulation is None else emulation.transport
+        setup = RankSetup(world.rank, carries, chain, tuning, Backend(), loaded.job.train)
+        build = StageBuilder(setup, SeededStart(0))
+        build_paced = build if emulation is None else emulation.paced(build)
+        trainer = Trainer(setup, world, plan, schedule_of(plan, cost), build_paced)
         return _stepped(trainer, transport, case, before, cost, predicted_s)
 
 
@@ -281,12 +275,11 @@ def _stepped(
     assert executor is not None
     computing, interpreting = _MeteredStage(stage).watch, Stopwatch()
     whole = Stopwatch()
-    executor.whole_step = {op: _timed(perform, whole) for op, perform in executor.whole_step.items()}
     run = executor.run
 
-    def metered(data: Any) -> Any:
+    def metered(data: Any, update: Any) -> Any:
         with interpreting.running():
-            return run(data)
+            return run(data, _TimedUpdate(update, whole))
 
     executor.run = metered  # type: ignore[method-assign]
     steps = EMULATED_STEPS if case.emulated else STEPS
@@ -321,19 +314,28 @@ def _stepped(
     )
 
 
-def _timed(perform: Callable[[Any], None], watch: Stopwatch) -> Callable[[Any], None]:
-    def call(action: Any) -> None:
-        with watch.running():
-            perform(action)
+class _TimedUpdate:
+    """An ``executor.Update`` with a watch that runs in what REDUCE and STEP do."""
 
-    return call
+    def __init__(self, update: Any, watch: Stopwatch) -> None:
+        self.finished = update.finished
+        for name in ("reduce", "decide", "carry_out"):
+            setattr(self, name, self._timed(getattr(update, name), watch))
+
+    @staticmethod
+    def _timed(perform: Callable[[Any], Any], watch: Stopwatch) -> Callable[[Any], Any]:
+        def call(given: Any) -> Any:
+            with watch.running():
+                return perform(given)
+
+        return call
 
 
 def _step(trainer: Trainer, step: int, case: Case) -> None:
     draw = np.random.default_rng(step)
     shape = (case.micro_batches, SEQUENCE)
     tokens, targets = (draw.integers(0, VOCABULARY, shape, np.int32) for _ in range(2))
-    trainer.step(step, tokens, targets, targets.size)
+    trainer.step(step, Batch(tokens, targets, targets.size))
 
 
 def _job(case: Case) -> LoadedJob:

@@ -23,7 +23,8 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
+from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
+from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402

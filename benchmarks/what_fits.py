@@ -28,7 +28,7 @@ from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.decision.streaming import WORTHWHILE  # noqa: E402
 from hetero_mpi.planning.types.cost import DTYPE_BYTES  # noqa: E402
-from hetero_mpi.planning.types.plan_report import PlanReport  # noqa: E402
+from hetero_mpi.planning.types.plan import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402

@@ -26,16 +26,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from executor import EmptyStage  # noqa: E402
+from executor import EmptyStage, executor_of  # noqa: E402
 from harness import parser_of  # noqa: E402
 from two_hosts import two_hosts, why_not  # noqa: E402
 
 from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
 from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
 from hetero_mpi.comm.ranks.world import World  # noqa: E402
-from hetero_mpi.engine.executor import Executor, StepData  # noqa: E402
+from hetero_mpi.engine.executor import StepData, Update  # noqa: E402
 from hetero_mpi.engine.placement import Placement  # noqa: E402
-from hetero_mpi.engine.wire import format_of  # noqa: E402
+from hetero_mpi.engine.wire_format import format_of  # noqa: E402
 from hetero_mpi.model.stage import Stage  # noqa: E402
 from hetero_mpi.planning.schedule import WHOLE_STEP, schedule_of  # noqa: E402
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
@@ -73,15 +73,16 @@ def work(world: World) -> int:
     found: dict[str, list[tuple[int, float]]] = {wire: [] for wire in WIRES}
     with MpiTransport(world.comm) as transport:
         place, stage = Placement(world.rank, 0, world.rank), cast(Stage, Sender(first, not first))
-        given = world.rank, [stage], [place], plan.pipelines[0], actions, transport, {}, lambda layer: None, None
-        executors = [Executor(*given, format_of(wire, stage.dtype)) for wire in WIRES]
+        executors = [
+            executor_of(world, transport, stage, place, plan, actions, dtype="bf16", wire=wire) for wire in WIRES
+        ]
         for step in range(steps):
             data = StepData(
                 step, sizes, tuple(range(MICRO_BATCHES)), LENGTH, tokens if first else None, tokens, None, 1
             )
             world.barrier()
             sent, begin = sent_bytes(), time.perf_counter()
-            executors[step % 2].run(data)
+            executors[step % 2].run(data, cast(Update, SimpleNamespace(finished=lambda layer: None)))
             world.barrier()
             found[WIRES[step % 2]].append((sent_bytes() - sent, time.perf_counter() - begin))
     if first:

@@ -21,8 +21,7 @@ from hetero_mpi.job.schema import JobConfig as Tables
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import simulate as simulate_step
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import HostMemory, PlanReport, RankMemory
+from hetero_mpi.planning.types.plan import HostMemory, Plan, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import (
     load_plan,

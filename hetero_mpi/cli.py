@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi import __version__
-from hetero_mpi.errors import UserError
+from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.shipped import absent_packages, pip_argument
-from hetero_mpi.text import fitted, folded, printable
+from hetero_mpi.terminal import fitted, folded, printable
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
@@ -35,7 +35,11 @@ Add = Callable[..., argparse.Action]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    given = vars(parser().parse_args(arguments))
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words:
+        parser().print_help(sys.stderr)
+        return ExitCode.USER_ERROR
+    given = vars(parser().parse_args(words))
     run = given.pop("run")
     try:
         _refuse_undecodable(given.values())
@@ -210,9 +214,9 @@ def _profile(job: Path, overrides: Sequence[str], output: Path, reprofile: bool)
 
 
 def _mesh_verify(hosts: Path) -> int:
-    from hetero_mpi.launch.wireguard.check import verify_command
+    from hetero_mpi.launch.doctor.rank_checks import verify_mesh_command
 
-    return _on_all_ranks(lambda world: verify_command(world, hosts))
+    return _on_all_ranks(lambda world: verify_mesh_command(world, hosts))
 
 
 # On one machine.
@@ -220,9 +224,9 @@ def _mesh_verify(hosts: Path) -> int:
 
 def _launch(**options: Any) -> int:
     with _packages_there(all_of_them=True):  # told here, once, instead of by every rank
-        from hetero_mpi.launch import command
+        from hetero_mpi.launch import launch
 
-    return command.main(argparse.Namespace(**options), lambda words: parser().parse_args(words))
+    return launch.main(argparse.Namespace(**options), lambda words: parser().parse_args(words))
 
 
 def _doctor(mpirun_args: str, **options: Any) -> int:
@@ -233,7 +237,7 @@ def _doctor(mpirun_args: str, **options: Any) -> int:
 
 
 def _mesh_init(hosts: Path, output: Path) -> int:
-    from hetero_mpi.launch.wireguard import mesh
+    from hetero_mpi.launch.hosts import mesh
 
     return _show(*mesh.init(hosts, output))
 
@@ -268,7 +272,7 @@ def _simulate(
     job: Path | None, overrides: Sequence[str], schedule: str | None, blocking_sends: bool, shared_nic: bool, **options: Any
 ) -> int:  # fmt: skip
     from hetero_mpi.commands import plan as offline
-    from hetero_mpi.planning.types.network import Network
+    from hetero_mpi.planning.types.request import Network
 
     network = Network(blocking_sends=blocking_sends, shared_nic=shared_nic)
     return _show(*offline.simulation(job, _with_schedule(overrides, schedule), network=network, **options))

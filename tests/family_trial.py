@@ -40,6 +40,7 @@ from hetero_mpi.model.transformers.supported import (
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from hetero_mpi.model.tuning import Tuning, adapted, adapter_tuning, lora_config
 from tests.support.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
+from tests.support.stages import stage_of
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 LIMIT = 1e-6
@@ -168,7 +169,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def _stages(chain: TransformersChain, start: FileStart, *cuts: int, tuning: Tuning | None = None) -> list[Stage]:
     bounds = zip((0, *cuts), (*cuts, chain.layer_count), strict=True)
-    return [Stage(chain, first, last, Backend(), "fp32", start, tuning=tuning) for first, last in bounds]
+    return [stage_of(chain, first, last, Backend(), "fp32", start, tuning=tuning) for first, last in bounds]
 
 
 def _run(chain: TransformersChain, stages: list[Stage]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -304,7 +305,7 @@ def _require_equal(
 
 def _can_start_from_scratch(chain: TransformersChain) -> bool:
     try:
-        Stage(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(1))
+        stage_of(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(1))
     except UserError:
         return False
     return True

@@ -65,7 +65,7 @@ class GroupExchange:
         self._first_tag = group.number * _TAGS_OF_GROUP
         self._waiting: deque[_DirectPiece | _RingPiece] = deque()
         self._tag = 0
-        """Of the next piece, from the group's first tag on."""
+        """The next piece's, counted from the group's first tag."""
         self._tags_in_use: set[int] = set()
         self._pieces_left: dict[Exchange, int] = {}
         self._scratch: list[Numbers] = []

@@ -31,7 +31,7 @@ class _Part:
     receives: bool
     expected_bytes: int
     then: Then | None
-    """What follows; None: the request is complete with the last of its parts."""
+    """Called when it is done; None: the request is complete with the last of its parts."""
 
 
 class MpiProgress:

@@ -83,7 +83,7 @@ class MpiTransport(Transport):
         self._posted = 0
         self._closed = False
         self.waiting: list[Request] = []
-        """What the rank's own threads wait for, looking into MPI themselves."""
+        """Requests that the rank's own threads wait for, looking into MPI themselves."""
         self._thread = _CommunicationThread(self) if threaded else None
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:

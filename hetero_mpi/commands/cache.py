@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 
+from hetero_mpi import units
 from hetero_mpi.disk import cache_folder, writing
-from hetero_mpi.report import units
 
 _KINDS = {"tokens": "token ids of data", "profiles": "times of devices"}
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.answers import Printer
 from hetero_mpi.data.record_files import BadRecord
-from hetero_mpi.data.rendering import rendered_prompt
+from hetero_mpi.data.template_process import rendered_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import hub

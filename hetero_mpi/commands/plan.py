@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi import toml
+from hetero_mpi import toml, units
 from hetero_mpi.disk import require_regular, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_directory
@@ -19,21 +19,19 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
-from hetero_mpi.planning.decision.shortage import in_eight_bit
-from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.decision.remedies import in_eight_bit
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
-from hetero_mpi.planning.types.network import THREADED, Network
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.request import THREADED, Network, PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
-from hetero_mpi.report import units
-from hetero_mpi.report.inspection import costed_plan_lines, idling_lines, inspection_lines, network_lines, what_if_lines
-from hetero_mpi.report.lines import wrapped
-from hetero_mpi.report.tables import plan_lines
+from hetero_mpi.report.plan_text import costed_plan_lines, idling_lines, network_lines, plan_lines, what_if_lines
+from hetero_mpi.report.profile_text import inspection_lines
 from hetero_mpi.shipped import profile_file
+from hetero_mpi.terminal import wrapped
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -132,7 +130,6 @@ def plan(
             "step_s": chosen.predicted_step_s,
             "tokens_per_s": tokens / chosen.predicted_step_s if chosen.predicted_step_s > 0 else float("inf"),
             "bound_step_s": chosen.bound_step_s,
-            "bound": chosen.bound,
             "gap": chosen.predicted_step_s / chosen.bound_step_s - 1 if chosen.bound_step_s > 0 else 0.0,
             "utilisation": {
                 rank: seconds / result.step_s for rank, seconds in result.busy_s.items() if result.step_s > 0

@@ -15,8 +15,8 @@ from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.profiling.cluster import profile_cluster
+from hetero_mpi.report.profile_text import profile_lines
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.tables import profile_lines
 from hetero_mpi.runtime.setup import setup
 from hetero_mpi.runtime.setup.context import TrainOptions
 from hetero_mpi.runtime.setup.profile_and_plan import subject_of

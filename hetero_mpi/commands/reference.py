@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
-from hetero_mpi.job.load import TABLES
 from hetero_mpi.job.rules import as_toml, rule_of
-from hetero_mpi.report.lines import line_width
+from hetero_mpi.job.schema import TABLES
+from hetero_mpi.terminal import line_width
 
 HEADER = """\
 # Every key of a job file, with its meaning, the values it accepts and its default. Nothing here needs to be copied:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from hetero_mpi import units
 from hetero_mpi.commands.plan import ask
 from hetero_mpi.commands.plan import question as fitted
 from hetero_mpi.errors import UserError
@@ -14,14 +15,14 @@ from hetero_mpi.job.plan_request import micro_batch_choices, request_of
 from hetero_mpi.planning.decision.alone import alone
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.tables import rank_classes
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile
-from hetero_mpi.report import units
 from hetero_mpi.report.anonymous import anonymous
 from hetero_mpi.report.comparison import baseline_lines, comparison_lines
-from hetero_mpi.report.past_run import REPORT_NAME, PastRun, read_run
+from hetero_mpi.report.past_run import PastRun, read_run
+from hetero_mpi.report.run_files.run_directory import REPORT_NAME
 
 SHARED_NAME = "report-shared.html"
 

@@ -23,10 +23,9 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hetero_mpi.data.anchors import Anchors, Conversation
+from hetero_mpi.data.messages import ChatMessage
+from hetero_mpi.data.printed_parts import Anchors, Conversation, spoken, unprinted
 from hetero_mpi.data.record_files import BadRecord
-from hetero_mpi.data.records import ChatMessage
-from hetero_mpi.data.unprinted import spoken, unprinted
 
 WAY_OUT = 'Set data.template = "plain", or tokenizer.path to a tokenizer whose chat template does'
 MOST_CHARACTERS = 2**24

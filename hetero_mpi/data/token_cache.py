@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from hetero_mpi.data.mapped import mapped
-from hetero_mpi.data.sequences import STREAM, Dataset, Rows, overlapping
+from hetero_mpi.data.dataset import Dataset, Rows, mapped
+from hetero_mpi.data.text_sequences import STREAM, overlapping
 from hetero_mpi.disk import cache_folder, require_regular
 from hetero_mpi.errors import UserError
 

@@ -19,8 +19,17 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from hetero_mpi.comm import huge_pages
-from hetero_mpi.device.backend import Backend, Mark, Memory, gigabytes, host_memory, processor_name
-from hetero_mpi.device.copying import Copying, StreamCopying
+from hetero_mpi.device.backend import (
+    Backend,
+    Copying,
+    Mark,
+    Memory,
+    StreamCopying,
+    gigabytes,
+    host_memory,
+    processor_name,
+)
+from hetero_mpi.device.shortage import OTHER_KERNELS
 from hetero_mpi.errors import UserError
 
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA's own order is by speed; nvidia-smi numbers them so
@@ -33,8 +42,10 @@ class Accelerator(Backend):
 
     visibility: tuple[str, ...] = ()
     """Environment variables that choose which devices a process sees."""
+    other_kernels = ""
+    """Words about another way to kernels for such a device."""
     _refused = False
-    """Has the driver refused to pin memory? That is told once."""
+    """True once the driver has refused to pin memory, which is told once."""
 
     @classmethod
     def module(cls) -> Any:
@@ -51,7 +62,7 @@ class Accelerator(Backend):
         facts = {index: cls(index)._without_kernels() for index in range(cls.count())}
         return {
             index: f"{fact}, and torch {torch.__version__} has kernels for {', '.join(torch.cuda.get_arch_list())} only; install a "
-            f"build that has them (docs/devices.md, Which torch for which GPU)"
+            f"build that has them (docs/devices.md, Which torch for which GPU){cls.other_kernels}"
             for index, fact in facts.items()
             if fact is not None
         }
@@ -245,7 +256,7 @@ def _set_precision() -> None:
 
 
 def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Does a CUDA build for the architectures ``built`` compute on a GPU of this compute capability?
+    """True where a CUDA build for the architectures ``built`` computes on a GPU of this compute capability.
 
     Machine code runs on GPUs of the same major and at least the minor number; intermediate code (``compute_``) on all later ones.
 
@@ -268,6 +279,7 @@ class RocmBackend(Accelerator):
     name = "rocm"
     torch_type = "cuda"
     visibility = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    other_kernels = OTHER_KERNELS
 
     def make_current(self) -> None:
         super().make_current()

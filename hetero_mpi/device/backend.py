@@ -1,4 +1,4 @@
-"""What a rank asks of its device: where tensors live, how they reach host memory, what the device can do. Here: of the CPU.
+"""The interface of a rank to its device: where tensors live, how they reach host memory, what the device can do. Here: of the CPU.
 
 Every rank has one ``Backend``. Nothing outside this folder asks which vendor it is; GPUs are in ``accelerators.py``.
 """
@@ -22,7 +22,6 @@ import torch
 
 from hetero_mpi import host_limits
 from hetero_mpi.comm import huge_pages
-from hetero_mpi.device.copying import Copying
 from hetero_mpi.device.products import has_products
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,6 +45,74 @@ class Mark:
     def seconds_since(self, earlier: Mark) -> float:
         """From an earlier mark of the same backend to this one; waits until the device has come so far."""
         return float(self.at - earlier.at)
+
+
+class Copied:
+    """A copy between host memory and a device that was begun; this one has ended."""
+
+    def done(self) -> bool:
+        """True where it has ended. Any thread may ask, at any time."""
+        return True
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+
+    def hold_compute(self) -> None:
+        """Let what this thread gives the device from now on begin after it."""
+
+
+class Copying:
+    """Copies that have ended when they return: in host memory, and where a device has one queue for everything (MPS).
+
+    A tensor is copied piece by piece, each as soon as it can be, while other pieces travel between hosts. Nothing here waits for
+    the whole device.
+    """
+
+    beside = False
+    """True where any thread may begin a copy, beside what the device computes."""
+
+    def after_compute(self) -> None:
+        """Copies from now on begin when the device has done what this thread gave it so far."""
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> Copied:
+        """Begin to copy a flat tensor over another one. Both live until it is done; host memory is a ``Backend.host_buffer``."""
+        to.copy_(source)
+        return Copied()
+
+
+class StreamCopying(Copying):
+    """Copies on a stream of their own (CUDA, ROCm, XPU), with pinned host memory by the GPU's copy engines."""
+
+    beside = True
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._stream = module.Stream(device)
+
+    def after_compute(self) -> None:
+        self._stream.wait_stream(self._module.current_stream(self._device))
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> Copied:
+        # Any thread may come here: without its device made current first, leaving the stream would open a context on device 0.
+        with self._module.device(self._device), self._module.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+            event = self._module.Event()
+            event.record(self._stream)
+        return _OnStream(self._module, self._device, event)
+
+
+class _OnStream(Copied):
+    def __init__(self, module: Any, device: torch.device, event: Any) -> None:
+        self._module, self._device, self._event = module, device, event
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def hold_compute(self) -> None:
+        self._module.current_stream(self._device).wait_event(self._event)
 
 
 class Backend:
@@ -82,7 +149,7 @@ class Backend:
         """Calls of this thread that name no device mean this one from now on."""
 
     def identity(self) -> str:
-        """What tells the device from others of its host; equal for two ranks that share one."""
+        """A name that tells the device from others of its host; equal for two ranks that share one."""
         return self.name
 
     def description(self) -> str:
@@ -90,7 +157,7 @@ class Backend:
         return processor_name()
 
     def architecture(self) -> str:
-        """What decides, beside torch's version, which kernels run: the device's generation, and the libraries below torch."""
+        """Facts that decide, with torch's version, which kernels run: the device's generation, and the libraries below torch."""
         return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
     def dtypes(self) -> tuple[str, ...]:
@@ -112,7 +179,7 @@ class Backend:
         return host_memory()
 
     def shares_host_memory(self) -> bool:
-        """Does the device compute in the host's own memory (CPUs, integrated GPUs)?"""
+        """True where the device computes in the host's own memory (CPUs, integrated GPUs)."""
         return True
 
     def synchronize(self) -> None:
@@ -173,14 +240,14 @@ class Backend:
         return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
     def shares_keys(self, dtype: torch.dtype) -> bool:
-        """Should attention be given keys and values that several heads share as they are? Else they are repeated before."""
+        """True where attention takes keys and values that several heads share as they are; else they are repeated before."""
         return True
 
     def _pin(self, memory: np.ndarray) -> None:
         """Let the device copy by itself from and to ``memory``, as long as that lives."""
 
     def fused_optimizer(self) -> bool:
-        """Does torch's AdamW have a fused kernel here?"""
+        """True where torch's AdamW has a fused kernel."""
         return True
 
 

@@ -34,7 +34,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class VisibleDevices:
-    """What a rank sees before it takes a GPU."""
+    """The GPUs that a rank sees before it takes one."""
 
     host: str
     backend: str
@@ -45,7 +45,7 @@ class VisibleDevices:
 
 
 def wish(job_device: str, environment: Mapping[str, str]) -> Wish:
-    """What this rank shall compute on: ``DEVICE_VARIABLE`` of its environment, else the job's ``[cluster] device``.
+    """The device that this rank shall compute on: ``DEVICE_VARIABLE`` of its environment, else the job's ``[cluster] device``.
 
     :raises UserError: the variable holds no device.
     """
@@ -67,11 +67,11 @@ def device_of(rank: int, places: Sequence[VisibleDevices]) -> int | None:
 
 @dataclass(frozen=True)
 class Cores:
-    """What a rank may compute on."""
+    """The cores that a rank may compute on."""
 
     host: str
     numbers: tuple[int, ...]
-    """Of the cores that it may run on (a launcher may have bound it to a few)."""
+    """Numbers of the cores that it may run on (a launcher may have bound it to a few)."""
     quota: float | None
     """Cores' worth of time that its host's ranks may use together; None: no limit."""
     computes: bool

@@ -25,7 +25,7 @@ _kept: list[torch.library.Library] = []
 
 
 def has_products(dtype: str) -> bool:
-    """Does this processor multiply matrices of a compute dtype about as fast as of fp32?"""
+    """True where this processor multiplies matrices of a compute dtype about as fast as of fp32."""
     if dtype not in _NARROW:
         return True
     try:

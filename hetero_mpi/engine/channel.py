@@ -18,16 +18,20 @@ from functools import partial
 import torch
 
 from hetero_mpi.comm.transport import Request, Transport
-from hetero_mpi.device.backend import HOST, Backend, host_bytes
-from hetero_mpi.device.copying import Copied, Copying
+from hetero_mpi.device.backend import HOST, Backend, Copied, Copying, host_bytes
 
-PIECE_BYTES = 4 << 20
-"""Both ends of a channel cut tensors alike, whether or not they copy. A piece of this size is copied in half a millisecond, and
-travels in 3 on a link of 10 Gbit/s; posting it costs some 20 us."""
+FORWARD, BACKWARD, EVALUATION = 0, 1, 2
+TIED_TAG = 1 << 12
+"""The first tag that no message between stages has."""
+
+
+def tag_of(stage: int, direction: int) -> int:
+    """Message tag of what stage ``stage`` receives; one tag per receiving stage and direction keeps micro-batches in order."""
+    return stage * 4 + direction
 
 
 def _pieces(size_bytes: int, piece_bytes: int) -> Iterator[slice]:
-    """Of the bytes of a tensor: at least one."""
+    """The pieces of a tensor's bytes: at least one."""
     for first in range(0, max(1, size_bytes), piece_bytes):
         yield slice(first, min(first + piece_bytes, size_bytes))
 
@@ -89,7 +93,6 @@ class Arrival:
         buffer: torch.Tensor,
         tensor: torch.Tensor,
         copying: Copying,
-        piece_bytes: int,
     ) -> None:
         self.buffer, self.tensor = buffer, tensor
         self.arrived_s: float | None = None
@@ -100,7 +103,7 @@ class Arrival:
         if self._copies:
             copying.after_compute()  # the device may still read what lay in the tensor's memory before
         self.requests = []
-        for piece in _pieces(content.nbytes, piece_bytes):
+        for piece in _pieces(content.nbytes, transport.piece_bytes):
             arrived = partial(self._copy, piece) if self._copies and copying.beside else None
             self.requests.append(transport.post_receive(source, tag, content[piece], arrived))
 
@@ -146,10 +149,9 @@ class Inbox:
         backend: Backend,
         dtype: torch.dtype,
         depth: int,
-        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.transport, self.source, self.tag = transport, source, tag
-        self.backend, self.depth, self.piece_bytes = backend, depth, piece_bytes
+        self.backend, self.depth = backend, depth
         self.buffers = HostBuffers(backend, dtype)
         self._copying = backend.copying()
         self._posted: deque[Arrival] = deque()
@@ -187,9 +189,7 @@ class Inbox:
         buffer = self.buffers.lend(self._to_come.popleft())
         on_host = self.backend.device == HOST
         tensor = buffer if on_host else torch.empty_like(buffer, device=self.backend.device)
-        self._posted.append(
-            Arrival(self.transport, self.source, self.tag, buffer, tensor, self._copying, self.piece_bytes)
-        )
+        self._posted.append(Arrival(self.transport, self.source, self.tag, buffer, tensor, self._copying))
 
 
 class Outbox:
@@ -199,17 +199,8 @@ class Outbox:
         copied_s: seconds that this rank waited while the last one came to host memory; 0 on CPU ranks, and where copies run beside.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        destination: int,
-        tag: int,
-        backend: Backend,
-        dtype: torch.dtype,
-        piece_bytes: int = PIECE_BYTES,
-    ) -> None:
+    def __init__(self, transport: Transport, destination: int, tag: int, backend: Backend, dtype: torch.dtype) -> None:
         self.transport, self.destination, self.tag = transport, destination, tag
-        self.piece_bytes = piece_bytes
         self.copies = backend.device != HOST
         self.copied_s = 0.0
         self.buffers = HostBuffers(backend, dtype)
@@ -228,7 +219,7 @@ class Outbox:
         content = host_bytes(host)
         if self.copies:
             self._copying.after_compute()
-        for piece in _pieces(content.nbytes, self.piece_bytes):
+        for piece in _pieces(content.nbytes, self.transport.piece_bytes):
             ready = None
             if self.copies:
                 ready = self._copying.copy(_bytes_of(host)[piece], _bytes_of(tensor)[piece]).done

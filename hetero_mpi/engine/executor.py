@@ -2,41 +2,63 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import HOST, Mark
-from hetero_mpi.engine.channel import PIECE_BYTES, Inbox, Outbox
-from hetero_mpi.engine.pacing import Pacing
+from hetero_mpi.engine.channel import BACKWARD, EVALUATION, FORWARD, Inbox, Outbox, tag_of
 from hetero_mpi.engine.placement import Placement
-from hetero_mpi.engine.wire import NEAREST, WireFormat
-from hetero_mpi.model.group.link import LeaderLink
+from hetero_mpi.engine.rank_setup import RankSetup
+from hetero_mpi.engine.wire_format import NEAREST, WireFormat
+from hetero_mpi.model.layer.gradients import Finished
 from hetero_mpi.model.layer.loss import Routed
 from hetero_mpi.model.layer.micro_batch import Comparison
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Event, MeasuredEvent, Op, holdings
+from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, Op, holdings
 from hetero_mpi.planning.types.plan import PipelinePlan
 
-_FORWARD, _BACKWARD, _EVALUATION = 0, 1, 2
-WholeStep = Callable[[Action], None]
-Finished = Callable[[int], None]
-"""Is told the number of a layer whose gradients are whole for this step."""
+Decided = TypeVar("Decided")
 
 
-def tag_of(stage: int, direction: int) -> int:
-    """Message tag of what stage ``stage`` receives; one tag per receiving stage and direction keeps micro-batches in order."""
-    return stage * 4 + direction
+class Update(Protocol[Decided]):
+    """The use of a step's gradients: exchanges, the common decision, the optimizer."""
+
+    def finished(self, layer: int) -> None:
+        """The gradients of ``layer`` are whole, while its stage's last backward still runs; the last layer first."""
+
+    def reduce(self, layer: int) -> None:
+        """REDUCE."""
+
+    def decide(self, losses: Sequence[torch.Tensor]) -> Decided:
+        """The common decision, once all have come here. ``losses``: shares of the loss of the micro-batches (fp32 scalars), on
+        the last stage."""
+
+    def carry_out(self, decided: Decided) -> None:
+        """STEP, by the decision."""
+
+
+@dataclass(frozen=True)
+class StepRun(Generic[Decided]):
+    """A step that was run."""
+
+    decided: Decided | None
+    """The result of ``Update.decide``; None: the list has no STEP."""
+    events: tuple[Event, ...]
+    """Actions with their times, in seconds from ``began_s`` on."""
+    began_s: float
+    """Its beginning (``time.perf_counter``)."""
+    worked_s: float
+    """Seconds of a CPU rank's forwards and backwards by processor time: without waiting for a core."""
 
 
 @dataclass(frozen=True)
 class StepData:
-    """What a pipeline computes on. Tensors on the device, (rows of its share, T) int64, or samples (rows, ...) in the dtypes of
+    """The input of a pipeline. Tensors on the device, (rows of its share, T) int64, or samples (rows, ...) in the dtypes of
     ``interface.as_input``; None where this rank does not need them."""
 
     step: int
@@ -51,7 +73,7 @@ class StepData:
     positions: torch.Tensor | None
     """See ``MicroBatch``; on every stage, where records are packed."""
     divisor: int
-    """Of the whole global batch; see ``MicroBatch``."""
+    """The whole global batch's; see ``MicroBatch``."""
     loss_scale: float = 1.0
     """Factor of the loss in backward (fp16)."""
     comparison: Comparison | None = None
@@ -75,14 +97,12 @@ class _StageLinks:
 
     def __init__(
         self,
+        setup: RankSetup,
+        wire: WireFormat,
         stage: Stage,
         place: Placement,
         pipeline: PipelinePlan,
         actions: Sequence[Action],
-        transport: Transport,
-        emulation: Pacing | None,
-        wire: WireFormat,
-        leads: bool,
     ) -> None:
         self.stage, self.wire = stage, wire
         own = [action for action in actions if action.stage == place.index]
@@ -91,23 +111,20 @@ class _StageLinks:
         self.outboxes: dict[Op, Outbox] = {}
         self.evaluation_in: Inbox | None = None
         self.evaluation_out: Outbox | None = None
-        paced = emulation.transport if emulation is not None else transport
-        # An emulated message takes its time whole: pieces would each wait for a link's latency.
-        piece = PIECE_BYTES if emulation is None else sys.maxsize
         in_flight = max(flying for flying, _ in holdings(own))
         depth = min(in_flight + 1, pipeline.micro_batches)  # one more than are held: a receive is always posted
         ranks = [stage.ranks[0] for stage in pipeline.stages]
-        index, position, backend, dtype = place.index, place.position, stage.backend, wire.dtype
-        if not leads:
+        index, position, how = place.index, place.position, (stage.backend, wire.dtype)
+        if not setup.leads:
             return
         if position > 0 and (before := ranks[position - 1]) != ranks[position]:
-            self.inboxes[Op.RECV_F] = Inbox(paced, before, tag_of(index, _FORWARD), backend, dtype, depth, piece)
-            self.outboxes[Op.SEND_B] = Outbox(paced, before, tag_of(index - 1, _BACKWARD), backend, dtype, piece)
-            self.evaluation_in = Inbox(transport, before, tag_of(index, _EVALUATION), backend, dtype, 2)
+            self.inboxes[Op.RECV_F] = Inbox(setup.transport, before, tag_of(index, FORWARD), *how, depth)
+            self.outboxes[Op.SEND_B] = Outbox(setup.transport, before, tag_of(index - 1, BACKWARD), *how)
+            self.evaluation_in = Inbox(setup.transport, before, tag_of(index, EVALUATION), *how, 2)
         if position + 1 < len(ranks) and (after := ranks[position + 1]) != ranks[position]:
-            self.inboxes[Op.RECV_B] = Inbox(paced, after, tag_of(index, _BACKWARD), backend, dtype, 2, piece)
-            self.outboxes[Op.SEND_F] = Outbox(paced, after, tag_of(index + 1, _FORWARD), backend, dtype, piece)
-            self.evaluation_out = Outbox(transport, after, tag_of(index + 1, _EVALUATION), backend, dtype)
+            self.inboxes[Op.RECV_B] = Inbox(setup.transport, after, tag_of(index, BACKWARD), *how, 2)
+            self.outboxes[Op.SEND_F] = Outbox(setup.transport, after, tag_of(index + 1, FORWARD), *how)
+            self.evaluation_out = Outbox(setup.transport, after, tag_of(index + 1, EVALUATION), *how)
 
     def begin(self, data: StepData) -> None:
         """Be ready for what may come early."""
@@ -117,24 +134,24 @@ class _StageLinks:
             inbox.begin(self.packed_shapes(data, op))
 
     def packed_shapes(self, data: StepData, op: Op) -> list[tuple[int, ...]]:
-        """Of what travels to ``op``, RECV_F or RECV_B, of each micro-batch."""
+        """Shapes of the messages to ``op``, RECV_F or RECV_B, a micro-batch each."""
         return [self.wire.packed_shape(self.shape(data, op, index)) for index in range(len(data.sizes))]
 
     def unpacked(self, packed: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
-        """What has come to ``op``, RECV_F or RECV_B, of a micro-batch."""
+        """The tensor that a message to ``op``, RECV_F or RECV_B, stands for."""
         return self.wire.unpacked(packed, self.shape(data, op, index))
 
     def shape(self, data: StepData, op: Op, index: int) -> tuple[int, ...]:
-        """Of what has come to ``op``, RECV_F or RECV_B, of a micro-batch."""
+        """Shape of a micro-batch's tensor at ``op``, RECV_F or RECV_B."""
         layer = (self.stage.first if op is Op.RECV_F else self.stage.last) - 1
         return self.stage.chain.boundary(layer, data.sizes[index], data.length)
 
     def packed(self, tensor: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
-        """What ``op``, SEND_F or SEND_B, sends of a micro-batch."""
+        """The message of ``op``, SEND_F or SEND_B, for a micro-batch's tensor."""
         return self.wire.packed(tensor, self._seeds(data, index) if op is Op.SEND_B else NEAREST)
 
     def _seeds(self, data: StepData, index: int) -> Iterator[int]:
-        """By which the gradient of each sequence is rounded on its way to the stage before: functions of the sample alone."""
+        """Seeds by which the gradient of each sequence is rounded on its way to the stage before: functions of the sample alone."""
         for sample in range(data.first_samples[index], data.first_samples[index] + data.sizes[index]):
             yield seed_from(self.stage.seed, "wire", data.step, sample, self.stage.first - 1)
 
@@ -151,99 +168,84 @@ class _StageLinks:
 class Executor:
     """Runs the actions of a rank: those of its stages, all of one pipeline.
 
-    Args:
-        whole_step: what REDUCE and STEP do.
-        finished: is told each layer whose gradients are whole while its stage's last backward still runs, the last layer first.
-        emulation: makes actions and messages of steps last as those of other devices.
-        wire: how tensors travel; None: as they are.
-        group: the ranks that hold the stage together; its first one hands on to the others what it receives. None: this rank alone.
+    Where a group of ranks holds the stage, its first one hands on to the others what it receives.
 
     Attributes:
-        losses: shares of the loss of the running step's micro-batches (fp32 scalars), on the last stage.
         current: the action that runs.
         evaluated: micro-batches of held-out sequences so far, of each stage.
-        began_s: when the latest step began (``time.perf_counter``); its events count from then.
-        worked_s: of a CPU rank, the latest step's forwards and backwards by processor time: without waiting for a core.
     """
 
     def __init__(
         self,
-        rank: int,
+        setup: RankSetup,
         stages: Sequence[Stage],
         places: Sequence[Placement],
         pipeline: PipelinePlan,
         actions: Sequence[Action],
-        transport: Transport,
-        whole_step: dict[Op, WholeStep],
-        finished: Finished,
-        emulation: Pacing | None = None,
-        wire: WireFormat | None = None,
-        group: LeaderLink | None = None,
     ) -> None:
-        self.actions, self.whole_step, self.finished = tuple(actions), whole_step, finished
-        self.pace = emulation.pace if emulation is not None else None
-        self.rank, self._group = rank, group
-        leads = group is None or group.member == 0
-        self.losses: list[torch.Tensor] = []
+        self.actions, self.rank = tuple(actions), setup.rank
         self.current: Action | None = None
         self.evaluated = 0
-        self.began_s = self.worked_s = self._decided_s = 0.0
-        self._transport, self._backend = transport, stages[0].backend
-        self.wire = wire if wire is not None else WireFormat(stages[0].dtype)
+        self._transport, self._backend, self._group = setup.transport, setup.backend, setup.group
+        wire = setup.wire_format()
         self.stages = {
-            place.index: _StageLinks(stage, place, pipeline, self.actions, transport, emulation, self.wire, leads)
+            place.index: _StageLinks(setup, wire, stage, place, pipeline, self.actions)
             for stage, place in zip(stages, places, strict=True)
         }
-        """By number, in chain order."""
+        """Number -> stage, in chain order."""
         # A device may still compute when a forward or backward returns; what it sent and received may be copied on beside. Waiting
         # for it here, the time belongs to the action that took it. A rank that alone is a pipeline has nothing to send: its device
         # marks when it began and ended each action, and never runs out of work.
-        self._synchronises = group is not None or any(own.inboxes for own in self.stages.values())
+        self._synchronises = setup.group is not None or any(own.inboxes for own in self.stages.values())
         self._on_host = self._backend.device == HOST
         self._marks = not self._synchronises and not self._on_host
         self._last_backwards = {own.last_backward for own in self.stages.values()}
         self._inputs: dict[Action, torch.Tensor] = {}
-        """What RECV has received, or another stage of the rank has computed."""
+        """Tensors that RECV has received, or another stage of the rank has computed."""
         self._outputs: dict[Action, torch.Tensor] = {}
-        """What SEND will send."""
+        """Tensors that SEND will send."""
         self._rows: list[slice] = []
-        """Of each micro-batch within its pipeline's share of a batch."""
+        """Rows of each micro-batch within its pipeline's share of a batch."""
+        self._losses: list[torch.Tensor] = []
+        """Shares of the loss of the running step's micro-batches."""
 
-    def run(self, data: StepData) -> list[Event]:
-        """Run one step and return what took place when."""
-        self.losses = []
+    def run(self, data: StepData, update: Update[Decided]) -> StepRun[Decided]:
+        """Run one step."""
+        self._losses = []
         self._rows = _consecutive(data.sizes)
         for own in self.stages.values():
             own.begin(data)
         events: list[Event] = []
         marked: list[tuple[int, Mark, Mark]] = []
-        backend = self._backend
+        backend, decided = self._backend, None
         origin = backend.mark() if self._marks else None
-        self.worked_s, self.began_s = 0.0, time.perf_counter()
-        begin = self.began_s
+        worked_s, begin = 0.0, time.perf_counter()
         for action in self.actions:
             self.current = action
             start = time.perf_counter()
             first = backend.mark() if (self._marks or self._on_host) and action.op in COMPUTE else None
             moved = 0
-            if action.op in WHOLE_STEP:
-                self.whole_step[action.op](action)
-                start = max(start, self._decided_s) if action.op is Op.STEP else start
+            if action.op is Op.REDUCE:
+                assert action.layer is not None
+                update.reduce(action.layer)
+            elif action.op is Op.STEP:
+                decided = update.decide(self._losses)
+                start = time.perf_counter()  # what waited for the others is no part of it
+                update.carry_out(decided)
             else:
-                moved = self._perform(action, data)
+                moved = self._perform(action, data, update.finished if action in self._last_backwards else None)
                 if first is not None and self._on_host:
-                    self.worked_s += backend.mark().seconds_since(first)
+                    worked_s += backend.mark().seconds_since(first)
                 if self._synchronises and action.op in COMPUTE:
                     self._transport.idle = not self._on_host
                     backend.finish_compute()
                     self._transport.idle = False
                 if action.op in (Op.B, Op.I):
                     self.stages[action.stage].release()
-                if self.pace is not None:
-                    self.pace.hold(action, start, self.finished if action in self._last_backwards else None)
             if first is not None and self._marks:
                 marked.append((len(events), first, backend.mark()))
-            events.append(self._event(data.step, action, start - begin, time.perf_counter() - begin, moved))
+            event = Event(self.rank, data.step, action, start - begin, time.perf_counter() - begin, moved)
+            events.append(self._with_copies(event, begin))
         self.flush()
         if origin is not None:
             for place, first, last in marked:
@@ -251,22 +253,18 @@ class Executor:
                 events[place] = replace(events[place], start_s=start_s, end_s=end_s)
         self.current = None
         assert not self._inputs and not self._outputs, "the step left tensors behind"
-        return events
+        return StepRun(decided, tuple(events), begin, worked_s)
 
-    def _event(self, step: int, action: Action, start_s: float, end_s: float, moved: int) -> Event:
-        inbox = self.stages[action.stage].inboxes.get(action.op)
-        if inbox is not None:
-            arrived_s = inbox.arrived_s - self.began_s if inbox.arrived_s is not None else None
-            return MeasuredEvent(self.rank, step, action, start_s, end_s, moved, inbox.copied_s, arrived_s)
-        if action.op in (Op.SEND_F, Op.SEND_B):
-            copied_s = self.stages[action.stage].outboxes[action.op].copied_s
-            return MeasuredEvent(self.rank, step, action, start_s, end_s, moved, copied_s)
-        return Event(self.rank, step, action, start_s, end_s, moved)
-
-    def step_begins(self) -> float:
-        """STEP has waited for the others' decision, and its event begins only now, at the time returned (``time.perf_counter``)."""
-        self._decided_s = time.perf_counter()
-        return self._decided_s
+    def _with_copies(self, event: Event, began_s: float) -> Event:
+        """An event of a message with when it came, and how long this rank waited for copies."""
+        own, op = self.stages[event.action.stage], event.action.op
+        if op in own.inboxes:
+            inbox = own.inboxes[op]
+            arrived_s = inbox.arrived_s - began_s if inbox.arrived_s is not None else None
+            return MeasuredEvent(**vars(event), copied_s=inbox.copied_s, arrived_s=arrived_s)
+        if op in (Op.SEND_F, Op.SEND_B):
+            return MeasuredEvent(**vars(event), copied_s=own.outboxes[op].copied_s)
+        return event
 
     def flush(self) -> None:
         """Return when everything this rank sent has left: collective calls may follow."""
@@ -291,7 +289,7 @@ class Executor:
         return found
 
     def _evaluated(self, own: _StageLinks, data: StepData, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a stage makes of all batches, unless that is sent on. ``before``: what the rank's stage before it has made."""
+        """Outputs of a stage for all batches, unless they are sent on. ``before``: those of the rank's stage before it has made."""
         found: list[torch.Tensor] = []
         stage = own.stage
         for index, rows in enumerate(_consecutive(data.sizes)):
@@ -322,15 +320,16 @@ class Executor:
         assert x is not None
         return x
 
-    def _perform(self, action: Action, data: StepData) -> int:
-        """One action of one micro-batch; returns the bytes sent or received."""
+    def _perform(self, action: Action, data: StepData, finished: Finished | None) -> int:
+        """One action of one micro-batch; returns the bytes sent or received. ``finished``: hears of layers, if it is the last
+        backward."""
         op, own = action.op, self.stages[action.stage]
         if op is Op.F:
             self._forward(action, own.stage, data)
         elif op in (Op.B, Op.I):
-            self._backward(action, own.stage, data)
+            self._backward(action, own.stage, data, finished)
         elif op is Op.W:
-            own.stage.backward_weights(_index(action), self._listener(action))
+            own.stage.backward_weights(_index(action), finished)
         elif op in (Op.RECV_F, Op.RECV_B):
             if op not in own.inboxes:
                 self._inputs[action] = self._shared(None, own, action, data)
@@ -349,11 +348,11 @@ class Executor:
         targets = data.targets[rows] if stage.is_last and data.targets is not None else None
         y = stage.forward(data.micro_batch(index, rows), x, targets)
         if stage.is_last:
-            self.losses.append(y)
+            self._losses.append(y)
         else:
             self._hand_on(Action(Op.SEND_F, number, index), Action(Op.RECV_F, number + 1, index), y)
 
-    def _backward(self, action: Action, stage: Stage, data: StepData) -> None:
+    def _backward(self, action: Action, stage: Stage, data: StepData, finished: Finished | None) -> None:
         index, number = _index(action), action.stage
         dy = None if stage.is_last else self._received(Action(Op.RECV_B, number, index), data)
         if stage.is_last and data.loss_scale != 1.0:
@@ -362,18 +361,18 @@ class Executor:
         if action.op is Op.I:
             dx = stage.backward_input(index, dy)
         else:
-            dx = stage.backward(index, dy, self._listener(action))
+            dx = stage.backward(index, dy, finished)
         if dx is not None:
             self._hand_on(Action(Op.SEND_B, number, index), Action(Op.RECV_B, number - 1, index), dx)
 
     def _received(self, action: Action, data: StepData) -> torch.Tensor:
-        """What RECV_F or RECV_B has brought. The leader of a group hands it on, for which the RECV of other members waits."""
+        """The tensor of RECV_F or RECV_B. The leader of a group hands it on, for which the RECV of other members waits."""
         received, own = self._inputs.pop(action), self.stages[action.stage]
         leads = self._group is not None and action.op in own.inboxes
         return self._shared(received, own, action, data) if leads else received
 
     def _shared(self, tensor: torch.Tensor | None, own: _StageLinks, action: Action, data: StepData) -> torch.Tensor:
-        """What RECV_F or RECV_B has brought to the leader of the group; the other members give None."""
+        """The tensor that RECV_F or RECV_B has brought to the leader of the group; the other members give None."""
         assert self._group is not None
         return self._group.shared(tensor, own.shape(data, action.op, _index(action)), own.stage.dtype)
 
@@ -383,10 +382,6 @@ class Executor:
             self._outputs[send] = tensor
         elif self._group is None:
             self._inputs[receive] = tensor
-
-    def _listener(self, action: Action) -> Finished | None:
-        """Who hears of finished layers. In an emulation the pace says when they count as finished."""
-        return self.finished if action in self._last_backwards and self.pace is None else None
 
 
 def _index(action: Action) -> int:

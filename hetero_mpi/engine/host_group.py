@@ -49,7 +49,7 @@ def host_group(world: World, ranks: tuple[int, ...], backend: Backend) -> HostGr
 
 
 class HostGroup:
-    """A rank's end of the group; see ``model.group.link.GroupLink``. All members call in the same order.
+    """A rank's end of the group; see ``model.group.exchanges.GroupLink``. All members call in the same order.
 
     Attributes:
         member: this rank's place in the group; 0 leads.

@@ -28,7 +28,7 @@ class Placement:
 
 
 def places_of(rank: int, plan: Plan) -> tuple[Placement, ...]:
-    """Of the rank's stages, which are of one pipeline, in chain order; none where the plan leaves it idle."""
+    """Placements of the rank's stages, which are of one pipeline, in chain order; none where the plan leaves it idle."""
     numbered = [plan.numbered[number] for number in plan.of_rank(rank)]
     return tuple(Placement(number, of, plan.pipelines[of].stages.index(stage)) for number, of, stage in numbered)
 

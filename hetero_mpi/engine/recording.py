@@ -1,4 +1,4 @@
-"""What the ranks measured of a few steps, gathered at rank 0: events on one clock, and what became of the time.
+"""Records of a few steps, gathered at rank 0: events on one clock, and what became of the time.
 
 Between recorded steps every rank only adds up its own events; nothing is sent.
 """
@@ -9,20 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hetero_mpi.comm.clocks import clock_offset_s
-from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.planning.schedule import Event, MeasuredEvent
-from hetero_mpi.report.run_files.line_files import LineFile, keep_until
-from hetero_mpi.report.run_files.measured import (
-    STEPS_NAME,
-    RankStep,
-    Usage,
-    rank_step_line,
-    rank_step_to_dict,
-)
+from hetero_mpi.report.run_files.line_files import STEPS_NAME, LineFile, keep_until
 from hetero_mpi.report.run_files.metrics import StepMetrics
+from hetero_mpi.report.run_files.rank_steps import RankStep, Usage, rank_step_to_dict
 
 _WARM = 3
 """The first recorded step: caches and links are warm by then."""
@@ -45,19 +38,21 @@ class Recorder:
 
     Args:
         transport: of all ranks; no message is under way.
-        first, last: steps done before this plan's first, and at the end of the run.
+        steps: done before this plan's first, and at the end of the run.
+        time_scale: seconds of wall clock per second that is told.
     """
 
     def __init__(
-        self, trainer: Trainer, world: World, transport: Transport, directory: Path, first: int, last: int
+        self, trainer: Trainer, transport: Transport, directory: Path, steps: tuple[int, int], time_scale: float = 1.0
     ) -> None:
-        self._trainer, self._world = trainer, world
+        self._trainer, self._world, self._scale = trainer, trainer.world, time_scale
+        world = self._world
         self._file = LineFile(directory / STEPS_NAME) if world.rank == 0 else None
-        self._steps = recorded_steps(first, last)
+        self._steps = recorded_steps(*steps)
         self._usage = Usage()
         self._clock_s = clock_offset_s(world, transport)
         if self._file is not None:
-            keep_until(self._file.path, first)
+            keep_until(self._file.path, steps[0])
 
     def __call__(self, line: StepMetrics, result: StepResult) -> None:
         events = self._events(result)
@@ -68,23 +63,17 @@ class Recorder:
         own = None
         if result.events:
             begin_s = (result.began_s - self._clock_s) / self._scale
-            kept = tuple(_told(replace(event, step=line.step), 1.0) for event in events[:_MOST_EVENTS])
+            kept = tuple(_scaled(replace(event, step=line.step), 1.0) for event in events[:_MOST_EVENTS])
             own = rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, kept, usage))
         gathered = self._world.gather_json(own)
         if gathered is not None and self._file is not None:
-            self._file.write(*(rank_step_line(record) for record in gathered if record is not None))
-
-    @property
-    def _scale(self) -> float:
-        """Seconds of wall clock per second that is told."""
-        return self._trainer.emulation.time_scale if self._trainer.emulation is not None else 1.0
+            self._file.write(*(record for record in gathered if record is not None))
 
     def _events(self, result: StepResult) -> Sequence[Event]:
-        scale = self._scale
-        return result.events if scale == 1.0 else [_told(event, scale) for event in result.events]
+        return result.events if self._scale == 1.0 else [_scaled(event, self._scale) for event in result.events]
 
 
-def _told(event: Event, scale: float) -> MeasuredEvent:
+def _scaled(event: Event, scale: float) -> MeasuredEvent:
     copied, arrived = (event.copied_s, event.arrived_s) if isinstance(event, MeasuredEvent) else (0.0, None)
     return MeasuredEvent(
         event.rank,

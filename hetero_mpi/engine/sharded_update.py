@@ -5,13 +5,14 @@
     next forward     values of layer 0 | of layer 1 | ...       an all-gather each, in the compute dtype; a layer waits for its own
 
 Every such layer has one flat fp32 buffer, a part of it for each owner, whose views are its parameters' gradients. As backward
-finishes a layer, the last one first, its buffer is summed where it lies (in host memory) or in a copy there, over exactly
-the ranks that hold it; REDUCE waits for that. New values travel in the same buffers, which are free from STEP until the next
-backward. All members of a group start its exchanges in one order, and no start waits for another rank, so nothing can
-deadlock. Copies go and come beside what the device computes: nobody waits for one before REDUCE.
+finishes a layer, the last one first, its buffer is summed where it lies (in host memory) or in a copy there, over exactly the
+ranks that hold it; REDUCE waits for that. New values travel in the same buffers, which are free from STEP until the next
+backward. All members of a group start its exchanges in one order, and no start waits for another rank, so nothing can deadlock.
+Copies go and come beside what the device computes: nobody waits for one before REDUCE.
 
 The matrix of a tied model belongs to layer 0. Within each pipeline the head's rank sends its share of the gradient to the
 embedding's, which adds it to its own; then layer 0 is summed over the pipelines as any other. Its new values go on to the head.
+Both ways lead through host memory that is kept, beside what the device computes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from collections.abc import Mapping
 import torch
 
 from hetero_mpi.comm.transport import Arrived, Group, Ready, Request, Transport
-from hetero_mpi.device.backend import HOST, Backend, host_bytes
-from hetero_mpi.device.copying import Copied, Copying
-from hetero_mpi.engine.pacing import Pace
-from hetero_mpi.engine.tied import TiedMatrix
+from hetero_mpi.device.backend import HOST, Copied, Copying, host_bytes
+from hetero_mpi.engine.channel import TIED_TAG, Arrival, Outbox
 from hetero_mpi.model.held_layers import FlatGradients
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.tuning import Tuning
@@ -54,7 +53,6 @@ class ShardedUpdate:
     Args:
         shared: as ``shared_layers`` says, of the whole plan.
         tied: its end of the matrix, if that is tied and trained.
-        pace: in an emulation, told which layer's exchange starts. A rank then sums one layer at a time, as simulated.
     """
 
     def __init__(
@@ -65,14 +63,12 @@ class ShardedUpdate:
         tied: TiedMatrix | None,
         optimizer: Optimizer,
         transport: Transport,
-        pace: Pace | None = None,
     ) -> None:
-        self.last_layer, self.tied = last_layer, tied
-        self.transport, self.pace = transport, pace
+        self.last_layer, self.tied, self.transport = last_layer, tied, transport
         groups, backend = _groups(rank, shared, transport), optimizer.stage.backend
         out, back = backend.copying(), backend.copying()  # two: what is summed waits for no later layer's backward
         self._layers = {
-            layer: _SharedLayer(groups[ranks], ranks.index(rank), optimizer.flat[layer], backend, out, back)
+            layer: _SharedLayer(layer, groups[ranks], ranks.index(rank), optimizer.flat[layer], out, back)
             for layer, ranks in shared.items()
             if rank in ranks
         }
@@ -110,9 +106,7 @@ class ShardedUpdate:
 
     def publish(self) -> None:
         """After the optimizer's step: new values go from their owners to the other holders, the first layer first."""
-        for layer, own in reversed(self._layers.items()):
-            if self.pace is not None:
-                self.pace.begin_exchange(layer)
+        for own in reversed(self._layers.values()):
             own.publish(self.transport)
         self.share_tied_weight()
 
@@ -139,25 +133,14 @@ class ShardedUpdate:
             self.transport.dissolve(group)
 
     def _start_down_to(self, layer: int) -> None:
-        """Start the sums of this layer and of later ones, in the common order. An emulated rank sums one at a time: it starts
-        none while one of another group is under way."""
-        under_way: set[Group] = set()
+        """Start the sums of this layer and of later ones, in the common order."""
         for other, own in self._layers.items():
-            if other < layer:
-                return
-            if own.request is None:
-                if self.pace is not None and under_way - {own.group}:
-                    return
+            if other >= layer and own.request is None:
                 self._start(other)
-            assert own.request is not None
-            if not own.request.completed:
-                under_way.add(own.group)
 
     def _start(self, layer: int) -> None:
         if layer == 0 and self.tied is not None:
             self.tied.join()
-        if self.pace is not None:
-            self.pace.begin_exchange(layer)
         self._layers[layer].start(self.transport)
 
     def _complete(self, layer: int) -> None:
@@ -175,13 +158,12 @@ class _SharedLayer:
         request: the reduce-scatter of the running step.
     """
 
-    def __init__(
-        self, group: Group, place: int, flat: FlatGradients, backend: Backend, out: Copying, back: Copying
-    ) -> None:
-        self.group, self._place, self._flat, self._out, self._back = group, place, flat, out, back
+    def __init__(self, layer: int, group: Group, place: int, flat: FlatGradients, out: Copying, back: Copying) -> None:
+        self._layer, self.group, self._place = layer, group, place
+        self._flat, self._out, self._back = flat, out, back
         self._copies = flat.gradients.device != HOST
         shape = flat.gradients.shape
-        self._host = backend.host_buffer(shape, torch.float32) if self._copies else flat.gradients
+        self._host = flat.backend.host_buffer(shape, torch.float32) if self._copies else flat.gradients
         self._others = [index for index in range(len(group.ranks)) if index != place]
         self.request: Request | None = None
         self._values: Request | None = None
@@ -199,7 +181,8 @@ class _SharedLayer:
         self._whole = False
         assert self._values is None, "a backward has ended whose forward did not take the new values"
         parts = [self._host[part].numpy() for part in self._flat.parts]
-        self.request = transport.reduce_scatter(self.group, parts, *self._copied_beside(slice(None), self._bring_sums))
+        beside = self._copied_beside(slice(None), self._bring_sums)
+        self.request = transport.reduce_scatter(self.group, parts, *beside, self._layer)
 
     def wait(self, transport: Transport) -> None:
         """Return when they are summed; what this thread gives the device from now on sees that."""
@@ -217,7 +200,9 @@ class _SharedLayer:
         """The parameters that this rank owns have new values: send them as soon as they are in host memory."""
         self._flat.pack(self._place)
         parts, own = [host_bytes(self._host[part]) for part in self._flat.values], self._flat.values[self._place]
-        self._values = transport.all_gather(self.group, parts, *self._copied_beside(own, self._bring_values))
+        self._values = transport.all_gather(
+            self.group, parts, *self._copied_beside(own, self._bring_values), self._layer
+        )
 
     def take(self, transport: Transport) -> None:
         """Return when new values that are on their way are in the parameters, once."""
@@ -260,3 +245,83 @@ def _groups(rank: int, shared: SharedLayers, transport: Transport) -> dict[tuple
     """A group for each set of ranks that this rank belongs to. Numbers follow the plan, so all members agree on them."""
     distinct = list(dict.fromkeys(shared.values()))
     return {ranks: transport.group(ranks, number) for number, ranks in enumerate(distinct) if rank in ranks}
+
+
+_GRADIENT, _WEIGHT = TIED_TAG, TIED_TAG + 1
+
+
+class TiedMatrix:
+    """One rank's end, or both.
+
+    Args:
+        embedding, head: the ranks of the two ends in its pipeline.
+        name: of the embedding's parameter.
+
+    Attributes:
+        sends: it is the head, and the embedding is elsewhere.
+        receives: it is the embedding, and the head is elsewhere.
+    """
+
+    def __init__(
+        self, rank: int, embedding: int, head: int, name: str, optimizer: Optimizer, transport: Transport
+    ) -> None:
+        self.embedding, self.head, self.name = embedding, head, name
+        self.optimizer, self.transport = optimizer, transport
+        self.sends, self.receives = embedding != rank == head, head != rank == embedding
+        self._backend, self._done = optimizer.stage.backend, False
+        stage, dtype = optimizer.stage, torch.float32
+        matrix = stage.tied_head if self.sends else stage.parameters[name]
+        assert matrix is not None
+        self._copying = self._backend.copying()
+        self._host: torch.Tensor | None = None
+        """Memory to receive into, unless a message can be received where it belongs."""
+        if self.receives or (self.sends and self._backend.device != HOST):
+            self._host = self._backend.host_buffer(matrix.shape, matrix.dtype if self.sends else dtype)
+        other, tag = (embedding, _GRADIENT) if self.sends else (head, _WEIGHT)
+        sent = dtype if self.sends else stage.dtype
+        self._outbox = Outbox(transport, other, tag, self._backend, sent)
+        self._share: Arrival | None = None
+
+    def begin(self) -> None:
+        """A step begins: be ready for the head's gradient, which may come early."""
+        self._done = False
+        if self.receives:
+            assert self._host is not None
+            self._share = self._arrival(self.head, _GRADIENT, self._host, self._host)
+
+    def join(self) -> None:
+        """The head's gradient is whole. Once in a step: the head sends it, the embedding adds it to its own."""
+        if self._done:
+            return
+        self._done = True
+        if self.sends:
+            self._outbox.put(self.optimizer.tied_gradient())
+            return
+        own = self.optimizer.gradient(self.name)
+        if self._share is None:
+            own.add_(self.optimizer.tied_gradient())
+        else:
+            self._share.wait()
+            # The step decision waits for the norms, and so for this copy, before the next step receives into the same memory.
+            own.add_(self._share.tensor.to(own.device, non_blocking=True))
+
+    def end(self) -> None:
+        """The step needs both gradients: return when the head's has left, or has been added."""
+        self.join()
+        self._outbox.flush()
+
+    def share_weight(self) -> None:
+        """Bring the embedding's values to the head's copy. Both ends call it."""
+        stage = self.optimizer.stage
+        if self.receives:
+            self._outbox.put(stage.parameters[self.name])
+            self._outbox.flush()
+        elif self.sends:
+            assert stage.tied_head is not None
+            head = stage.storage_of(stage.tied_head)
+            coming = self._arrival(self.embedding, _WEIGHT, head if self._host is None else self._host, head)
+            coming.wait()
+            coming.release()
+
+    def _arrival(self, source: int, tag: int, buffer: torch.Tensor, tensor: torch.Tensor) -> Arrival:
+        return Arrival(self.transport, source, tag, buffer, tensor, self._copying)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.batch import Batch, Pairs
-from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.engine.executor import Executor, StepData
-from hetero_mpi.engine.host_group import HostGroup
-from hetero_mpi.engine.out_of_memory import memory_explained
-from hetero_mpi.engine.pacing import Pacing
+from hetero_mpi.engine.memory_trial import Nowhere, UpdateAlone, memory_explained
 from hetero_mpi.engine.placement import (
     Placement,
     divided_tensors,
@@ -28,44 +24,37 @@ from hetero_mpi.engine.placement import (
     slots,
     training_share,
 )
-from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, shared_layers
-from hetero_mpi.engine.tied import TiedMatrix
-from hetero_mpi.engine.wire import format_of
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.engine.rank_setup import BuildStage, RankSetup
+from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, TiedMatrix, shared_layers
 from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared
-from hetero_mpi.model.layer.interface import LayerChain, as_input
+from hetero_mpi.model.layer.interface import as_input
 from hetero_mpi.model.layer.loss import Routed
 from hetero_mpi.model.layer.micro_batch import Comparison, Method
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.schedule import Action, Event, Op, Schedule
-from hetero_mpi.planning.types.plan import Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.schedule import Event, Schedule
+from hetero_mpi.planning.types.plan import Plan
 
 _NOTHING: NDArray[np.float64] = np.zeros(0)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to on one rank."""
+    """The result of a step on one rank."""
 
     decision: StepDecision
     heard: NDArray[np.float64] = field(default_factory=lambda: _NOTHING)
-    """What all ranks said ``along`` with the decision, added up."""
+    """The sum of what all ranks said ``along`` with the decision."""
     events: tuple[Event, ...] = ()
-    """What took place on this rank, in seconds from ``began_s`` on; nothing without a stage."""
+    """Actions of this rank with their times, in seconds from ``began_s`` on; nothing without a stage."""
     began_s: float = 0.0
-    """By ``time.perf_counter``."""
+    """Its beginning (``time.perf_counter``)."""
+    worked_s: float = 0.0
+    """Seconds of a CPU rank's forwards and backwards by processor time."""
     length: int = 0
     """Tokens per sequence."""
     sums_s: float = 0.0
     """In the sums of the group that holds this rank's stage."""
-
-
-BuildStage = Callable[[StagePlan, bool, Shared, Collection[str], "nn.Parameter | None"], Stage]
-"""Makes one of a rank's stages (``stage_builder``): of a plan's stage, whether its backward is split, the layers that several ranks
-hold, what other ranks own of them, and the embedding where another stage of this rank has it."""
 
 
 class Trainer:
@@ -83,20 +72,12 @@ class Trainer:
 
     def __init__(
         self,
-        rank: int,
+        setup: RankSetup,
         world: World,
-        transport: Transport,
-        chain: LayerChain,
-        tuning: Tuning,
         plan: Plan,
         schedule: Schedule,
-        backend: Backend,
-        train: TrainTable,
         build: BuildStage,
-        emulation: Pacing | None = None,
         loss_scale: LossScale | None = None,
-        memory: RankMemory | None = None,
-        group: HostGroup | None = None,
     ) -> None:
         """Build this rank's stages. Local: ranks need not come here together. Raises UserError: the model's files do not fit, or
         the memory does not suffice.
@@ -104,51 +85,43 @@ class Trainer:
         Args:
             world: the active ranks (``active_ranks``), for collective calls.
             build: makes each stage.
-            emulation: makes steps last as on other devices.
             loss_scale: the run's; None: its start.
-            memory: what is predicted for this rank; None: not known.
-            group: the ranks that hold its stage together; None: this rank alone.
         """
-        self.rank, self.world, self.transport = rank, world, transport
-        self.emulation = emulation
-        self.end_transport = emulation.end_transport if emulation is not None else transport
-        self.chain, self.tuning, self.plan, self.backend, self.group = chain, tuning, plan, backend, group
-        self.divided = divided_tensors(plan, chain, tuning)
+        self.setup, self.plan = setup, plan
+        self.rank, self.world, self.transport = setup.rank, world, setup.transport
+        self.chain, self.tuning, self.backend, self.group = setup.chain, setup.tuning, setup.backend, setup.group
+        train = setup.train
+        self.divided = divided_tensors(plan, self.chain, self.tuning)
         micro_batches = [pipeline.micro_batches for pipeline in plan.pipelines]
         self.decider = StepDecider(
-            list(tuning.trainable),
+            list(self.tuning.trainable),
             train.clip_norm,
             sum(micro_batches),
-            chain.routers is not None,
+            self.chain.routers is not None,
             {name: len(one.ranks) for name, one in self.divided.items() if one.cut},
         )
-        self.places = places_of(rank, plan)
+        self.places = places_of(self.rank, plan)
         self.pipeline = self.places[0].pipeline if self.places else None
         self.preference: Method | None = None if train.preference == "none" else train.preference
-        self.preference_beta = train.preference_beta
-        self.dtype = DTYPES[train.dtype]
+        self.dtype = setup.dtype
         self.loss_scale = loss_scale or LossScale.of(self.dtype)
-        self.owner = parameter_owners(tuning, plan)
+        self.owner = parameter_owners(self.tuning, plan)
         self.latest: StepResult | None = None
         self.stages: list[Stage] = []
         self.held: HeldLayers | None = None
         self.optimizer: Optimizer | None = None
         self.executor: Executor | None = None
         self.tied: TiedMatrix | None = None
-        self._loss_slots = slots(micro_batches)
-        self._step, self.memory = 0, memory
-        self._asked: Callable[[], bool] = lambda: False
-        self._along = _NOTHING
-        self._decided: StepResult | None = None
+        self.loss_slots, self.memory = slots(micro_batches), setup.memory
         if self.places:
-            with memory_explained(lambda: "loading its layers", memory, backend):
-                shared = shared_layers(plan, schedule, tuning)
+            with memory_explained(lambda: "loading its layers", self.memory, self.backend):
+                shared = shared_layers(plan, schedule, self.tuning)
                 shared = {layer: ranks for layer, ranks in shared.items() if any(self._owned(layer, ranks))}
-                own = {layer: self._owned(layer, ranks) for layer, ranks in shared.items() if rank in ranks}
+                own = {layer: self._owned(layer, ranks) for layer, ranks in shared.items() if self.rank in ranks}
                 for place in self.places:
                     self.stages.append(self._stage(place, own, build))
                 self.held = self.stages[0] if len(self.stages) == 1 else HeldStages(self.stages)
-                self._build(self.held, shared, schedule, train)
+                self._build(self.held, shared, schedule)
 
     def _stage(self, place: Placement, shared: Shared, build: BuildStage) -> Stage:
         pipeline, tied = self.plan.pipelines[place.pipeline], self.chain.tied
@@ -160,34 +133,17 @@ class Trainer:
             embedding = self.stages[0].model_parameter(tied[1])
         return build(own, pipeline.split_backward and place.position > 0, shared, foreign, embedding)
 
-    def _build(self, held: HeldLayers, shared: SharedLayers, schedule: Schedule, train: TrainTable) -> None:
+    def _build(self, held: HeldLayers, shared: SharedLayers, schedule: Schedule) -> None:
         assert self.pipeline is not None
         pipeline = self.plan.pipelines[self.pipeline]
-        self.optimizer = Optimizer(held, train)
+        self.optimizer = Optimizer(held, self.setup.train)
         ends, tied = (pipeline.stages[0].ranks, pipeline.stages[-1].ranks), self.chain.tied
-        pace = self.emulation.pace if self.emulation is not None else None
         here = any(self.rank in ranks for ranks in ends)
         if tied is not None and self.tuning.full and here and (self.group is None or self.has_part(tied[1])):
             apart = (self.rank, self.rank) if ends[0] == ends[1] else (ends[0][0], ends[1][0])
-            self.tied = TiedMatrix(
-                self.rank, *apart, tied[1], self.optimizer, self.end_transport, whole=pace is not None
-            )
-        self.update = ShardedUpdate(
-            self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.end_transport, pace
-        )
-        self.executor = Executor(
-            self.rank,
-            self.stages,
-            self.places,
-            pipeline,
-            schedule[self.rank],
-            self.transport,
-            {Op.REDUCE: self._reduce, Op.STEP: self._finish_step},
-            self.update.finished,
-            self.emulation,
-            format_of(train.wire, self.dtype, self.chain.appended_rows),
-            self.group,
-        )
+            self.tied = TiedMatrix(self.rank, *apart, tied[1], self.optimizer, self.transport)
+        self.update = ShardedUpdate(self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.transport)
+        self.executor = Executor(self.setup, self.stages, self.places, pipeline, schedule[self.rank])
         self.backend.begin_peak()
 
     def _owned(self, layer: int, ranks: Sequence[int]) -> list[list[str]]:
@@ -203,11 +159,6 @@ class Trainer:
             one is not None and one.cut and self.rank in one.ranks and one.division.exists(one.ranks.index(self.rank))
         )
 
-    @property
-    def leads(self) -> bool:
-        """Is this rank alone with its stages, or the first of the group that holds its stage?"""
-        return self.group is None or self.group.member == 0
-
     def step(
         self, step: int, batch: Batch, asked: Callable[[], bool] = lambda: False, along: NDArray[np.float64] = _NOTHING
     ) -> StepResult:
@@ -221,25 +172,34 @@ class Trainer:
             along: numbers that travel with the decision, as many on every active rank, so that they cost no message.
         """
         self._fits(batch)
-        self._step, self._asked, self._along = step, asked, along
-        if self.executor is None or self.optimizer is None or self.pipeline is None:
-            self.latest = self._decide({}, {})
+        ending, executor = _StepEnd(self, step, asked, along), self.executor
+        if executor is None:
+            self.latest = ending.agreed({}, {})
             return self.latest
-        if self.emulation is not None:
-            self.emulation.pace.begin_step(step)
         self.update.begin()
         data, summed_s = self.step_data(step, batch), self._summed_s()
-        with memory_explained(self._action, self.memory, self.backend):
-            events = self.executor.run(data)
-        assert self._decided is not None
+        with memory_explained(lambda: f"{executor.current} (step {step + 1})", self.memory, self.backend):
+            ran = executor.run(data, ending)
+        assert ran.decided is not None
         self.latest = replace(
-            self._decided,
-            events=tuple(events),
-            began_s=self.executor.began_s,
+            ran.decided,
+            events=ran.events,
+            began_s=ran.began_s,
+            worked_s=ran.worked_s,
             length=data.length,
             sums_s=self._summed_s() - summed_s,
         )
         return self.latest
+
+    def rehearse(self, batch: Batch) -> None:
+        """A step of this rank by itself. Local; what is trained changes. Raises OutOfMemory."""
+        if self.executor is None or self.optimizer is None or self.pipeline is None:
+            return
+        setup, pipeline = replace(self.setup, transport=Nowhere()), self.plan.pipelines[self.pipeline]
+        executor = Executor(setup, self.stages, self.places, pipeline, self.executor.actions)
+        apart = self.group.apart() if self.group is not None else contextlib.nullcontext()
+        with memory_explained(lambda: str(executor.current), self.memory, self.backend), apart:
+            executor.run(self.step_data(0, batch), UpdateAlone(self.optimizer))
 
     def _summed_s(self) -> float:
         return self.group.summed_s if self.group is not None else 0.0
@@ -269,7 +229,8 @@ class Trainer:
         return replace(batch, pairs=Pairs.of(batch, *further[1:])) if further[1:] else batch
 
     def margins(self, batch: Batch) -> NDArray[np.float64]:
-        """By how much the model finds the chosen answers likelier than the rejected ones now, [B, K]; see ``Pairs``. Collective."""
+        """Margins by which the model finds the chosen answers likelier than the rejected ones now, [B, K]; see ``Pairs``.
+        Collective."""
         assert batch.pairs is not None
         shares = evaluation_shares(self.plan, len(batch.tokens))
         found = np.zeros(batch.pairs.reference.shape)
@@ -282,7 +243,7 @@ class Trainer:
     def _evaluated(
         self, batch: Batch, shares: Sequence[tuple[int, tuple[int, ...]]], method: Method | None
     ) -> list[torch.Tensor]:
-        """What the last stage of the rank's pipeline has evaluated of each micro-batch; else nothing."""
+        """Results of each micro-batch on the last stage of the rank's pipeline; else nothing."""
         if self.executor is None or self.pipeline is None:
             return []
         first, sizes = shares[self.pipeline]
@@ -290,7 +251,7 @@ class Trainer:
         with memory_explained(lambda: "evaluation", self.memory, self.backend):
             data = self._data(0, rows, sizes, (0,) * len(sizes), method)
             found = self.executor.evaluate(replace(data, routed=self._routed(rows, batch, batch.divisor)))
-            return found if self.leads else []
+            return found if self.setup.leads else []
 
     def settle(self) -> None:
         """Return when new values of the latest step are there. Called by every active rank, if no step follows at once."""
@@ -314,7 +275,7 @@ class Trainer:
         )
 
     def step_data(self, step: int, batch: Batch) -> StepData:
-        """What the rank's pipeline computes on in a step."""
+        """The input of the rank's pipeline in a step."""
         assert self.pipeline is not None
         share = training_share(self.plan, self.pipeline, batch)
         data = self._data(step, share.batch, share.sizes, share.first_samples, self.preference)
@@ -332,7 +293,7 @@ class Trainer:
         if pairs is not None and method is not None and last:
             answers, reference = place(pairs.answers), place(pairs.reference)
             weight = pairs.likelihood_weight
-            comparison = Comparison(method, self.preference_beta, answers, reference, weight)
+            comparison = Comparison(method, self.setup.train.preference_beta, answers, reference, weight)
         return StepData(
             step,
             sizes,
@@ -347,56 +308,61 @@ class Trainer:
         )
 
     def _routed(self, own: Batch, whole: Batch, divisor: int) -> Routed | None:
-        """What routers' losses count of this pipeline's rows: their mean over the whole batch, times what it is divided by yet."""
+        """The routers' losses of this pipeline's rows: their mean over the whole batch, times what it is divided by yet."""
         if self.chain.routers is None:
             return None
         lengths = torch.from_numpy(own.lengths).to(self.backend.device)
         return Routed(lengths, divisor / max(1, int(np.count_nonzero(whole.lengths))))
 
-    def _action(self) -> str:
-        """What the executor does just now, in words."""
-        assert self.executor is not None
-        return f"{self.executor.current} (step {self._step + 1})"
 
-    def _reduce(self, action: Action) -> None:
-        assert action.layer is not None
-        self.update.reduce(action.layer)
+@dataclass(frozen=True)
+class _StepEnd:
+    """The ``executor.Update`` of one step. The other fields are those of ``Trainer.step``."""
 
-    def _finish_step(self, action: Action) -> None:
-        assert self.executor is not None and self.optimizer is not None and self.pipeline is not None
-        self.update.end()
-        self.executor.flush()
-        first = self._loss_slots[self.pipeline]
-        shares = torch.stack(self.executor.losses).tolist() if self.executor.losses and self.leads else []
-        losses = {first + index: loss for index, loss in enumerate(shares)}
-        routers = self.stages[-1].routers
-        for (index, _), share in sorted(routers.seen.items() if routers is not None and self.leads else ()):
-            place = self.decider.micro_batches + first + index
-            losses[place] = losses.get(place, 0.0) + float(share)
-        self._decided = self._decide(self.optimizer.squared_norms(), losses)
-        decision = self._decided.decision
-        assert self.transport.pending() == 0, "the step left requests pending"
-        begin = self.executor.step_begins()
+    trainer: Trainer
+    step: int
+    asked: Callable[[], bool]
+    along: NDArray[np.float64]
+
+    def finished(self, layer: int) -> None:
+        self.trainer.update.finished(layer)
+
+    def reduce(self, layer: int) -> None:
+        self.trainer.update.reduce(layer)
+
+    def decide(self, losses: Sequence[torch.Tensor]) -> StepResult:
+        trainer = self.trainer
+        assert trainer.executor is not None and trainer.optimizer is not None and trainer.pipeline is not None
+        trainer.update.end()
+        trainer.executor.flush()
+        first, leads = trainer.loss_slots[trainer.pipeline], trainer.setup.leads
+        shares = torch.stack(list(losses)).tolist() if losses and leads else []
+        filled = {first + index: loss for index, loss in enumerate(shares)}
+        routers = trainer.stages[-1].routers
+        for (index, _), share in sorted(routers.seen.items() if routers is not None and leads else ()):
+            place = trainer.decider.micro_batches + first + index
+            filled[place] = filled.get(place, 0.0) + float(share)
+        decided = self.agreed(trainer.optimizer.squared_norms(), filled)
+        assert trainer.transport.pending() == 0, "the step left requests pending"
+        return decided
+
+    def carry_out(self, decided: StepResult) -> None:
+        trainer, decision = self.trainer, decided.decision
+        assert trainer.optimizer is not None
+        trainer.optimizer.end_step(self.step, decision.scale if decision.finite else None)
         if decision.finite:
-            self.optimizer.step(self._step, decision.scale)
-        self.optimizer.zero()  # not in the next step: what is saved or evaluated before has the gradients' memory
-        if self.emulation is not None:
-            self.emulation.pace.hold(action, begin)
-        if decision.finite:
-            self.update.publish()
+            trainer.update.publish()
             # Else collective calls follow, which must have MPI to themselves; or weights are on their way to the device.
-            if self.world.thread_level != "multiple" or self.optimizer.stage.offloaded is not None:
-                self.update.settle()
+            if trainer.world.thread_level != "multiple" or trainer.optimizer.stage.offloaded is not None:
+                trainer.update.settle()
 
-    def _decide(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepResult:
+    def agreed(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepResult:
         """The common step decision, without events. ``losses``: as ``StepDecider.fill`` takes them."""
-        if self.emulation is not None:
-            self.world.meet_asleep()  # ranks that are ahead take no core from those that emulate with it
-        with self.world.waiting("all ranks' part of the step decision"):
-            own = self.decider.fill(
-                squared_norms, losses, self._asked(), self.group.member if self.group is not None else 0
-            )
-            summed = self.world.all_reduce_sum(np.concatenate([own, self._along]))
-        decision = self.decider.decide(summed[: len(own)], self.loss_scale.value)
-        self.loss_scale.update(decision.finite)
+        trainer = self.trainer
+        member = trainer.group.member if trainer.group is not None else 0
+        with trainer.world.waiting("all ranks' part of the step decision"):
+            own = trainer.decider.fill(squared_norms, losses, self.asked(), member)
+            summed = trainer.world.all_reduce_sum(np.concatenate([own, self.along]))
+        decision = trainer.decider.decide(summed[: len(own)], trainer.loss_scale.value)
+        trainer.loss_scale.update(decision.finite)
         return StepResult(decision, summed[len(own) :])

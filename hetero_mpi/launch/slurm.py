@@ -7,8 +7,10 @@ is the launch agent that reaches each node by ``srun`` in its component.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,8 @@ from typing import TYPE_CHECKING
 from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.interface import resolve
-from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher
+from hetero_mpi.launch.launcher.command_line import CommandLine, hosts_command, prefix_of, write_cached
+from hetero_mpi.launch.launcher.launcher import Launcher
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host
@@ -28,6 +31,9 @@ _AGENT = """#!/bin/sh
 # AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on a node of this SLURM job. Written by `hetero_mpi launch`.
 exec {python} -m hetero_mpi.launch.slurm "$@"
 """
+
+
+_RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED")
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Component:
 
 
 def is_heterogeneous(environment: Mapping[str, str]) -> bool:
-    """Is this a job of several components?"""
+    """True in a job of several components."""
     return int(environment.get("SLURM_HET_SIZE", "1")) > 1
 
 
@@ -95,6 +101,45 @@ def _expand(nodes: str) -> tuple[str, ...]:
     return tuple(answer.stdout.split())
 
 
+def check_slurm_job(environment: Mapping[str, str]) -> None:
+    """Refuse variables of a SLURM job that has ended, as a shell in tmux or Jupyter keeps them.
+
+    :raises UserError: SLURM, where it can be asked, knows no such running job.
+    """
+    job = environment.get("SLURM_JOB_ID")
+    state = None if job is None else _job_state(job)
+    if state is not None and state not in _RUNNING:
+        raise UserError(
+            f"this shell has the variables of SLURM job {job}, and SLURM knows no such running job{state and f' (it is {state})'}: "
+            'the shell outlived it, or was copied from it. Take them away, in bash by `unset "${!SLURM_@}"`, or start in a new '
+            "allocation (salloc, sbatch)"
+        )
+
+
+def check_slurm_tasks(ranks: int, tasks: int, given: Sequence[str]) -> None:
+    """Refuse more ranks than the SLURM job has tasks. ``given``: the user's own options of the launcher.
+
+    :raises UserError: there are too few.
+    """
+    if 0 < tasks < ranks and not any("oversubscribe" in option for option in given) and shutil.which("squeue"):
+        raise UserError(
+            f"{ranks} ranks need as many tasks, and this SLURM job has {tasks}: ask for --ntasks={ranks} in the batch script, "
+            f"or start {tasks} rank{'s' if tasks > 1 else ''}; --mpirun-args=--oversubscribe lets ranks share cores"
+        )
+
+
+def _job_state(job: str) -> str | None:
+    """A SLURM job's state; "": SLURM knows no such job; None: it cannot be asked."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        if answer.returncode == 0:
+            return answer.stdout.strip().partition("\n")[0]
+        if "Invalid job id" in answer.stderr:
+            return ""
+    return None
+
+
 def entries(found: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, ...]:
     """The nodes of a heterogeneous job as entries of a hosts file.
 
@@ -119,10 +164,10 @@ def heterogeneous_command(
 ) -> CommandLine:
     """The command line for ``python -m hetero_mpi PROGRAM`` over a heterogeneous job's ``entries``. ``ranks`` None: all tasks."""
     from hetero_mpi.launch.hosts.hosts_toml import ranks_of
-    from hetero_mpi.launch.launcher.hosts_command import hosts_command, prefix_of
-    from hetero_mpi.launch.launcher.relay import write_relay
 
-    agent = str(write_relay(_AGENT.format(python=sys.executable)))
+    agent = str(
+        write_cached("launch-agent", ".sh", _AGENT.format(python=sys.executable), "for the launch agent of SLURM jobs")
+    )
     if launcher.family == OPEN_MPI:
         # Its own support for SLURM sees the first component only.
         options = ["--prtemca", "ras", "^slurm", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]

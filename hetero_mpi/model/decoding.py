@@ -21,10 +21,10 @@ from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.model.transformers.record_rotary import depends_on_length
+from hetero_mpi.model.transformers.packed_records import depends_on_length
 
 NOT_A_NUMBER = -1
-"""What ``pick`` gives instead of a token when the model's output is not a number."""
+"""The number that ``pick`` gives instead of a token when the model's output is not a number."""
 OWN_CACHE = ("minimax",)
 """Families that bring a cache class of their own, whose layers cannot be told which of them are elsewhere."""
 _TWO_ROTARIES = ("phi3", "phimoe")
@@ -117,7 +117,7 @@ def takes_pieces(config: PreTrainedConfig) -> bool:
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
-    """What the model's ``forward`` calls its cache: a wrong name would be taken for another model's option and ignored.
+    """The name of the cache in the model's ``forward``: a wrong name would be taken for another model's option and ignored.
 
     transformers before 5.24 says ``past_key_values``; later versions translate that for a while only.
     """
@@ -180,7 +180,7 @@ class _Counting(DynamicLayer):
 
 
 class _Cache:
-    """What a stage knows of a text: transformers' cache for the model, and how many tokens have passed."""
+    """A stage's memory of a text: transformers' cache for the model, and how many tokens have passed."""
 
     def __init__(self, stage: Stage) -> None:
         self.layers = DynamicCache(config=stage.model.config)

@@ -1,4 +1,4 @@
-"""What a rank holds of the model: what the optimizer, the exchanges and saved state see of its stages, be they one or several.
+"""The layers that a rank holds: what the optimizer, the exchanges and saved state see of its stages, be they one or several.
 
 Frozen weights stay where they are, on the device and packed, when a rank's stage is built anew for other layers. Only weights are
 carried over, not modules with their hooks: those belong to the stage that goes. NF4 layers are the exception: their weights and the
@@ -7,6 +7,7 @@ state of their packing are one.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -21,7 +22,7 @@ from hetero_mpi.model.tuning import Tuning
 Kept = Mapping[int, Mapping[str, nn.Module]]
 """Layer -> name of each of its modules, as in a fresh model -> a module that has the weights."""
 _WRAPPED, _ADAPTER = ".base_layer", ".lora_"
-"""What peft's wrappers put into the names of what they wrap, and of what they add."""
+"""Parts that peft's wrappers put into the names of what they wrap, and of what they add."""
 
 
 def frozen_layers(chain: LayerChain, model: nn.Module, layers: Iterable[int]) -> Kept:
@@ -110,8 +111,9 @@ class HeldLayers(ABC):
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
-    def gradients_gone(self) -> None:  # noqa: B027 - nothing to do, where memory is not short
-        """A step has ended, and its gradients are no more."""
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which the optimizer steps: at its end the gradients are no more."""
+        return contextlib.nullcontext()
 
 
 class FlatGradients:
@@ -128,7 +130,7 @@ class FlatGradients:
     """
 
     def __init__(self, stage: HeldLayers, layer: int) -> None:
-        self._stage = stage
+        self._stage, self.backend = stage, stage.backend
         owned = stage.shared[layer]
         names = [name for of_part in owned for name in of_part]
         starts, length = flat_layout(stage.parameters[name].numel() for name in names)
@@ -141,7 +143,7 @@ class FlatGradients:
         self.parts: list[slice] = []
         self.values: list[slice] = []
         self._rooms: list[dict[str, torch.Tensor]] = []
-        """Of each holder: name -> where a parameter's new values are."""
+        """A dictionary for each holder: name -> where a parameter's new values are."""
         begin = 0
         for of_part in owned:
             end = begin + flat_layout(stage.parameters[name].numel() for name in of_part)[1]
@@ -194,6 +196,9 @@ class HeldStages(HeldLayers):
 
     def take_gradients(self, parameter: nn.Parameter, add: Callable[[torch.Tensor], None]) -> None:
         self._holders[parameter].take_gradients(parameter, add)
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        return self._stages[0].updating()  # one rank steps once, and no streamed stage is among them
 
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
         wanted = list(layers)

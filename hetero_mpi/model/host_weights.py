@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.device.backend import HOST, Backend
-from hetero_mpi.device.copying import Copied
+from hetero_mpi.device.backend import HOST, Backend, Copied
 from hetero_mpi.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.quantize import is_empty
@@ -125,7 +124,7 @@ class HostWeights:
         self._in_slot: list[int | None] = [None] * STREAMED_LAYERS
         self._coming: dict[int, Copied] = {}
         self._copied = [Copied()] * STREAMED_LAYERS
-        """Of every slot, the last copy."""
+        """The last copy of every slot."""
         self._computing: int | None = None
         if self._copying is not None:
             largest = max(layer.bytes for layer in layers.values())

@@ -1,4 +1,4 @@
-"""What a model costs, as planning's plain numbers: from shapes alone, plus the activation bytes measured on a device.
+"""A model's cost, as planning's plain numbers: from shapes alone, plus the activation bytes measured on a device.
 And which part of a layer's cost the ranks of a group divide.
 """
 
@@ -168,7 +168,7 @@ def _divided(
 
 
 def _scale_bytes(chain: TransformersChain, index: int, names: set[str]) -> int:
-    """By how much more a layer's NF4 weights take that are cut, without double quantisation."""
+    """Bytes that a layer's NF4 weights take more where they are cut, without double quantisation."""
     if not 0 < index < chain.layer_count - 1:
         return 0
     (block,) = chain.module_names(index)

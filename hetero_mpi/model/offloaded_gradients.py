@@ -12,8 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.copying import Copied
+from hetero_mpi.device.backend import Backend, Copied
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 
 _ALIGNMENT = 16
@@ -64,7 +63,7 @@ class OffloadedGradients:
         self._slots = [torch.zeros(longest, dtype=torch.float32, device=backend.device) for _ in range(STREAMED_LAYERS)]
         self._in_slot: list[int | None] = [None] * STREAMED_LAYERS
         self._copied = [Copied()] * STREAMED_LAYERS
-        """Of every slot, the last copy."""
+        """The last copy of every slot."""
         self._computing = 0
         self._fresh = set(self._parts)
         """Layers that have no gradients yet in this step."""

@@ -78,8 +78,15 @@ class Optimizer:
         listed = [(t, stage.chain.decays(n), n in stage.tuning.eight_bit) for n, t in self.targets.items()]
         self.adamw = AdamW(train, stage.backend.fused_optimizer(), listed)
 
+    def end_step(self, step: int, scale: float | None) -> None:
+        """Step (None: do not), and leave gradients of zero: what is saved or evaluated next has their memory."""
+        with self.stage.updating():
+            if scale is not None:
+                self.step(step, scale)
+            self.zero()
+
     def zero(self) -> None:
-        """A step has ended: gradients are zero. The buffers of ``flat`` are zeroed by who exchanges them."""
+        """Gradients are zero. The buffers of ``flat`` are zeroed by who exchanges them."""
         if self.stage.offloaded is not None:
             self.stage.offloaded.zero()
             return
@@ -91,7 +98,6 @@ class Optimizer:
                 self.stage.parameters[name].grad = None
         if self._tied is not None:
             self._tied.grad = None
-        self.stage.gradients_gone()
 
     def tied_gradient(self) -> torch.Tensor:
         """The fp32 gradient of the head's copy of a tied embedding matrix."""
@@ -180,7 +186,7 @@ class StepDecision:
     """Factor for the gradients (clipping)."""
     finite: bool
     first_non_finite: str | None = None
-    """Of a step that is not finite: the parameter whose gradient is not, the first in backward. None: only the sum is too large."""
+    """The parameter whose gradient is not finite, the first in backward. None: the step is finite, or only the sum is too large."""
     stop: bool = False
     """Some rank has been asked to end the run."""
     router_loss: float | None = None

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hetero_mpi.model.custom.layers import CustomChain
+from hetero_mpi.model.custom.custom_chain import CustomChain
 from hetero_mpi.model.files.model_directory import LayersWriter, ModelDirectoryWriter
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import language
@@ -38,5 +38,5 @@ def result_writer(
     """
     if not isinstance(chain, CustomChain):
         return ModelDirectoryWriter(language(chain).model, directory, shard_bytes, generation)
-    sizes = {spec.name: spec.shape for spec in (*chain.parameters.values(), *chain.constants.values())}
-    return LayersWriter(directory, [partial(chain.buffers, layer) for layer in range(chain.layer_count)], sizes)
+    buffers = [partial(chain.buffers, layer) for layer in range(chain.layer_count)]
+    return LayersWriter(directory, buffers, [*chain.parameters, *chain.constants])

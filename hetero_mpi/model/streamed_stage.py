@@ -10,6 +10,7 @@ it: of mapped files, each would be written to the disk in every step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,8 @@ from hetero_mpi.model.layer.interface import PassThrough
 from hetero_mpi.model.layer.micro_batch import MicroBatch, Slices, joined, parts
 from hetero_mpi.model.layer.quantize import unpack_experts
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
-from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.stage import Stage, StageSpec
+from hetero_mpi.model.transformers.weights import Start
 
 Inputs = dict[int, list[torch.Tensor]]
 """Layer -> its input of every slice."""
@@ -40,7 +42,9 @@ class StreamedStage(Stage):
         weights: those in host memory.
     """
 
-    def __init__(self, *given: Any, folder: Path | None = None, **options: Any) -> None:
+    def __init__(
+        self, spec: StageSpec, start: Start | None, kept: Kept | None = None, folder: Path | None = None
+    ) -> None:
         """As ``Stage``. ``folder``: where a rank that computes in the host's own memory (integrated GPUs too) keeps what is frozen
         beside adapters, as mapped files; None: in memory.
 
@@ -48,7 +52,7 @@ class StreamedStage(Stage):
         """
         self._folder = folder
         self._host_layers: dict[int, HostLayer] = {}
-        super().__init__(*given, **options)
+        super().__init__(spec, start, kept)
         chain, layers = self.chain, range(self.first, self.last)
         if self.tuning.nf4:  # backward repeats each layer's forward just before
             unpack_experts(self.model, repeat=False, draws=False)
@@ -82,7 +86,7 @@ class StreamedStage(Stage):
             self.storage_of(self.tied_head).copy_(self.parameters[self.chain.tied[1]].data)
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        slices = replace(position, targets=targets).slices(len(x), self.slice_sequences)
+        slices = replace(position, targets=targets).slices(len(x), self.spec.slice_sequences)
         inputs: Inputs = {}
         with torch.no_grad():
             outputs = self._through(slices, x, inputs)
@@ -92,7 +96,9 @@ class StreamedStage(Stage):
     def _evaluated(self, slices: Slices, x: torch.Tensor) -> list[torch.Tensor]:
         return self._through(slices, x, None)
 
-    def gradients_gone(self) -> None:
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        yield
         if self.tuning.full and self.backend.device == HOST:
             # Freed blocks between others would not all fit the next step's: ranks grew by a twentieth in their second step.
             return_freed_memory()
@@ -118,7 +124,7 @@ class StreamedStage(Stage):
                 self.masters.setdefault(spec.name, self.model.get_parameter(spec.name).data)
 
     def _trained_by_layer(self) -> dict[int, dict[str, nn.Parameter]]:
-        found: dict[int, dict[str, nn.Parameter]] = {layer: {} for layer in sorted(self._trained_layers)}
+        found: dict[int, dict[str, nn.Parameter]] = {layer: {} for layer in sorted(self.trained_layers)}
         for name, parameter in self.parameters.items():
             found[self.chain.layer_of(name)][name] = parameter
         for layer, owned in self.shared.items():  # in the order in which they are exchanged
@@ -140,7 +146,7 @@ class StreamedStage(Stage):
         self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
     ) -> torch.Tensor | None:
         slices, inputs = self._layer_inputs.pop(index)
-        report = GradientReadyHooks(self._trained_layers, finished)
+        report = GradientReadyHooks(self.trained_layers, finished)
         gradients = list(parts(dy, [rows.stop - rows.start for _, rows in slices]))
         for layer in self._one_by_one(reversed(range(self.first, self.last))):
             if self.offloaded is not None:

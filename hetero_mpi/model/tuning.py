@@ -1,4 +1,5 @@
-"""What is trained, and how the rest is held: everything (full training), or LoRA adapters over frozen, perhaps NF4, weights.
+"""The trained part of a model, and how the rest is held: everything (full training), or LoRA adapters over frozen, perhaps NF4,
+weights.
 
 LoRA (Hu et al. 2021, arXiv:2106.09685) comes through peft, which decides the targets once, on the whole model on the meta
 device; each stage then injects those it holds. So a stage without any is no error, and names, shapes and start values do not depend
@@ -35,9 +36,9 @@ _NAME = "default"
 MAGNITUDE = ".lora_magnitude_vector"
 """DoRA's tensor, which adapter files name without the ``.weight`` of its module."""
 _WRAPPED = ".base_layer"
-"""What peft's wrappers put into the names of what they wrap."""
+"""The part that peft's wrappers put into the names of what they wrap."""
 FILE_PREFIX = "base_model.model."
-"""What peft puts before the model's names in adapter files."""
+"""The part that peft puts before the model's names in adapter files."""
 
 
 def lora_config(
@@ -70,7 +71,7 @@ def scale_of(adapter: AdapterTable, name: str) -> float:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What an adapter belongs to, and its tensors, of a whole model."""
+    """The modules of an adapter, and its tensors, of a whole model."""
 
     modules: list[str]
     """Full names of the adapted linear layers."""
@@ -82,7 +83,7 @@ class Adapted:
 
 
 def adapted(whole: PreTrainedModel, adapter: AdapterTable) -> Adapted:
-    """What the adapter is on ``whole``, a model on the meta device, which is changed.
+    """The adapter's modules and tensors on ``whole``, a model on the meta device, which is changed.
 
     :raises UserError: a target, or a pattern's key, matches nothing, or something that it cannot be.
     """
@@ -210,8 +211,8 @@ def _inject(config: LoraConfig, model: PreTrainedModel) -> None:
 
 
 def expert_delta(whole: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """What an adapter's matrices ``a`` (experts x r, in) and ``b`` (out, r x experts) add to the parameter ``name`` of fused
-    experts, but for alpha / r."""
+    """The product that an adapter's matrices ``a`` (experts x r, in) and ``b`` (out, r x experts) add to the parameter ``name`` of
+    fused experts, but for alpha / r."""
     holder, _, _ = name.rpartition(".")
     experts = whole.get_parameter(name).shape[0]
     first, second = a.view(experts, -1, a.shape[-1]), b.view(b.shape[0], -1, experts)
@@ -320,7 +321,7 @@ class Tuning:
         return found | {n: wrapper for n, wrapper in self.parameters.items() if first <= chain.layer_of(n) < last}
 
     def summary(self, chain: LayerChain) -> str:
-        """What an adapter trains, in a line."""
+        """The adapter's size and targets, in a line."""
         names = sorted({name.rpartition(".")[2] for name in (*(name for _, name in self.modules), *self.parameters)})
         count, whole = (sum(spec.count for spec in specs.values()) for specs in (self.trainable, chain.parameters))
         blocks = len({spec.layer for spec in self.trainable.values()})

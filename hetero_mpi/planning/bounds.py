@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hetero_mpi.planning.shared_cores import worth_of_all
+from hetero_mpi.planning.contention import worth_of_all
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -67,7 +67,7 @@ def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
 
 
 def _least_s(times: LayerTimes, request: PlanRequest) -> float:
-    """Of one sequence, at the best micro-batch size."""
+    """Seconds of one sequence, at the best micro-batch size."""
     return min(least_s(times, n * request.sequence_length, request) / n for n in set(request.micro_batch_choices))
 
 

@@ -1,4 +1,4 @@
-"""A dry run of a schedule: interprets all ranks' lists without computing, finds mistakes and deadlocks, draws grids.
+"""A dry run of a schedule: interprets all ranks' lists without computing, finds mistakes and deadlocks.
 
 Sends are buffered (they never block), a receive blocks until its message has been sent, REDUCE, STEP and whatever a group
 computes together block until every rank that takes part has come to them. A schedule that passes here cannot deadlock on a
@@ -7,17 +7,16 @@ transport with buffered sends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+import itertools
+from collections.abc import Iterator, Sequence
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, reduced_layers
+from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, schedule_of
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan
+from hetero_mpi.planning.types.plan import Plan
 
 SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
-"""What a receive waits for: the operation, and the stage that does it, relative to the receiver."""
+"""Receive -> the operation that it waits for, and the stage that does it, relative to the receiver."""
 BACKWARDS = (Op.B, Op.I)
 """A whole backward, or the part of it that another stage waits for."""
 CONTEXT = 5
@@ -25,7 +24,7 @@ CONTEXT = 5
 ROWS = 16
 """Ranks shown at most."""
 Problem = tuple[int, int, str]
-"""Of a list: its rank, the position in it, and the rule that is broken."""
+"""The rank of a list, the position in it, and the rule that is broken."""
 
 
 def awaited(action: Action) -> Action | None:
@@ -36,58 +35,35 @@ def awaited(action: Action) -> Action | None:
     return Action(op, action.stage + offset, action.micro_batch)
 
 
-@dataclass
-class DryRunProgress:
-    """How far the ranks came, each forward and (part of a) backward taking one clock and everything else none."""
-
-    position: dict[int, int]
-    """rank -> number of its actions done."""
-    computed: dict[int, list[tuple[int, Action]]] = field(default_factory=dict)
-    """rank -> (clock, forward or backward) in order."""
-    stuck: tuple[int, ...] = ()
-
-
-def interpret(schedule: Schedule) -> DryRunProgress:
-    """Runs all lists as far as they go."""
-    progress = DryRunProgress(dict.fromkeys(schedule, 0), {rank: [] for rank in schedule})
-    clock = dict.fromkeys(schedule, 0)
-    sent: dict[Action, int] = {}
+def stuck_at(schedule: Schedule) -> dict[int, int]:
+    """Rank -> the position in its list at which it waits for ever. Empty: all lists run to their ends."""
+    position, sent = dict.fromkeys(schedule, 0), set[Action]()
     meeting: dict[object, set[int]] = {}
     for rank, actions in schedule.items():
         for action in actions:
             if action.op in WHOLE_STEP or action.op in COMPUTE:
                 meeting.setdefault(_place_of_meeting(action), set()).add(rank)
-    arrived: dict[object, dict[int, int]] = {of: {} for of in meeting}
-    """Where ranks meet -> those that have come there, and their clocks."""
+    arrived: dict[object, set[int]] = {place: set() for place in meeting}
     moved = True
     while moved:
         moved = False
         for rank in sorted(schedule):
-            actions = schedule[rank]
-            while progress.position[rank] < len(actions):
-                action = actions[progress.position[rank]]
+            for action in schedule[rank][position[rank] :]:
                 message = awaited(action)
                 if message is not None:
                     if message not in sent:
                         break
-                    clock[rank] = max(clock[rank], sent[message])
                 elif action.op in WHOLE_STEP or action.op in COMPUTE:
                     here = _place_of_meeting(action)
-                    if rank not in arrived[here]:
-                        arrived[here][rank] = clock[rank]
-                        moved = True
-                    if arrived[here].keys() != meeting[here]:
+                    moved |= rank not in arrived[here]
+                    arrived[here].add(rank)
+                    if arrived[here] != meeting[here]:
                         break
-                    if action.op in COMPUTE:
-                        clock[rank] = max(arrived[here].values())
-                        progress.computed[rank].append((clock[rank], action))
-                        clock[rank] += 1
                 else:
-                    sent[action] = clock[rank]
-                progress.position[rank] += 1
+                    sent.add(action)
+                position[rank] += 1
                 moved = True
-    progress.stuck = tuple(rank for rank in sorted(schedule) if progress.position[rank] < len(schedule[rank]))
-    return progress
+    return {rank: at for rank, at in position.items() if at < len(schedule[rank])}
 
 
 def _place_of_meeting(action: Action) -> object:
@@ -104,18 +80,21 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
     later ones end first; sends match receives; gradients held more than once are summed once, by exactly the ranks that hold
     them; every rank ends with one STEP; nothing deadlocks.
     """
-    problems = _list_problems(schedule, plan, model)
-    if problems:
-        rank, position, rule = problems[0]
+    wanted = schedule_of(plan, model)
+    ranks = sorted({*schedule, *wanted})
+    problems = (_rank_problems(rank, schedule.get(rank, ()), wanted.get(rank, ()), plan) for rank in ranks)
+    problem = next(itertools.chain.from_iterable(problems), None)
+    if problem is not None:
+        rank, position, rule = problem
         raise UserError(
             f"the schedule does not run the plan: {rule}\n{_lists(schedule, {rank: position})}\n"
             f"Correct rank {rank}'s list, or generate it with planning.schedule.schedule_of."
         )
-    progress = interpret(schedule)
-    if progress.stuck:
-        waits = "; ".join(_wait(rank, schedule[rank][progress.position[rank]]) for rank in progress.stuck)
+    stuck = stuck_at(schedule)
+    if stuck:
+        waits = "; ".join(_wait(rank, schedule[rank][stuck[rank]]) for rank in sorted(stuck))
         raise UserError(
-            f"the schedule deadlocks: {waits}\n{_lists(schedule, {r: progress.position[r] for r in progress.stuck})}\n"
+            f"the schedule deadlocks: {waits}\n{_lists(schedule, stuck)}\n"
             f"Change the order of the actions: warm_up must not grow from one stage to the next; the order interleaved wants "
             f"ranks in a loop (zbv takes any)."
         )
@@ -125,153 +104,96 @@ def _wait(rank: int, action: Action) -> str:
     return f"rank {rank} waits at {action} for {awaited(action) or 'the other ranks'}"
 
 
-def _list_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[Problem]:
-    """What is wrong with the lists one by one."""
-    problems: list[Problem] = []
-    for rank in sorted({*schedule, *plan.ranks}):
-        actions, held = schedule.get(rank, ()), plan.of_rank(rank)
-        for position, action in enumerate(actions):
-            if action.stage not in held:
-                problems.append((rank, position, f"rank {rank} does not hold the stage of {action}"))
-        steps = [position for position, action in enumerate(actions) if action.op is Op.STEP]
-        if (actions or held) and steps != [len(actions) - 1]:
-            problems.append((rank, len(actions), f"rank {rank} must end with its only STEP"))
-    first = 0
-    for pipeline in plan.pipelines:
-        for rank, places in pipeline.held.items():
-            problems += _rank_problems(rank, schedule.get(rank, ()), pipeline, first, places)
-        first += len(pipeline.stages)
-    return problems or _reduce_problems(schedule, plan, model)
-
-
-def _rank_problems(
-    rank: int, actions: Sequence[Action], pipeline: PipelinePlan, first: int, places: Sequence[int]
-) -> list[Problem]:
-    """One rank's stages: what must be there exactly once, and what must come before what. ``first``: its pipeline's first stage."""
-    problems: list[Problem] = []
-    seen: set[Action] = set()
+def _rank_problems(rank: int, actions: Sequence[Action], wanted: Sequence[Action], plan: Plan) -> Iterator[Problem]:
+    """Problems of one rank's list, which does what is ``wanted`` in whichever order the rules leave open. Only the first counts."""
+    steps = [position for position, action in enumerate(actions) if action.op is Op.STEP]
+    if (actions or wanted) and steps != [len(actions) - 1]:
+        yield rank, len(actions), f"rank {rank} must end with its only STEP"
+    possible, seen = set(map(_whole, wanted)), set[Action]()
     for position, action in enumerate(actions):
-        m, place = action.micro_batch, action.stage - first
-        if action.op in WHOLE_STEP or place not in places:
+        if action.stage not in plan.of_rank(rank):
+            yield rank, position, f"rank {rank} does not hold the stage of {action}"
+        if action.op in WHOLE_STEP:
             continue
-        if m is None or not 0 <= m < pipeline.micro_batches or action.op not in _possible(pipeline, place, rank):
-            rule = f"{action} is no action of stage {action.stage} ({pipeline.micro_batches} micro-batches)"
-            problems.append((rank, position, rule))
-            continue
-        missing = [str(of[0]) for of in _before(action, pipeline, place) if not seen & set(of)]
+        whole = _whole(action)
+        if whole not in possible or (whole != action and not _splits(action.stage, plan)):
+            yield rank, position, f"{action} is no action of stage {action.stage} on rank {rank}"
+        before = (other for other in _before(action) if other in possible or other.op is Op.I)
+        missing = [str(other) for other in before if other not in seen]
         if missing:
-            problems.append((rank, position, f"{action} comes before {' and '.join(missing)}"))
-        if action in seen or (action.op in BACKWARDS and seen & set(_any(BACKWARDS, action.stage, m))):
-            problems.append((rank, position, f"{action} occurs twice"))
-        seen.add(action)
-    for place in places:
-        for m in range(pipeline.micro_batches):
-            possible = _possible(pipeline, place, rank)
-            number, backward = first + place, Op.B if Op.I not in possible else Op.I
-            halves = Action(Op.I, number, m) in seen
-            wanted = [op for op in possible if op not in (*BACKWARDS, Op.W)] + [Op.W] * halves
-            absent = [one for one in (Action(op, number, m) for op in wanted) if one not in seen]
-            absent += [] if seen & set(_any(BACKWARDS, number, m)) else [Action(backward, number, m)]
-            at = max((i for i, action in enumerate(actions) if action.stage == number), default=0)
-            problems += [(rank, at, f"rank {rank} never does {action}") for action in absent]
-    return problems or _order_problems(rank, actions)
+            yield rank, position, f"{action} comes before {' and '.join(missing)}"
+        if action in seen or (action.op in BACKWARDS and whole in seen):
+            yield rank, position, f"{action} occurs twice"
+        seen |= {action, whole} if action.op in BACKWARDS else {action}
+    halves = [action._replace(op=Op.W) for action in seen if action.op is Op.I]
+    for action in (*map(_whole, wanted), *sorted(halves)):
+        if action not in seen and action.op not in WHOLE_STEP:
+            yield rank, len(actions), f"rank {rank} never does {action}"
+    yield from _reduce_problems(rank, actions, {action.layer or 0 for action in wanted if action.op is Op.REDUCE})
+    yield from _order_problems(rank, actions)
 
 
-def _order_problems(rank: int, actions: Sequence[Action]) -> list[Problem]:
+def _order_problems(rank: int, actions: Sequence[Action]) -> Iterator[Problem]:
     """Each stage adds up the gradients of its micro-batches in their order: the same bits in every schedule. Of a rank's stages a
     later one ends before an earlier one: gradients are summed from the last layer to the first."""
-    problems, latest, ends = [], dict[int, int](), dict[int, int]()
+    latest, ends = dict[int, int](), dict[int, int]()
     for position, action in enumerate(actions):
         if action.op in (Op.B, Op.W) and action.micro_batch is not None:
             if action.micro_batch < latest.get(action.stage, 0):
-                problems.append((rank, position, f"{action} adds its gradients after those of a later micro-batch"))
+                yield rank, position, f"{action} adds its gradients after those of a later micro-batch"
             latest[action.stage], ends[action.stage] = action.micro_batch, position
-    for early, late in pairwise(sorted(ends)):
+    for early, late in itertools.pairwise(sorted(ends)):
         if ends[late] > ends[early]:
             rule = f"stage {late} ends after stage {early}: on one rank the later stage's last backward comes first"
-            problems.append((rank, ends[late], rule))
-    return problems
+            yield rank, ends[late], rule
 
 
-def _possible(pipeline: PipelinePlan, place: int, rank: int) -> tuple[Op, ...]:
-    """What a rank of a stage may do for a micro-batch. Of a group the first one sends; it hands on what it receives."""
-    first, last, leads = place == 0, place == len(pipeline.stages) - 1, rank == pipeline.stages[place].ranks[0]
-    before = not first and not pipeline.together(place - 1)
-    behind = not last and not pipeline.together(place)
-    return (
-        *((Op.RECV_F,) * before),
-        Op.F,
-        *((Op.SEND_F,) * (behind and leads)),
-        *((Op.RECV_B,) * behind),
-        Op.B,
-        *((Op.I, Op.W) if pipeline.split_backward and not first else ()),
-        *((Op.SEND_B,) * (before and leads)),
-    )
+def _whole(action: Action) -> Action:
+    """The backward that a part of it belongs to; any other action itself."""
+    return action._replace(op=Op.B) if action.op in (Op.I, Op.W) else action
 
 
-def _any(ops: Sequence[Op], stage: int, micro_batch: int | None) -> tuple[Action, ...]:
-    return tuple(Action(op, stage, micro_batch) for op in ops)
+def _splits(number: int, plan: Plan) -> bool:
+    """True where a stage's backward may come in two parts."""
+    _, index, stage = plan.numbered[number]
+    return plan.pipelines[index].split_backward and stage is not plan.pipelines[index].stages[0]
 
 
-def _before(action: Action, pipeline: PipelinePlan, place: int) -> list[tuple[Action, ...]]:
-    """What must come before an action of a micro-batch on its rank: of each entry, one."""
+def _before(action: Action) -> Sequence[Action]:
+    """Actions that must come before one of a micro-batch, those of them that are its rank's."""
     op, stage, m = action.op, action.stage, action.micro_batch
     if op is Op.F:
-        if place == 0:
-            return []
-        return [_any([Op.F], stage - 1, m) if pipeline.together(place - 1) else _any([Op.RECV_F], stage, m)]
+        return Action(Op.RECV_F, stage, m), Action(Op.F, stage - 1, m)
     if op in BACKWARDS:
-        own = [_any([Op.F], stage, m)]
-        if place == len(pipeline.stages) - 1:
-            return own
-        return [*own, _any(BACKWARDS, stage + 1, m) if pipeline.together(place) else _any([Op.RECV_B], stage, m)]
-    ops = {Op.W: [Op.I], Op.SEND_F: [Op.F], Op.SEND_B: BACKWARDS}
-    return [_any(ops[op], stage, m)] if op in ops else []
+        return Action(Op.F, stage, m), Action(Op.RECV_B, stage, m), Action(Op.B, stage + 1, m)
+    needed = {Op.W: Op.I, Op.SEND_F: Op.F, Op.SEND_B: Op.B}
+    return [Action(needed[op], stage, m)] if op in needed else []
 
 
-def _reduce_problems(schedule: Schedule, plan: Plan, model: ModelCost) -> list[Problem]:
-    """Every rank REDUCEs exactly the layers whose gradients it shares with others, after its last backward."""
-    summed = reduced_layers(plan, model)
-    problems = []
-    for rank in sorted(schedule):
-        actions = schedule[rank]
-        found = [(i, action.layer) for i, action in enumerate(actions) if action.op is Op.REDUCE]
-        wanted = {layer for layer, ranks in summed.items() if rank in ranks}
-        if sorted(layer for _, layer in found if layer is not None) != sorted(wanted):
-            place = found[0][0] if found else len(actions) - 1
-            layers = ", ".join(map(str, sorted(wanted))) or "none"
-            problems.append((rank, place, f"rank {rank} must REDUCE each of these layers once: {layers}"))
-        early = [i for i, _ in found if any(action.op in COMPUTE for action in actions[i:])]
-        problems += [(rank, i, f"rank {rank} must REDUCE after its last backward") for i in early[:1]]
-    return problems
+def _reduce_problems(rank: int, actions: Sequence[Action], wanted: set[int]) -> Iterator[Problem]:
+    """A rank REDUCEs exactly the layers whose gradients it shares with others, after its last backward."""
+    found = [(i, action.layer) for i, action in enumerate(actions) if action.op is Op.REDUCE]
+    if sorted(layer for _, layer in found if layer is not None) != sorted(wanted):
+        layers = ", ".join(map(str, sorted(wanted))) or "none"
+        place = found[0][0] if found else len(actions) - 1
+        yield rank, place, f"rank {rank} must REDUCE each of these layers once: {layers}"
+    early = [i for i, _ in found if any(action.op in COMPUTE for action in actions[i:])]
+    yield from ((rank, i, f"rank {rank} must REDUCE after its last backward") for i in early[:1])
 
 
 def _lists(schedule: Schedule, stuck: dict[int, int]) -> str:
-    """The ranks' lists, each around its own place, one below the other; the rows of ``stuck`` (rank -> position) marked
-    with ``>``. Of very many ranks, stuck ones come first."""
+    """The ranks' lists, each around its own place; those of ``stuck`` (rank -> position) are marked with ``>``. Of very many ranks,
+    stuck ones come first."""
     middle = min(stuck.values())
     ranks = sorted(schedule.keys() | stuck.keys())
     shown = sorted(sorted(ranks, key=lambda rank: (rank not in stuck, rank))[:ROWS])
-    before = min(CONTEXT, max(stuck.get(rank, middle) for rank in shown))
     rows = []
     for rank in shown:
-        actions, place = schedule.get(rank, ()), stuck.get(rank, middle)
-        cells = [str(action) for action in actions] + (["(end)"] if stuck.get(rank) == len(actions) else [])
+        place, cells = stuck.get(rank, middle), [*map(str, schedule.get(rank, ())), "(end)"]
         if rank in stuck:
             cells[place] = f"[{cells[place]}]"
-        begin, end = max(0, place - before), place + CONTEXT + 1
-        row = [""] * (before - place) + ["..." if begin else "", *cells[begin:end]]
-        rows.append([f"{'>' if rank in stuck else ' '} rank {rank}", *row, *(["..."] if len(cells) > end else [])])
+        begin, end = max(0, place - CONTEXT), place + CONTEXT + 1
+        around = ["..."] * (begin > 0) + cells[begin:end] + ["..."] * (end < len(cells))
+        rows.append(f"{'>' if rank in stuck else ' '} rank {rank}  {' '.join(around)}")
     left = len(ranks) - len(shown)
-    return _aligned(rows) + (f"\n... and {left} more ranks" if left else "")
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    """Columns of equal width, the first to the left, the others to the right."""
-    columns = max(len(row) for row in rows)
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(widths[i + 1]) for i, cell in enumerate(row[1:]))])
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(rows) + (f"\n... and {left} more ranks" if left else "")

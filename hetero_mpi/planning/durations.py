@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import add
 
 import numpy as np
 
 from hetero_mpi.comm.group_paths import ring_of
-from hetero_mpi.planning.copies import with_streams
+from hetero_mpi.planning.contention import while_running
 from hetero_mpi.planning.group_costs import broadcast_s, device_of, member_trained, whole_sums_s
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
-from hetero_mpi.planning.shared_cores import while_computing
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
@@ -52,7 +52,7 @@ def _overhead_s(device: DeviceProfile, op: Op) -> float:
 
 
 def repeated_s(times: LayerTimes, tokens: int) -> float:
-    """What backward takes longer when it repeats a layer's forward: as measured, or as long as the forward."""
+    """Seconds that backward takes longer when it repeats a layer's forward: as measured, or as long as the forward."""
     if times.recompute_s is None:
         return times.forward_s.at(tokens)
     return max(0.0, times.recompute_s.at(tokens) - times.backward_s.at(tokens))
@@ -60,13 +60,9 @@ def repeated_s(times: LayerTimes, tokens: int) -> float:
 
 def recompute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int) -> float:
     """Seconds of the forward that backward repeats: of the blocks among the layers [first, last)."""
-    return reduce(add, _repeats_s(profile, device, tokens)[first:last], 0.0)
-
-
-def _repeats_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) -> list[float]:
-    """The same of every layer of the chain."""
+    layers = profile.model.layers
     of_kind = {kind: repeated_s(times, tokens) for kind, times in device.layers.items()}
-    return [0.0, *(of_kind[layer.kind] for layer in profile.model.layers[1:-1]), 0.0]
+    return reduce(add, (of_kind[layer.kind] for layer in layers[max(1, first) : min(last, len(layers) - 1)]), 0.0)
 
 
 def optimizer_s(profile: ClusterProfile, device: DeviceProfile, parameters: float, streamed: bool = False) -> float:
@@ -110,7 +106,7 @@ def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
 
 
 def exposed_s(coming_s: float, forward_s: float, layers: int) -> float:
-    """What ``coming_s`` of new values adds to a forward of so many like layers, each of which waits for its own."""
+    """Seconds that ``coming_s`` of new values add to a forward of so many like layers, each of which waits for its own."""
     return max(coming_s / layers, coming_s - forward_s * (layers - 1) / layers)
 
 
@@ -184,7 +180,7 @@ def value_bytes(model: ModelCost, layer: int) -> int:
 
 
 def _exchange_s(plan: Plan, profile: ClusterProfile, layer: int, size_bytes: int) -> float:
-    """Of a layer's holders: who owns more than others has more to receive, and to send."""
+    """Seconds among a layer's holders: who owns more than others has more to receive, and to send."""
     weights = [plan.state_weights[rank] for rank in held_by(plan, layer)]
     return exchange_s(profile, held_by(plan, layer), size_bytes) * (len(weights) * max(weights) / sum(weights))
 
@@ -245,6 +241,11 @@ def stage_s(
     return reduce(add, seconds)
 
 
+def pass_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> float:
+    """Seconds of forward and backward of a whole micro-batch."""
+    return sum(stage_s(profile, pipeline, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
+
+
 def _slices(stage: StagePlan, size: int, sequence_length: int) -> list[int]:
     """Tokens of each slice of a micro-batch of ``size`` sequences."""
     part = stage.slice_sequences or size
@@ -260,8 +261,8 @@ def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, t
 
 
 _Pass = tuple[bool, bool]
-"""What a forward or backward of a streamed stage finds when it begins: the weights of the two layers with which it begins (where
-it goes back the way that the pass before has come), and sums of gradients of the micro-batches before."""
+"""The state in which a forward or backward of a streamed stage begins: are there the weights of the two layers with which it begins
+(where it goes back the way that the pass before has come), and sums of gradients of the micro-batches before."""
 
 
 def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, whole: bool) -> dict[_Pass, float]:
@@ -286,12 +287,12 @@ def _streamed_s(
     found = [0.0] * (1 + stage.last - stage.first)
     for begins, share in _passes(pipeline, stage, op, profile.model.trained_whole).items():
         if share > 0:
-            own = _pass_s(profile, stage, slices, op, *begins)
+            own = _copying_pass_s(profile, stage, slices, op, *begins)
             found = [sum_s + share * own_s for sum_s, own_s in zip(found, own, strict=True)]
     return found
 
 
-def _pass_s(
+def _copying_pass_s(
     profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op, weights_there: bool, gradients_come: bool
 ) -> list[float]:
     """The same of one pass.
@@ -354,16 +355,8 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
             for number, end_s in zip(order, itertools.islice(ends, 1, None), strict=True)
         }
     before_s = sum(_slice_s(profile, device, stage, part, action.op) for part in before)
-    before_s += broadcast_s(profile, stage, tokens, True)
-    of_kind = {kind: layer_s(times, action.op, tokens) for kind, times in device.layers.items()}
-    seconds = [of_kind[layer.kind] for layer in profile.model.layers]
-    repeats = stage.recompute and action.op is Op.B
-    again = _repeats_s(profile, device, tokens) if repeats else [0.0] * plan.layers
-    # The same additions as for a stage that begins with the layer.
-    overhead = _overhead_s(device, action.op)
     return {
-        number: before_s
-        + (reduce(add, again[number : stage.last], 0.0) + reduce(add, seconds[number : stage.last], overhead))
+        number: before_s + _slice_s(profile, device, replace(stage, first=number), tokens, action.op)
         for number in reversed(range(stage.first, stage.last))
     }
 
@@ -376,7 +369,7 @@ class Durations:
     """
 
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
-        self.plan, self.profile = plan, with_streams(while_computing(profile, plan.ranks), plan)
+        self.plan, self.profile = plan, while_running(profile, plan)
         self.stages: list[StagePlan] = [stage for _, _, stage in plan.numbered]
         self.summed = reduced_layers(plan, profile.model)
         self.tied_heads = tied_heads(plan, profile.model)

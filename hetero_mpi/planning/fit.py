@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_mpi.planning.types.cluster_changes import SECONDS, STEP_SECONDS, TABLES
-from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.cluster_changes import SECONDS, STEP_SECONDS
+from hetero_mpi.planning.types.profile import TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
 
 LEAST_NOISE = 0.03
 """No point is trusted to better than this share."""
@@ -43,7 +43,7 @@ FIGURES = (
     "device_to_host_bytes_per_s",
     "host_to_device_bytes_per_s",
 )
-"""Of a device: what like ranks share besides their tables, where it agrees within ``MOST_APART``."""
+"""Figures of a device that like ranks share besides their tables, where they agree within ``MOST_APART``."""
 
 
 class _Point(NamedTuple):
@@ -51,6 +51,18 @@ class _Point(NamedTuple):
 
     tokens: int
     seconds: float
+
+
+def sigma_of(deviations: Iterable[float]) -> float:
+    """Standard deviation by absolute deviations, half of which lie within 0.674 sigma where values are normal: a few far ones do
+    not count. 0 of none."""
+    known = list(deviations)
+    return statistics.median(known) / 0.674 if known else 0.0
+
+
+def median_error(sigma: float, count: float) -> float:
+    """Standard error of the median of so many normal values."""
+    return 1.25 * sigma / math.sqrt(count)
 
 
 def fitted_curve(samples: Mapping[int, Sequence[float]], noise: float = 0.0) -> Curve:
@@ -72,15 +84,13 @@ def _noise_of(samples: Iterable[Sequence[float]]) -> float:
     for times in samples:
         middle = statistics.median(times)
         if len(times) > 2 and middle > 0:
-            # Half of normal values lie within 0.674 sigma; the median of n of them scatters by 1.25 sigma / sqrt(n).
-            sigma = statistics.median(abs(one - middle) for one in times) / 0.674
-            errors.append(1.25 * sigma / math.sqrt(len(times)) / middle)
+            errors.append(median_error(sigma_of(abs(one - middle) for one in times), len(times)) / middle)
     return max(LEAST_NOISE, statistics.median(errors) if errors else 0.0)
 
 
 def _knots(points: Sequence[_Point], noise: float, shown: Collection[int] = ()) -> list[_Point]:
-    """Of the line, or the bent line, through ``points`` in order of their tokens, which repeat where several ranks were timed.
-    ``shown``: counts at which that is no chance."""
+    """The ends of the line, or the knots of the bent line, through ``points`` in order of their tokens, which repeat where several
+    ranks were timed. ``shown``: counts at which that is no chance."""
     counts = sorted({point.tokens for point in points})
     if len(counts) == 1:
         return [_Point(counts[0], statistics.median(point.seconds for point in points))]
@@ -90,7 +100,7 @@ def _knots(points: Sequence[_Point], noise: float, shown: Collection[int] = ()) 
         return [_Point(count, 0.0) for count in ends]
     middles = _middles(points)
     # The median of several ranks is surer than one of them.
-    each = max(LEAST_NOISE, noise * min(1.0, 1.25 / math.sqrt(len(points) / len(middles))))
+    each = max(LEAST_NOISE, min(noise, median_error(noise, len(points) / len(middles))))
     straight = _line(middles, ends)
     if len(middles) > BENT_POINTS + 1 and (shown or _beyond(straight, middles, each) >= BENT_POINTS):
         between = {round(math.sqrt(a * b)) for a, b in itertools.pairwise(counts)} | {*counts}
@@ -143,7 +153,7 @@ def _far(points: Sequence[_Point], noise: float) -> list[_Point]:
     best = min(lines, key=lambda line: statistics.median(map(abs, _errors(line, points))))
     errors = [abs(error) for error in _errors(best, points)]
     # What most points scatter is noise too, whatever was known of it.
-    limit = FAR * max(noise, statistics.median(errors) / 0.674)
+    limit = FAR * max(noise, sigma_of(errors))
     limit = max(limit, sorted(errors)[-1 - len(points) // FAR_POINTS])
     # A point at an end may be far from a line through the others, which is not known well there.
     whole = [abs(error) for error in _errors(_line(points, ends), points)]
@@ -237,7 +247,7 @@ def _error(levels: Any) -> float:
     one."""
     ranks, count = levels.shape
     rest = np.abs(levels - np.median(levels, axis=1, keepdims=True)) * math.sqrt(ranks / (ranks - 1))
-    return 1.25 * float(np.median(rest)) / 0.674 * math.sqrt(2 / count)
+    return math.sqrt(2) * median_error(sigma_of(rest.ravel()), count)
 
 
 def _level(curve: Curve) -> float:
@@ -246,7 +256,7 @@ def _level(curve: Curve) -> float:
 
 
 def _shared(agreeing: Sequence[DeviceProfile]) -> tuple[dict[_Place, Sequence[_Point]], dict[str, float]]:
-    """What such devices have in common: knots of their curves, and figures."""
+    """All that such devices have in common: knots of their curves, and figures."""
     points: dict[_Place, list[_Point]] = {}
     for device in agreeing:
         for place, curve in _curves(device).items():
@@ -271,7 +281,7 @@ def _shown(curves: Sequence[Sequence[_Point]], noise: float) -> set[int]:
             line = _line(middles, [middles[0].tokens, middles[-1].tokens])
             for point, error in zip(middles, _errors(line, middles), strict=True):
                 errors.setdefault(point.tokens, []).append(error)
-    sure = {count: max(LEAST_NOISE, 1.25 * noise / math.sqrt(len(own))) for count, own in errors.items()}
+    sure = {count: max(LEAST_NOISE, median_error(noise, len(own))) for count, own in errors.items()}
     return {count for count, own in errors.items() if abs(statistics.median(own)) > BEYOND * sure[count]}
 
 
@@ -291,7 +301,7 @@ def _scatter_of(curves: Sequence[Curve]) -> float:
             # A line takes two of a curve's points, and the median one of the curves.
             free = (1 - 2 / len(errors[0])) * (1 - 1 / len(errors))
             found += [float(one) / math.sqrt(free) for one in rest.ravel()]
-    return statistics.median(found) / 0.674 if found else 0.0
+    return sigma_of(found)
 
 
 def _with(

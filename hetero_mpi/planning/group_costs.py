@@ -1,4 +1,4 @@
-"""What it takes a group of ranks of one host to hold a stage together: as one device, and what its members exchange.
+"""The costs of a group of ranks of one host that hold a stage together: as one device, and of what its members exchange.
 
 A member computes its share of what a layer divides, and all of the rest. In every block the members wait for each other twice
 forward and twice backward. So each layer takes as long as its slowest member, then the sums; where it has experts, as the slowest
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hetero_mpi.planning.copies import copying_at_once
+from hetero_mpi.planning.contention import copying_at_once
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.cost import EMBEDDING, GRADIENT_BYTES, HEAD, LayerCost, ModelCost
@@ -20,14 +20,14 @@ from hetero_mpi.planning.types.plan import StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
 
 DIVIDED_TIME = 0.9
-"""Of the time of blocks and head so much is divided, where it was not measured: all but norms, residuals and calls."""
+"""The share of the time of blocks and head that is divided, where it was not measured: all but norms, residuals and calls."""
 BUSIEST = 1.5
 """The member whose experts are chosen most computes so many times its share: of an untrained Mixtral of 8 experts half had
 54 to 94 % of the choices in its layers, 77 % on average (``docs/measurements.md``). Which one, each layer and text decides anew."""
 
 
 def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
-    """What computes a stage: its rank's device, or that of a group."""
+    """The device that computes a stage: its rank's, or that of a group."""
     return group_device(profile, stage) if stage.grouped else profile.devices[stage.ranks[0]]
 
 
@@ -68,7 +68,7 @@ def _together(profile: ClusterProfile, group: StagePlan) -> DeviceProfile:
 
 
 class MemberTimes(NamedTuple):
-    """What a member computes of a kind of layer, without sums."""
+    """Times of a kind of layer on a member, without sums."""
 
     experts: LayerTimes
     rest: LayerTimes
@@ -111,7 +111,7 @@ def member_times(
 
 
 def _half(parts: int | None) -> float:
-    """What is half of so many heads or experts, as the profiler halves them."""
+    """Half of so many heads or experts, as the profiler halves them: a share."""
     return (parts // 2) / parts if parts is not None and parts > 1 else 0.5
 
 
@@ -197,12 +197,12 @@ def whole_sums_s(profile: ClusterProfile, stage: StagePlan) -> float:
 
 
 class ChainSeconds(NamedTuple):
-    """Of the whole chain there and back on a member."""
+    """Seconds of the whole chain there and back on a member."""
 
     everybodys: float
     """Whatever its share."""
     divided: float
-    """By heads."""
+    """Divided by heads."""
     experts: float
     """All of them; 0 where that was not measured."""
 

@@ -10,15 +10,14 @@ from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.schedule import holdings, schedule_of
 from hetero_mpi.planning.types.cost import COPY_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, LayerCost, ModelCost
-from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import HostMemory, RankMemory
+from hetero_mpi.planning.types.plan import WARM_UP, HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 STAGING_BUFFERS = 2
 """Host buffers per boundary and direction: one in transfer while the other is filled or read."""
 _LEAST_WEIGHT = 0.01
-"""Of a rank's share of the optimizer's state, against the largest one."""
+"""Least share of the optimizer's state that a rank owns, against the largest one."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class StageMemory:
     state: int
     """Gradients, optimizer moments, master weights."""
     activations: int
-    """Of all micro-batches in flight together, and of those whose weight gradients are put off."""
+    """Kept by all micro-batches in flight together, and of those whose weight gradients are put off."""
     workspace: int
     """The largest of any one layer (logits, for a head), and what recomputing brings back at once."""
     staging: int
@@ -185,7 +184,7 @@ def host_state_bytes(model: ModelCost, first: int, last: int) -> int:
 
 
 def usable_bytes(memory_bytes: int, reserve: float) -> int:
-    """What a plan may use of a rank's memory when the share ``reserve`` is kept free."""
+    """Bytes of a rank's memory that a plan may use when the share ``reserve`` is kept free."""
     return int(memory_bytes * (1 - reserve))
 
 
@@ -299,7 +298,7 @@ def _elsewhere(plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan]) -
 
 
 def state_on_device(profile: ClusterProfile, stage: StagePlan) -> bool:
-    """Are masters and moments of what its rank owns in the memory of its device?"""
+    """True where masters and moments of what its rank owns are in the memory of its device."""
     streamed = stage.streamed and profile.model.trained_whole
     return not streamed or profile.devices[stage.ranks[0]].shares_host_memory
 
@@ -337,11 +336,11 @@ def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> 
 
 
 def fits_memory(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
-    """Do all ranks have the memory that the plan takes, and all hosts?"""
+    """True where all ranks have the memory that the plan takes, and all hosts."""
     enough = all(one.peak_bytes <= one.usable_bytes for one in predict_memory(plan, profile, reserve))
     return enough and hosts_suffice(plan, profile, reserve)
 
 
 def hosts_suffice(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
-    """Does every host hold what the plan asks of its memory? (That each rank's own suffices is another question.)"""
+    """True where every host holds what the plan asks of its memory. (That each rank's own suffices is another question.)"""
     return all(one.peak_bytes <= one.usable_bytes for one in predict_hosts(plan, profile, reserve))

@@ -1,4 +1,4 @@
-"""Who owns the optimizer's state (fp32 masters and moments) of each trained parameter that several pipelines hold.
+"""The owners of the optimizer's state (fp32 masters and moments) of each trained parameter that several pipelines hold.
 
 Whole parameters are dealt, the largest first, to the holder that is furthest from its share: that of its weight among the holders
 of each layer. A function of the plan and of the parameters' sizes, so every rank, a checkpoint and a later start deal alike.

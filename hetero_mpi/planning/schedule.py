@@ -18,7 +18,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 
 
 class Op(str, enum.Enum):
-    """What a rank does. F/B compute, where backward is split I (gradient of the input) and W (of the weights) instead of B;
+    """An operation of a rank. F/B compute, where backward is split I (gradient of the input) and W (of the weights) instead of B;
     SEND_F/RECV_F move activations, SEND_B/RECV_B gradients; REDUCE sums the gradients of a layer held more than once (tied
     ends included); STEP clips by the global norm and runs the optimizer."""
 
@@ -108,7 +108,8 @@ class MeasuredEvent(Event):
 
 
 def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
-    """What a stage holds as it goes through its list: (in flight, deferred), where no other such pair is larger in both.
+    """Micro-batches that a stage holds as it goes through its list: (in flight, deferred), where no other such pair is larger in
+    both.
 
     In flight are micro-batches whose forward has begun and whose backward (or its input part) has not ended; deferred are
     those that still await their weight gradients.
@@ -210,7 +211,8 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
 
 
 def _place(layer: int, pipeline: PipelinePlan, places: Sequence[int]) -> int:
-    """Of those of its rank, the place of the stage that takes part in the sum of ``layer``: where it is not held, a tied head's."""
+    """The place, of those of its rank, of the stage that takes part in the sum of ``layer``: where it is not held, a tied
+    head's."""
     holding = (place for place in places if pipeline.stages[place].first <= layer < pipeline.stages[place].last)
     return next(holding, places[-1])
 

@@ -16,12 +16,12 @@ from itertools import pairwise
 from hetero_mpi.planning.dry_run import awaited, validate
 from hetero_mpi.planning.durations import Durations, finished_layers_s
 from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op, Schedule, busy, held_by, schedule_of
-from hetero_mpi.planning.types.network import THREADED, Network, Resource, resources
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import THREADED, Network, Resource, resources
 
 SETTLED, PERIODS = 24, 12
-"""So many micro-batches after a pipeline is full it does the same again and again; so many are looked at then."""
+"""Micro-batches after which a full pipeline does the same again and again, and those that are looked at then."""
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,10 @@ def in_classes(items: Iterable[Item], alike: Callable[[Item, Item], bool]) -> li
 
 
 def rank_contents(profile: ClusterProfile) -> dict[int, str]:
-    """What every usable rank is, its number and its host's name aside."""
+    """All that a usable rank is, its number and its host's name aside."""
     counts = Counter(device.host for device in profile.devices)
     known: dict[int, str] = {}
-    """Of the tables of times, which many devices of a large profile are one object or equal ones."""
+    """Texts of the tables of times, which many devices of a large profile are one object or equal ones."""
     found = {}
     for device in usable_devices(profile):
         if id(device.layers) not in known:
@@ -87,7 +87,7 @@ def rank_contents(profile: ClusterProfile) -> dict[int, str]:
 
 
 def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int:
-    """What a plan may use on ``rank``: of a rank that alone computes in its host's memory, no more than that has."""
+    """Bytes that a plan may use on ``rank``; no more than its host has, where it alone computes in that memory."""
     device, host = profile.devices[rank], profile.host(rank)
     own = usable_bytes(device.memory_bytes, reserve)
     if host is None or not device.shares_host_memory:
@@ -107,13 +107,13 @@ def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[in
 
 
 def shares_nics(profile: ClusterProfile) -> bool:
-    """May messages between hosts queue for a NIC?"""
+    """True where messages between hosts may queue for a NIC."""
     names = {device.host for device in profile.devices}
     return len(names) > 1 and any(host.shared_nic and host.name in names for host in profile.hosts)
 
 
 def may_split(profile: ClusterProfile, rank: int) -> bool:
-    """Was a split backward measured on ``rank``, for all kinds of layers but the embedding (which has no input)?"""
+    """True where a split backward was measured on ``rank``, for all kinds of layers but the embedding (which has no input)."""
     layers = profile.devices[rank].layers
     times = [layers[kind] for kind in {layer.kind for layer in profile.model.layers[1:]}]
     return all(t.input_s is not None and t.weight_s is not None for t in times)

@@ -14,14 +14,14 @@ from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.adamw import AdamW
+from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
-from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import unpack_experts, unpacked_bytes
 from hetero_mpi.model.optimizer import Optimizer
-from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.profiling.subject import CACHE_BYTES, Subject
+from hetero_mpi.profiling.benchmark_spec import CACHE_BYTES, BenchmarkSpec
 from hetero_mpi.profiling.timings import LayerClock, Seconds
 
 _OPTIMIZER_STEPS = 4
@@ -44,7 +44,7 @@ class Bench:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: BenchmarkSpec,
         backend: Backend,
         first: int,
         last: int,
@@ -53,9 +53,9 @@ class Bench:
     ) -> None:
         train, chain = subject.train, subject.chain
         self.subject, self.backend = subject, backend
-        given = chain, first, last, backend, train.dtype, ProfilingStart(), 0, subject.tuning, False
+        spec = StageSpec(chain, first, last, backend, train.dtype, 0, subject.tuning, split_backward=split)
         divided = DividedLayers(language(chain), subject.tuning, group) if group is not None else None
-        self.stage = Stage(*given, split_backward=split, divided=divided)
+        self.stage = Stage(spec, ProfilingStart(), divided=divided)
         self.clock = LayerClock(self.stage)
         self.optimizer = Optimizer(self.stage, train)
 
@@ -66,7 +66,7 @@ class Bench:
         return self.clock.forward(lambda: self.stage.forward(position, x, targets))
 
     def backward(self, rows: int) -> tuple[Seconds, float]:
-        """Of micro-batch 0, likewise."""
+        """The backward of micro-batch 0, likewise."""
         dy = self._inputs(rows)[2]
         return self.clock.backward(lambda: self.stage.backward(0, dy))
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 
+from hetero_mpi import units
 from hetero_mpi.comm.links import HostFlows, LinkSamples, fit_line, measure_flows, measure_links
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
@@ -22,7 +23,17 @@ from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, HostProfile, LinkProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
-from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
+from hetero_mpi.profiling.benchmark_spec import (
+    BenchmarkSpec,
+    DeviceTimes,
+    device_key,
+    key_of,
+    load_times,
+    sampled_rows,
+    save,
+    subject_content,
+)
+from hetero_mpi.profiling.device import DeviceBenchmark
 from hetero_mpi.profiling.host_profiles import (
     MeasuredMemory,
     host_profiles,
@@ -30,16 +41,13 @@ from hetero_mpi.profiling.host_profiles import (
     measure_memory,
     measure_sums,
 )
-from hetero_mpi.profiling.subject import Subject, sampled_rows
-from hetero_mpi.profiling.time_cache import device_key, key_of, load_times, save_times, subject_content
-from hetero_mpi.report import units
 
 _SMALLEST_MESSAGE = 1024
 _GROWTH = 4
 Say = Callable[[str], None]
 
 
-def profile_key(world: World, backend: Backend, subject: Subject) -> str:
+def profile_key(world: World, backend: Backend, subject: BenchmarkSpec) -> str:
     """Equal keys mean equal devices, model shape, dtype, sequence length, micro-batches, given memory and versions. Collective."""
     products = backend.products(subject.train.dtype)
     devices = world.all_gather_json([world.host, backend.name, backend.description(), products, subject.threads])
@@ -51,7 +59,7 @@ def profile_cluster(
     world: World,
     transport: Transport,
     backend: Backend,
-    subject: Subject,
+    subject: BenchmarkSpec,
     settings: ProfileTable,
     say: Say,
     fresh: bool = False,
@@ -71,7 +79,7 @@ def profile_cluster(
     copies = measure_copies(world, backend) if world.size > 1 else {}
     own = _device_profile(world, backend, subject, times, memories[world.rank], decision_s)
     gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(times, infinity_as_text=True)])
-    cores = _cores(world, backend, subject)
+    cores = world.all_gather_json(subject.cores if backend.name == "cpu" else 0.0)
     made = None
     with world.led("fitting the profile"):
         if world.rank == 0:  # unlike processors fit lines to other last bits
@@ -103,7 +111,7 @@ def _now() -> str:
 
 
 def _device_times(
-    world: World, backend: Backend, subject: Subject, settings: ProfileTable, say: Say, use_cache: bool
+    world: World, backend: Backend, subject: BenchmarkSpec, settings: ProfileTable, say: Say, use_cache: bool
 ) -> DeviceTimes:
     """This rank's times: kept ones, or measured together with the other ranks of its host. Collective.
 
@@ -117,40 +125,30 @@ def _device_times(
     ranks = [rank for rank, host in enumerate(world.hosts) if host in lacking]
     kept = world.size - len(ranks)
     if kept:
-        say(f"Device times of {_ranks(kept)} were measured before (--reprofile measures again)")
+        say(f"Device times of {units.plural(kept, 'rank')} were measured before (--reprofile measures again)")
     if not ranks:
         assert known is not None
         return replace(known, kept=True)
     measuring = world.subset(ranks)
     counts = ", ".join(map(str, sampled_rows(subject.micro_batches)))
-    say(f"Profiling {_ranks(len(ranks))}: layers with {counts} sequences, all ranks at once ...")
+    say(f"Profiling {units.plural(len(ranks), 'rank')}: layers with {counts} sequences, all ranks at once ...")
     times = known
     if measuring is not None:
-        times = _measure(measuring, DeviceBenchmark(subject, backend, settings.repeats), say)
+        begin = time.perf_counter()
+        measuring.meet_asleep()
+        with measuring.together("timing layers"):
+            benchmark = DeviceBenchmark(subject, backend, settings.repeats)
+            times = benchmark.run(_now(), members=measuring.local_size > 1)
+        measuring.meet_asleep()
+        say(f"  layers took {time.perf_counter() - begin:.1f} s")
         if settings.cache:
-            save_times(key, times)
+            save(key, encode(times, infinity_as_text=True))
     world.meet_asleep()
     assert times is not None
     return replace(times, kept=measuring is None)
 
 
-def _measure(world: World, benchmark: DeviceBenchmark, say: Say) -> DeviceTimes:
-    """All ranks at once. Collective over the ranks that measure."""
-    begin = time.perf_counter()
-    world.meet_asleep()
-    with world.together("timing layers"):
-        times = benchmark.run(_now(), members=world.local_size > 1)
-    world.meet_asleep()
-    say(f"  layers took {time.perf_counter() - begin:.1f} s")
-    return times
-
-
-def _cores(world: World, backend: Backend, subject: Subject) -> list[float]:
-    """Cores that each rank can compute on; 0 of those that compute on an accelerator. Collective."""
-    return world.all_gather_json(subject.cores if backend.name == "cpu" else 0.0)
-
-
-def _decision_s(world: World, subject: Subject) -> float:
+def _decision_s(world: World, subject: BenchmarkSpec) -> float:
     """Seconds in which all ranks agree on a step when none has to wait for another: part of every optimizer step. Collective."""
     decider = StepDecider(list(subject.tuning.trainable), subject.train.clip_norm)
     seconds = []
@@ -182,7 +180,12 @@ def _messages(
 
 
 def _device_profile(
-    world: World, backend: Backend, subject: Subject, times: DeviceTimes, memory: MeasuredMemory, decision_s: float
+    world: World,
+    backend: Backend,
+    subject: BenchmarkSpec,
+    times: DeviceTimes,
+    memory: MeasuredMemory,
+    decision_s: float,
 ) -> DeviceProfile:
     names = {field.name for field in fields(DeviceProfile)}
     return DeviceProfile(
@@ -200,7 +203,7 @@ def _device_profile(
     )
 
 
-def _model_cost(subject: Subject, tables: Sequence[DeviceTimes]) -> tuple[ModelCost, list[float]]:
+def _model_cost(subject: BenchmarkSpec, tables: Sequence[DeviceTimes]) -> tuple[ModelCost, list[float]]:
     """The model's costs, and of every rank how many times their activation bytes its blocks keep. Costs are those of the rank
     whose blocks keep the fewest; embedding, head and what is put off cost what the largest rank saw."""
     kinds, blocks = dict.fromkeys(subject.chain.kinds), dict.fromkeys(subject.chain.kinds[1:-1])
@@ -221,12 +224,11 @@ def _link(samples: LinkSamples) -> LinkProfile:
     return LinkProfile(latency_s=latency_s, bytes_per_s=bytes_per_s, **asdict(samples))
 
 
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' if number > 1 else ''}"
-
-
 def _notes(
-    devices: Sequence[DeviceProfile], hosts: Sequence[HostProfile], tables: Sequence[DeviceTimes], subject: Subject
+    devices: Sequence[DeviceProfile],
+    hosts: Sequence[HostProfile],
+    tables: Sequence[DeviceTimes],
+    subject: BenchmarkSpec,
 ) -> tuple[str, ...]:
     """How the figures came about, for a reader."""
     rows = sorted({count for table in tables for count in table.rows})
@@ -236,8 +238,8 @@ def _notes(
         threads = sum(devices[rank].threads for rank in sharing)
         if host.cores is not None and threads > host.cores:
             notes.append(
-                f"{host.name}: {units.plural(threads, 'thread')} of {_ranks(len(sharing))} have {host.cores:g} cores; times are "
-                f"those of threads with cores of their own"
+                f"{host.name}: {units.plural(threads, 'thread')} of {units.plural(len(sharing), 'rank')} have {host.cores:g} "
+                f"cores; times are those of threads with cores of their own"
             )
     for date in sorted({table.measured for table in tables if table.kept}):
         ranks = [rank for rank, table in enumerate(tables) if table.kept and table.measured == date]

@@ -10,23 +10,29 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.memory import is_out_of_memory
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.group.division import experts_to_share
-from hetero_mpi.model.group.link import StageGroup
+from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.model_cost import shareable_heads
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling.bench import Bench, copy_speeds, host_optimizer_s
-from hetero_mpi.profiling.rounds import LONGEST_S, TimingRounds, Way
-from hetero_mpi.profiling.subject import Group, Subject, cold_by_itself, layer_groups, light, sampled_rows
-from hetero_mpi.profiling.timings import Seconds, TimedPart, TimingSamples, layer_times
+from hetero_mpi.profiling.benchmark_spec import (
+    BenchmarkSpec,
+    DeviceTimes,
+    Group,
+    cold_by_itself,
+    layer_groups,
+    light,
+    sampled_rows,
+)
+from hetero_mpi.profiling.timings import LONGEST_S, Seconds, TimedPart, TimingRounds, TimingSamples, Way, layer_times
 
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
 """Benches, sequences per micro-batch, where the times go."""
@@ -39,38 +45,8 @@ _TOO_LONG_S = 20.0
 that gets layers only for its memory."""
 
 
-@dataclass(frozen=True)
-class DeviceTimes:
-    """What one rank measured of itself; seconds, bytes per second, bytes. All of it depends on the device alone."""
-
-    measured: str
-    """When."""
-    rows: tuple[int, ...]
-    """Sequences per micro-batch that were timed."""
-    layers: dict[str, LayerTimes]
-    forward_overhead_s: float
-    backward_overhead_s: float
-    activation_bytes: dict[str, float]
-    """kind -> bytes kept from forward to backward per token."""
-    deferred_bytes: dict[str, float]
-    """kind -> bytes kept between both parts of a split backward per token."""
-    optimizer_s_per_parameter: float
-    copy_latency_s: float
-    device_to_host_bytes_per_s: float
-    host_to_device_bytes_per_s: float
-    host_optimizer_s_per_parameter: float | None = None
-    slow_s: float = 0.0
-    """The longest first pass, where it was too long to time more; else 0."""
-    halved: dict[str, LayerTimes] = field(default_factory=dict)
-    """Of a member of a group with half of the heads and of the experts, without sums; empty: not timed."""
-    without_experts: dict[str, LayerTimes] = field(default_factory=dict)
-    """The same with none of the experts."""
-    kept: bool = False
-    """From an earlier run?"""
-
-
 class DeviceBenchmark:
-    def __init__(self, subject: Subject, backend: Backend, repeats: int) -> None:
+    def __init__(self, subject: BenchmarkSpec, backend: Backend, repeats: int) -> None:
         self.subject, self.backend, self.chain = subject, backend, subject.chain
         self.rows = sampled_rows(subject.micro_batches)
         self.repeats, self.few = repeats, min(repeats, _FEW)
@@ -197,7 +173,7 @@ class DeviceBenchmark:
     def _others(
         self, group: Group, samples: TimingSamples, of_members: Mapping[StageGroup, TimingSamples]
     ) -> Iterator[Callable[[], list[Way]]]:
-        """What takes stages of its own: a backward in two parts, which all but the first of a pipeline may do, and members of
+        """Ways that take stages of their own: a backward in two parts, which all but the first of a pipeline may do, and members of
         groups."""
 
         def split() -> list[Way]:

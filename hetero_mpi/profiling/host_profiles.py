@@ -1,5 +1,5 @@
-"""What the ranks of a host have in common: its memory, counted once, its NIC, how fast all their devices copy from it at once, and
-how fast two of them add up a tensor in it, as a group does that holds a stage together.
+"""The figures that the ranks of a host have in common: its memory, counted once, its NIC, how fast all their devices copy from it
+at once, and how fast two of them add up a tensor in it, as a group does that holds a stage together.
 """
 
 from __future__ import annotations
@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from hetero_mpi.planning.types.profile import HostProfile
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """What a rank may use, and what its host has."""
+    """The memory that a rank may use, and that its host has."""
 
     usable_bytes: int
     reason: str
@@ -82,17 +83,29 @@ Sums = dict[str, tuple[float, float]]
 
 
 def measure_sums(world: World, largest_bytes: int) -> Sums:
-    """Of every host with several ranks. Collective; on all hosts at once, while other ranks are still."""
+    """Sums on every host with several ranks. Collective."""
+    found = _on_hosts(world, [True] * world.size, 2, lambda pair: _timed(pair, largest_bytes))
+    return {host: (lines[-1][0], lines[-1][1]) for host, lines in found.items()}
+
+
+def _on_hosts(
+    world: World, able: Sequence[bool], most: int | None, measure: Callable[[World], Any]
+) -> dict[str, list[Any]]:
+    """Host -> what each of its first ``most`` ranks that are ``able`` measured together; of hosts with several of them. Collective;
+    on all hosts at once, while other ranks are still."""
     own: World | None = None
     for host in dict.fromkeys(world.hosts):
-        ranks = [rank for rank, name in enumerate(world.hosts) if name == host][:2]
+        ranks = [rank for rank, name in enumerate(world.hosts) if name == host and able[rank]][:most]
         if len(ranks) > 1:
             own = world.subset(ranks) or own
     world.meet_asleep()
-    found = _timed(own, largest_bytes) if own is not None else None
+    measured = measure(own) if own is not None else None
     world.meet_asleep()
-    gathered = world.all_gather_json(found)
-    return {host: (line[0], line[1]) for host, line in zip(world.hosts, gathered, strict=True) if line is not None}
+    found: dict[str, list[Any]] = {}
+    for host, one in zip(world.hosts, world.all_gather_json(measured), strict=True):
+        if one is not None:
+            found.setdefault(host, []).append(one)
+    return found
 
 
 def _timed(pair: World, largest_bytes: int) -> tuple[float, float]:
@@ -124,22 +137,11 @@ _COPIED_BYTES, _COPYING_S = 64 << 20, 0.1
 
 def measure_copies(world: World, backend: Backend) -> dict[str, float]:
     """Host -> bytes per second that its devices receive from its memory together when all of them copy at once: of hosts with
-    several ranks whose devices have memory of their own. Collective; on all hosts at once, while other ranks are still."""
+    several ranks whose devices have memory of their own. Collective."""
     copying = world.all_gather_json(not backend.shares_host_memory())
-    own: World | None = None
-    for host in dict.fromkeys(world.hosts):
-        ranks = [rank for rank, name in enumerate(world.hosts) if name == host and copying[rank]]
-        if len(ranks) > 1:
-            own = world.subset(ranks) or own
-    world.meet_asleep()
-    rate = _copied_per_s(own, backend) if own is not None else None
+    rates = _on_hosts(world, copying, None, lambda own: _copied_per_s(own, backend))
     backend.free_unused()
-    world.meet_asleep()
-    together: dict[str, float] = {}
-    for host, one in zip(world.hosts, world.all_gather_json(rate), strict=True):
-        if one is not None:
-            together[host] = together.get(host, 0.0) + one
-    return together
+    return {host: sum(own) for host, own in rates.items()}
 
 
 def _copied_per_s(own: World, backend: Backend) -> float:

@@ -1,14 +1,19 @@
-"""When each layer of a stage begins and ends, seen from inside real forwards and backwards, and the curves that planning reads.
+"""When each layer of a stage begins and ends, seen from inside real forwards and backwards, repeated in turns, and the curves that
+planning reads.
 
-So a layer is timed where it stands in a real step: behind others that have taken the caches, on tensors that the layer before
+A layer is timed where it stands in a real step: behind others that have taken the caches, on tensors that the layer before
 it has just made. What a stage spends outside of its layers (masks, rotary tables, the walk over foreign layers) is left over.
+
+Each round of repetitions runs layers once in every way, with every number of sequences that is timed. What else a machine does for
+a moment, and how warm it is, then falls on all of them alike, and not on one point of one curve.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -17,6 +22,7 @@ import torch
 from torch import nn
 
 from hetero_mpi.device.backend import Mark
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.planning.fit import fitted_curve
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
@@ -25,7 +31,13 @@ Seconds = dict[int, float]
 """Layer -> seconds."""
 _Marks = dict[int, Mark]
 _DIGITS = 4
-"""Of a sample, in a file: no repetition is as like another."""
+"""Digits of a sample in a file: no repetition is as like another."""
+SHARE_S = 0.3
+"""Most seconds of all repetitions of one way with one number of sequences, after the first. A first one of half of it is long
+enough to count, on devices that need not warm up."""
+LONGEST_S = 5.0
+"""Numbers of sequences but the smallest are left out where one repetition would take longer. Calls are nothing beside work there,
+so that larger micro-batches would gain nothing."""
 
 
 class LayerClock:
@@ -107,7 +119,7 @@ class LayerClock:
 
 
 class TimedPart(Enum):
-    """What of a micro-batch was timed."""
+    """The part of a micro-batch that was timed."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -141,7 +153,7 @@ class TimingSamples:
         return fitted_curve({count * sequence_length: self._seconds[part, kind, count] for count in rows})
 
     def overhead_s(self, part: TimedPart) -> float:
-        """What a stage spends besides its layers with the fewest sequences: it hardly depends on their number."""
+        """Seconds that a stage spends besides its layers with the fewest sequences: it hardly depends on their number."""
         outside = {key: times for key, times in self._seconds.items() if key[0] is part and isinstance(key[1], int)}
         fewest = min((rows for _, _, rows in outside), default=0)
         stages = [times for (_, _, rows), times in outside.items() if rows == fewest]
@@ -157,3 +169,98 @@ def layer_times(samples: TimingSamples, kind: str, sequence_length: int) -> Laye
     if input_part is not None and weight_part is None:  # a kind without matrices puts nothing off
         weight_part = Curve(input_part.tokens, (0.0,) * len(input_part.tokens))
     return LayerTimes(forward, backward, curves[TimedPart.RECOMPUTE], input_part, weight_part)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run layers: whole or as a member of a group, with recompute, with a split backward."""
+
+    run: Callable[[int, TimingSamples], None]
+    """One repetition with so many sequences."""
+    forget: Callable[[], None]
+    """Gives up what a repetition that failed for want of memory has left."""
+    rows: tuple[int, ...]
+    """Sequences per micro-batch to time, increasing."""
+    samples: TimingSamples
+    repeats: int
+    ends: bool = False
+    """Time only the smallest number and the largest that takes no longer than ``SHARE_S``: what is close to another way needs no
+    more."""
+
+
+@dataclass
+class _Lap:
+    way: Way
+    rows: int
+    pass_s: float
+    """Seconds of one repetition."""
+    done: int = 0
+    spent_s: float = 0.0
+
+    def goes_on(self) -> bool:
+        wanted = self.done < self.way.repeats and self.spent_s + self.pass_s <= SHARE_S
+        return self.done == 0 or wanted
+
+    def count(self, fits: bool) -> None:
+        """One more repetition was begun. ``fits``: it had memory enough; else it is the last."""
+        self.done = self.done + 1 if fits else self.way.repeats
+        self.spent_s += self.pass_s
+
+
+class TimingRounds:
+    """Times layers on one device.
+
+    Args:
+        clock: seconds.
+        warms_up: must the device run a shape once before it runs it as fast as later, however long that takes?
+    """
+
+    def __init__(self, clock: Callable[[], float], warms_up: bool) -> None:
+        self._clock, self._warms_up = clock, warms_up
+
+    def time(self, ways: Sequence[Way]) -> None:
+        """Fill the samples of ``ways``. Numbers of sequences for which the device has no memory are left out.
+
+        :raises RuntimeError, MemoryError: there is none for the smallest.
+        """
+        laps = [lap for way in ways for lap in self._begun(way)]
+        while laps := [lap for lap in laps if lap.goes_on()]:
+            for lap in laps:
+                lap.count(self._seconds(lap.way, lap.rows, lap.way.samples) is not None)
+
+    def _begun(self, way: Way) -> list[_Lap]:
+        """One lap for each number of sequences that is timed, after a repetition that warms up."""
+        laps: list[_Lap] = []
+        for rows in way.rows:
+            if laps:
+                expected_s = laps[0].pass_s * rows / laps[0].rows
+                later = [more for more in way.rows if more > rows and expected_s / rows * more <= SHARE_S]
+                if expected_s > (SHARE_S if way.ends else LONGEST_S):
+                    break
+                if way.ends and later:
+                    continue
+            unused = TimingSamples()
+            pass_s = self._seconds(way, rows, unused)
+            if pass_s is None:
+                break
+            counts = pass_s > SHARE_S / 2 and not self._warms_up
+            if counts:
+                way.samples.update(unused)
+            elif not laps:  # what came first of all was slower than the others will be
+                pass_s = self._seconds(way, rows, way.samples) or pass_s
+            laps.append(_Lap(way, rows, pass_s))
+            if counts or len(laps) == 1:
+                laps[-1].count(True)
+        return laps
+
+    def _seconds(self, way: Way, rows: int, samples: TimingSamples) -> float | None:
+        """Seconds of one repetition; None where memory was short for more than the smallest number of sequences."""
+        begin = self._clock()
+        try:
+            way.run(rows, samples)
+            return self._clock() - begin
+        except (RuntimeError, MemoryError) as error:
+            if rows == way.rows[0] or not is_out_of_memory(error):
+                raise
+        way.forget()  # here nothing refers to what the failed repetition had got any more
+        return None

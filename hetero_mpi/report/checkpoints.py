@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi import units
 from hetero_mpi.checkpoint import CheckpointReader
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.toml_files import plan_from_dict
-from hetero_mpi.report import units
 
 _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
 

@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hetero_mpi.planning.types.plan_report import Alone, PlanReport
+from hetero_mpi import units
+from hetero_mpi.planning.types.plan import Alone, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.report import units
-from hetero_mpi.report.alike import place_text
-from hetero_mpi.report.lines import table, wrapped
 from hetero_mpi.report.past_run import PastRun
+from hetero_mpi.report.plan_text import schedule_text
+from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.run_files.metrics import StepMetrics
-from hetero_mpi.report.tables import schedule_text
+from hetero_mpi.report.table import Table
+from hetero_mpi.terminal import wrapped
 
 HARDLY = 1.1
 """Gains up to this factor are within the error of predictions and the variation of machines."""
@@ -46,7 +47,7 @@ def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
     by_job = len({run.name for run in runs}) == len(runs)
     names = [run.name if by_job else str(run.directory) for run in runs]
     names = [f"{name}{' (emulated)' if run.emulated else ''}" for name, run in zip(names, runs, strict=True)]
-    lines = table(("", *names), rows)
+    lines = Table.of_texts(("", *names), rows).lines()
     if any(run.emulated for run in runs):
         lines += wrapped(
             "  ",
@@ -105,7 +106,8 @@ def baseline_lines(
         (who, device, *((units.seconds(step_s), f"{tokens / step_s:,.0f}") if step_s else ("", "")), how)
         for who, device, step_s, how in timed
     ]
-    lines = [f"The same {tokens:,} tokens per step{kind}:", *table(("", "device", "step", "tokens/s", ""), rows), ""]
+    table = Table.of_texts(("", "device", "step", "tokens/s", ""), rows)
+    lines = [f"The same {tokens:,} tokens per step{kind}:", *table.lines(), ""]
     lines += ["Was it worth adding the others?", *wrapped("  ", worth_adding(singles, report, profile, measured)), ""]
     return [*lines, *(line for remark in remarks for line in wrapped("", remark))]
 

@@ -7,34 +7,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.disk import require_regular, write_whole
+from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
-from hetero_mpi.planning.types.network import THREADED, Network
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import THREADED, Network
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
-from hetero_mpi.report.run_files.line_files import objects
-from hetero_mpi.report.run_files.measured import STEPS_NAME, RankStep, read_rank_steps
+from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, objects
 from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, read_metrics
+from hetero_mpi.report.run_files.rank_steps import RankStep, read_rank_steps
+from hetero_mpi.report.run_files.run_directory import RUN_NAME, SAMPLE_NAME, run_json, run_starts, run_table
 from hetero_mpi.report.summary import measured_step_s, warm_steps
 from hetero_mpi.shipped import USED_PROFILE
 
-RUN_NAME = "run.json"
-REPORT_NAME = "report.html"
-SAMPLE_NAME = "sample.txt"
-"""File of the text that the trained model wrote at the end, where the job asks for it."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 
 
@@ -116,20 +110,20 @@ class PastRun:
 
 def read_run(directory: Path) -> PastRun:
     """The run in a directory. Raises UserError: it is not the directory of a run, or its plan or profile is damaged."""
-    if not any((directory / name).exists() for name in ("metrics.jsonl", "plan.toml", RUN_NAME)):
+    if not any((directory / name).exists() for name in (METRICS_NAME, "plan.toml", RUN_NAME)):
         raise UserError(
             f"{directory}: not the directory of a run (it has neither {RUN_NAME} nor plan.toml nor metrics.jsonl); "
             f"give the one that `train` wrote, such as runs/quickstart"
         )
-    told = _told(directory / RUN_NAME)
-    metrics, sample = directory / "metrics.jsonl", directory / SAMPLE_NAME
+    told = run_json(directory / RUN_NAME)
+    metrics, sample = directory / METRICS_NAME, directory / SAMPLE_NAME
     require_regular(sample)
     report, profile = _report_and_profile(directory)
     return PastRun(
         directory=directory,
         name=str(told.get("name") or directory.resolve().name),
-        job=_table(told, "job"),
-        versions=_table(told, "versions"),
+        job=run_table(told, "job"),
+        versions=run_table(told, "versions"),
         report=report,
         profile=profile,
         metrics=read_metrics(metrics) if metrics.exists() else Metrics((), ()),
@@ -139,47 +133,6 @@ def read_run(directory: Path) -> PastRun:
         checkpoints=_checkpoints(directory / "checkpoints"),
         sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else "",
     )
-
-
-def describe_run(
-    directory: Path,
-    name: str,
-    job_file: str,
-    job: Mapping[str, Any],
-    versions: Mapping[str, str],
-    ranks: int,
-    step: int,
-    skipped_records: int = 0,
-) -> None:
-    """Write ``run.json`` when training starts from ``step``; earlier starts of a resumed run are kept."""
-    path = directory / RUN_NAME
-    starts = [one for one in _starts(_told(path)) if step > 0 and one["step"] <= step]
-    start = {"unix_s": round(time.time(), 3), "step": step, "ranks": ranks, "skipped_records": skipped_records}
-    starts.append(start)
-    values = {"name": name, "job_file": job_file, "job": job, "versions": dict(versions), "starts": starts}
-    _tell(path, {**values, "last_step": _table(job, "train").get("steps", 0)})
-
-
-def note_end(directory: Path, step: int) -> None:
-    """Note in ``run.json`` that training is over after ``step`` steps."""
-    path = directory / RUN_NAME
-    _tell(path, {**_told(path), "last_step": step})
-
-
-def note_result(directory: Path, step: int) -> None:
-    """Note in ``run.json`` that the result of ``step`` steps is written whole."""
-    path = directory / RUN_NAME
-    _tell(path, {**_told(path), "result_step": step})
-
-
-def result_step(directory: Path) -> int | None:
-    """Number of steps after which the result in the run directory was written; None: none was."""
-    step = _told(directory / RUN_NAME).get("result_step")
-    return step if type(step) is int else None
-
-
-def _tell(path: Path, values: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(values, indent=1) + "\n")
 
 
 def predicted_step(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
@@ -201,34 +154,9 @@ def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProf
     return report, profile
 
 
-def _told(path: Path) -> dict[str, Any]:
-    require_regular(path)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _table(told: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = told.get(key)
-    return found if isinstance(found, dict) else {}
-
-
-def _starts(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The starts in ``run.json``; entries of another form are left out."""
-    listed = told.get("starts")
-    known = {"unix_s": (int, float), "step": (int,), "ranks": (int,)}
-    return [
-        one
-        for one in (listed if isinstance(listed, list) else [])
-        if isinstance(one, dict) and all(type(one.get(key)) in kinds for key, kinds in known.items())
-    ]
-
-
 def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
     found = []
-    for start in _starts(told):
+    for start in run_starts(told):
         what = "training started" if start["step"] == 0 else f"training resumed after step {start['step']}"
         ranks = f"{start['ranks']} rank{'s' if start['ranks'] != 1 else ''}"
         skipped = f", {start['skipped_records']} bad records skipped" if start.get("skipped_records") else ""
@@ -241,13 +169,13 @@ def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
 
 def _speeds(directory: Path, told: Mapping[str, Any]) -> dict[int, float]:
     """Speeds for which the newest plan was made during the run; empty if it was made at a start or after a death."""
-    began_s = max((start["unix_s"] for start in _starts(told)), default=0.0)
+    began_s = max((start["unix_s"] for start in run_starts(told)), default=0.0)
     speeds: dict[int, float] = {}
     for values in _events(directory):
         if values["unix_s"] < began_s or values["event"] == "ranks-lost":
             speeds = {}
         elif values["event"] == "rebalanced":
-            said = _table(values, "speeds").items()
+            said = run_table(values, "speeds").items()
             speeds = {
                 int(rank): float(speed) for rank, speed in said if rank.isdecimal() and type(speed) in (int, float)
             }
@@ -256,7 +184,7 @@ def _speeds(directory: Path, told: Mapping[str, Any]) -> dict[int, float]:
 
 def _events(directory: Path) -> list[dict[str, Any]]:
     found = []
-    for _, values in objects(directory / "events.jsonl"):
+    for _, values in objects(directory / EVENTS_NAME):
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):  # not an event
             known = {"unix_s": float(values["unix_s"]), "event": str(values["event"]), "text": str(values["text"])}
             found.append({**values, **known})

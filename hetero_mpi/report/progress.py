@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from hetero_mpi import units
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.report import units
 from hetero_mpi.report.past_run import predicted_step
+from hetero_mpi.report.plan_text import schedule_text
 from hetero_mpi.report.run_files.metrics import StepMetrics
-from hetero_mpi.report.tables import layers_text, schedule_text
-from hetero_mpi.text import is_terminal, write_text
+from hetero_mpi.terminal import is_terminal, write_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -70,7 +70,7 @@ def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     rows = []
     for rank in plan.ranks:
         held = [plan.numbered[number][2] for number in plan.of_rank(rank)]
-        holds = "; ".join(layers_text(stage.first, stage.last, plan.layers) for stage in held)
+        holds = "; ".join(units.layers(stage.first, stage.last, plan.layers) for stage in held)
         share = simulation.busy_s[rank] / simulation.step_s if simulation.step_s > 0 else 0.0
         rows.append(RankRow(rank, holds, share))
     return Overview(title, tuple(rows))

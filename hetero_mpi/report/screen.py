@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_mpi.report.run_files.logs import SHOWN
-from hetero_mpi.text import printable, terminal_size
+from hetero_mpi.terminal import printable, terminal_size
 
 PER_SECOND = 2
 _BAR, _SHORT_BAR = 30, 10

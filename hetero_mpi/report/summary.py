@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi import units
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
 
 WARM_UP_STEPS = 2

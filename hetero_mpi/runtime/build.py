@@ -11,6 +11,7 @@ import torch
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import return_freed_memory
 from hetero_mpi.engine.host_group import HostGroup, host_group, require_joinable
+from hetero_mpi.engine.rank_setup import BuildStage, RankSetup
 from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
@@ -24,7 +25,7 @@ from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.custom_model import start_values
-from hetero_mpi.runtime.setup.material import model_directory
+from hetero_mpi.runtime.setup.data_setup import model_directory
 from hetero_mpi.state.file_supply import open_start
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.results import load_adapter, send_parameters
@@ -65,24 +66,13 @@ def trainer_of(
 ) -> Trainer:
     """This rank's trainer under the plan of ``share``. Local. Raises UserError: as ``Trainer``."""
     assert share.members is not None
-    folder = _cache_root(context) or large_files_folder()
-    build = StageBuilder(context.chain, context.tuning, context.backend, context.job.train, start, kept, folder, group)
-    return Trainer(
-        context.world.rank,
-        share.members,
-        context.transport,
-        context.chain,
-        context.tuning,
-        share.own_plan,
-        share.schedule,
-        context.backend,
-        context.job.train,
-        build,
-        share.emulation,
-        loss_scale,
-        next((memory for memory in share.report.memory if memory.rank == context.world.rank), None),
-        group,
-    )
+    rank, emulation = context.world.rank, share.emulation
+    transport = context.transport if emulation is None else emulation.transport
+    memory = next((memory for memory in share.report.memory if memory.rank == rank), None)
+    setup = RankSetup(rank, transport, context.chain, context.tuning, context.backend, context.job.train, group, memory)
+    build: BuildStage = StageBuilder(setup, start, kept, _cache_root(context) or large_files_folder())
+    build = build if emulation is None else emulation.paced(build)
+    return Trainer(setup, share.members, share.own_plan, share.schedule, build, loss_scale)
 
 
 def group_of(context: RunContext, members: World, plan: Plan) -> HostGroup | None:

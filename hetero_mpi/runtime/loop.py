@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -17,11 +17,13 @@ from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.model.optimizer import StepDecision, learning_rate
-from hetero_mpi.report.past_run import note_end
+from hetero_mpi.planning.types.plan import Plan, PlanReport
+from hetero_mpi.planning.types.toml_files import plan_to_dict
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
+from hetero_mpi.report.run_files.run_directory import note_end
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.state.saving import Saver, Snapshots
 from hetero_mpi.state.training_state import TrainingState
@@ -30,19 +32,47 @@ _SKIPS_IN_A_ROW = 10
 """Number of consecutive steps with non-finite gradients after which the run ends."""
 
 
-Shown = tuple[MetricsWriter | None, ProgressDisplay | None]
-"""What rank 0 shows and writes of the steps; (None, None) elsewhere."""
-
-
 class PlanChanges(Protocol):
     """Says when the plan is to be changed (``runtime.rebalance``)."""
 
+    def begin(self, share: Share) -> None:
+        """Prepare for the steps of a plan. Collective over the active ranks."""
+
+    def end(self) -> None:
+        """Forget the plan's trainer. No step follows under this plan."""
+
     def word(self) -> NDArray[np.float64]:
-        """What travels with the step decision."""
+        """Numbers that travel with the step decision."""
 
     def due(self, step: int, result: StepResult) -> bool:
         """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
         answer on all ranks."""
+
+    def chosen(self) -> PlanReport | None:
+        """The plan to change to, on rank 0."""
+
+    def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
+        """Report on rank 0 that layers have moved, and that training stood still for ``stall_s`` (wall clock)."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of a run that its steps share, over all its plans."""
+
+    context: RunContext
+    metadata: dict[str, Any]
+    """Metadata of every checkpoint but its plan; used on rank 0."""
+    asked: Callable[[], bool]
+    """Has this rank been asked to end the run (``runtime.signals``)? On rank 0 also: has an idle rank?"""
+    rebalancer: PlanChanges | None
+    """None: the plan never changes."""
+    metrics: MetricsWriter | None
+    """On rank 0, as ``display``."""
+    display: ProgressDisplay | None
+
+    def described(self, share: Share) -> dict[str, Any]:
+        """Metadata of every checkpoint under one plan."""
+        return {**self.metadata, "plan": plan_to_dict(share.plan)}
 
 
 class Loop:
@@ -50,48 +80,45 @@ class Loop:
 
     Args:
         state: the training state (resumed runs start later); it is updated.
-        metadata: what every checkpoint carries besides tensors; used on rank 0.
-        asked: has this rank been asked to end the run (``runtime.signals``)?
-        rebalancer: says when the plan is to be changed; None: never.
         beside: called after every step but the last, by every active rank.
         snapshots: of the trainer.
     """
 
     def __init__(
         self,
-        context: RunContext,
+        training: Training,
         share: Share,
         state: TrainingState,
-        metadata: dict[str, Any],
-        asked: Callable[[], bool],
-        rebalancer: PlanChanges | None,
         beside: Callable[[], None],
         snapshots: Snapshots,
     ) -> None:
         assert share.trainer is not None and share.members is not None
+        context = training.context
         self.job, self.plan, self.dataset = context.job, share.own_plan, context.dataset
         self.predicted_step_s = share.report.expected_step_s
-        self.trainer, self.world, self.state, self.metadata = share.trainer, share.members, state, metadata
-        self._asked, self._rebalancer, self._beside = asked, rebalancer, beside
+        self.trainer, self.world, self.state = share.trainer, share.members, state
+        self.metadata = training.described(share)
+        self._asked, self._rebalancer, self._beside = training.asked, training.rebalancer, beside
+        self._metrics, self._display = training.metrics, training.display
         self._run_dir = context.run_dir
         threaded = self.job.cluster.communication_thread
         directory, newest = context.run_dir / "checkpoints", state.newest_checkpoint
         self.saver = Saver(self.world, snapshots, directory, self.job.checkpoint, threaded, newest)
         self._held_out = self._broadcast_held_out()
-        self._recorder = Recorder(
-            self.trainer, self.world, context.transport, context.run_dir, state.step, self.job.train.steps
-        )
+        self._emulation = share.emulation
+        steps, scale = (state.step, self.job.train.steps), share.emulation.time_scale if share.emulation else 1.0
+        self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
 
-    def run(self, metrics: MetricsWriter | None, display: ProgressDisplay | None) -> bool:
+    def run(self) -> bool:
         """Train until the last step (returns True), or until the plan is to be changed; the same on all ranks. The last checkpoint
-        is on disk then. ``metrics``, ``display``: on rank 0 only.
+        is on disk then.
 
         Raises:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
             CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has written a checkpoint.
         """
         with self.saver:
-            done = self._run(metrics, display)
+            done = self._run()
             self.trainer.settle()
         if done and self._over():
             waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
@@ -106,7 +133,7 @@ class Loop:
             self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
         return done
 
-    def _run(self, metrics: MetricsWriter | None, display: ProgressDisplay | None) -> bool:
+    def _run(self) -> bool:
         train, every = self.job.train, self.job.checkpoint.every
         for step in range(self.state.step, train.steps):
             if self._over():
@@ -116,9 +143,9 @@ class Loop:
             result, target_tokens = self._step(step)
             decision = result.decision
             line = self._line(step, decision, target_tokens, time.perf_counter() - begin)
-            if metrics is not None and display is not None:
-                metrics.step(line)
-                display.update(line)
+            if self._metrics is not None and self._display is not None:
+                self._metrics.step(line)
+                self._display.update(line)
             self._recorder(line, result)
             self.state.add_step(line, decision.finite)
             if not decision.finite:
@@ -126,7 +153,7 @@ class Loop:
             last = step + 1 == train.steps
             best = False
             if len(self._held_out.tokens) and (last or _due(step + 1, train.evaluate_every)):
-                self._evaluate(metrics)
+                self._evaluate()
                 best = self.state.higher_in_a_row == 0 and train.patience > 0
                 last = last or self._over()
             if last or decision.stop or best or _due(step + 1, every):
@@ -161,7 +188,7 @@ class Loop:
         )
 
     def _line(self, step: int, decision: StepDecision, target_tokens: int, seconds: float) -> StepMetrics:
-        emulation, tokens = self.trainer.emulation, float(target_tokens)
+        emulation, tokens = self._emulation, float(target_tokens)
         if emulation is not None:
             seconds, tokens = emulation.step_s(seconds), emulation.tokens(target_tokens)
         return StepMetrics(
@@ -201,7 +228,7 @@ class Loop:
         return f"first in {decision.first_non_finite} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
 
     def _remedy(self) -> str:
-        """What to do when the loss has diverged. Collective, as only rank 0 sees whether a checkpoint is still there."""
+        """The remedy when the loss has diverged. Collective, as only rank 0 sees whether a checkpoint is still there."""
         self.saver.finish()
         good = self.state.good_checkpoint
         checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
@@ -212,12 +239,12 @@ class Loop:
             f"then --resume {checkpoint}"
         )
 
-    def _evaluate(self, metrics: MetricsWriter | None) -> None:
+    def _evaluate(self) -> None:
         self.world.doing = "evaluating"
         loss, preferred = self._held_out_loss()
         self.state.add_evaluation(loss)
-        if metrics is not None:
-            metrics.evaluation(self.state.step, loss)
+        if self._metrics is not None:
+            self._metrics.evaluation(self.state.step, loss)
         say(f"step {self.state.step}: held-out loss {loss:.4f}{preferred}")
 
     def _held_out_loss(self) -> tuple[float, str]:
@@ -258,5 +285,5 @@ class Loop:
 
 
 def _due(steps: int, every: int) -> bool:
-    """Is something due after ``steps`` steps that happens every ``every`` steps (0: never)?"""
+    """Whether something is due after ``steps`` steps that happens every ``every`` steps (0: never)."""
     return every > 0 and steps % every == 0

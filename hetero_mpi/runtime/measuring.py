@@ -1,4 +1,4 @@
-"""What ranks measure of a step against its prediction: their computing, the sums of groups, the messages on every link.
+"""Measurements of a step against its prediction: the ranks' computing, the sums of groups, the messages on every link.
 
 Waiting is left out. A group's sums take as long as the member that waits least is in them. A message takes from when it is handed
 over, or the one before it on its link has come, until it has come itself.
@@ -25,9 +25,9 @@ _CROWDED = 1.1
 """Ranks that compute by so much longer than their processor time, beyond what they take from each other, wait for others."""
 _MOST_TOLD = 4
 LEAST_SHARE = 0.02
-"""What takes less of a step, predicted and measured, is not compared: the clock and the moment decide about it."""
+"""An action that takes less of a step, predicted and measured, is not compared: the clock and the moment decide about it."""
 FAR = 2.0
-"""What takes so many times as long as predicted, or less than the inverse, is named."""
+"""An action that takes so many times as long as predicted, or less than the inverse, is named."""
 _NAMES = {
     Op.F: "forward",
     Op.B: "backward",
@@ -51,7 +51,7 @@ class OwnStep:
     computing_s: dict[str, float]
     """Operation -> seconds of all its actions."""
     worked_s: float
-    """Of a CPU rank, its forwards and backwards by processor time."""
+    """Seconds of a CPU rank's forwards and backwards by processor time."""
     sums_s: float
     """In its group's sums."""
     messages: tuple[tuple[str, float], ...]
@@ -68,8 +68,7 @@ def own_step(trainer: Trainer, result: StepResult, wall_s: float, clock_s: float
             computing_s[op.value] = computing_s.get(op.value, 0.0) + event.end_s - event.start_s
         elif (at_s := message_at_s(event)) is not None:
             messages.append((str(event.action), result.began_s - clock_s + at_s))
-    worked_s = trainer.executor.worked_s if trainer.executor is not None else 0.0
-    return OwnStep(trainer.rank, wall_s, computing_s, worked_s, result.sums_s, tuple(messages))
+    return OwnStep(trainer.rank, wall_s, computing_s, result.worked_s, result.sums_s, tuple(messages))
 
 
 def message_at_s(event: Event) -> float | None:
@@ -86,7 +85,7 @@ Together = Mapping[int, OwnStep]
 
 
 class Expected:
-    """What is predicted of a step, as ``own_step`` measures it."""
+    """The prediction of a step, as ``own_step`` measures it."""
 
     def __init__(self, plan: Plan, profile: ClusterProfile, schedule: Schedule) -> None:
         self.plan, self.profile, self._schedule = plan, profile, schedule
@@ -96,7 +95,7 @@ class Expected:
 
     @cached_property
     def step_s(self) -> float:
-        """Of the rank that computes longest: a step takes no less."""
+        """Seconds of the rank that computes longest: a step takes no less."""
         return max((sum(own.values()) for own in self.computing_s.values()), default=0.0)
 
     @cached_property
@@ -143,9 +142,9 @@ class MeasuredSteps:
     """Steps of a plan as all ranks measured them, against the prediction. On rank 0."""
 
     profile: ClusterProfile
-    """Of the prediction."""
+    """The profile of the prediction."""
     steps_s: tuple[float, ...]
-    """Of each step, the mean of the ranks' walls."""
+    """The mean of the ranks' wall times, for each step."""
     measured: Measured
     operations: Mapping[int, Mapping[Op, float]]
     """Rank -> operation -> how many times as long as predicted; the median of the steps."""

@@ -23,14 +23,13 @@ import torch
 
 from hetero_mpi.checkpoint import KINDS
 from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.emulation.pace import emulate
+from hetero_mpi.emulation.emulated_cluster import emulate
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.schedule import holders, schedule_of
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.runtime.build import build
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.state.redistribute import Delivery, LiveState, Parcel, deliveries, held_under, move, parcels, take_over

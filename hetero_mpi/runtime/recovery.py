@@ -22,26 +22,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks import ulfm
-from hetero_mpi.comm.ranks.shrink import Loss, settled, survivors
+from hetero_mpi.comm.ranks.mpi_start import Loss, settled, survivors
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.data.documents import matching_files
-from hetero_mpi.device.memory import memory_kills, memory_kills_text
+from hetero_mpi.data.source_files import matching_files
+from hetero_mpi.device.shortage import memory_kills, memory_kills_text
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.files.hub import is_hub_id
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
-from hetero_mpi.report import units
-from hetero_mpi.report.first_screen import planned_lines
-from hetero_mpi.report.run_files.event_log import append_event
+from hetero_mpi.report.plan_text import planned_lines
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.setup.context import RunSetup
-from hetero_mpi.runtime.setup.material import prepare
-from hetero_mpi.runtime.setup.pending import Pending
+from hetero_mpi.report.run_files.run_directory import append_event
+from hetero_mpi.runtime.setup.context import Pending, RunContext
+from hetero_mpi.runtime.setup.data_setup import prepare
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request
 from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.saving import Snapshots
@@ -54,14 +53,14 @@ _T = TypeVar("_T")
 
 @dataclass
 class RunHistory:
-    """What this process keeps from earlier attempts. What only some ranks have is not used (``shared``)."""
+    """The memory of this process of earlier attempts. What only some ranks have is not used (``shared``)."""
 
     losses: list[Loss] = field(default_factory=list)
     noticed_s: float = 0.0
     """``time.perf_counter`` when the last death was noticed."""
     job: tuple[LoadedJob, Path] | None = None
     """The job and the run directory."""
-    setup: RunSetup | None = None
+    context: RunContext | None = None
     fingerprint: str | None = None
     """Fingerprint of the data that the first attempt read."""
     token: str | None = None
@@ -75,6 +74,7 @@ class RunHistory:
     profiled_ranks: int = 0
     """Number of ranks when it was made. The measured micro-batch sizes follow from it."""
     state: TrainingState | None = None
+    """The training state, which the steps update."""
     versions: list[StateVersion] = field(default_factory=list)
     """Copies of the trained state in this process's memory, oldest first. They outlive plans, transports and other ranks."""
     told: bool = True
@@ -90,7 +90,7 @@ class RunHistory:
         """Do all ranks have ``thing`` from an earlier attempt? Collective."""
         return bool(self.losses) and all(world.all_gather_json(thing is not None))
 
-    def lost(self, loss: Loss, noticed_s: float) -> None:
+    def record_loss(self, loss: Loss, noticed_s: float) -> None:
         """Record that ranks have died, noticed at ``noticed_s`` (``time.perf_counter``)."""
         self.launched_as = self.launched_as or tuple(range(len(loss.before) + len(loss.gone)))
         self.gone = ", ".join(
@@ -108,34 +108,19 @@ class RunHistory:
         self.job = self.job if known and self.job is not None else read()
         return self.job
 
-    def setup_of(self, world: World, transport: Transport, make: Callable[[], RunSetup]) -> RunSetup:
-        """The setup of an earlier attempt, adapted to the ranks that are left; or a new one. Collective. Raises
+    def context_of(self, world: World, transport: Transport, make: Callable[[], RunContext]) -> RunContext:
+        """The context of an earlier attempt, adapted to the ranks that are left; or a new one. Collective. Raises
         CollectiveUserError: as ``make``; or the new rank 0 cannot read the data, or finds other data.
         """
-        if self.shared(world, self.setup) and self.setup is not None:
-            return self._renewed(self.setup, world, transport)
-        setup = make()
+        if self.shared(world, self.context) and self.context is not None:
+            return self._renewed(self.context, world, transport)
+        context = make()
         if ulfm.active():
-            material = setup.material
+            material = context.material
             own = [material.dataset.fingerprint(), secrets.token_hex(8)] if material is not None else None
             self.fingerprint, self.token = world.broadcast_json(own)
-        self.setup = setup
-        return setup
-
-    def measured(self, profile: ClusterProfile, ranks: int) -> None:
-        """Keep the profile that this attempt's plans are made for. ``ranks``: of how many ranks it is."""
-        self.profile, self.profiled_ranks = profile, ranks
-
-    def stands_at(self, state: TrainingState) -> None:
-        """Keep the training state, which the steps update."""
-        self.state = state
-
-    def belongs_to(self, begun: str | None) -> None:
-        self.begun = begun
-
-    def keeps_on_disk(self, kept_version: str | None) -> None:
-        """Keep the id of the version on disk that stays until a newer one is whole."""
-        self.kept_version = kept_version
+        self.context = context
+        return context
 
     def known_profile(self, world: World) -> ClusterProfile | None:
         """The profile of an earlier attempt, if any rank has it. Collective."""
@@ -157,41 +142,41 @@ class RunHistory:
             self.memory_kills = now
             where = memory_kills_text({host: killed.get(host, 0) for _, host in loss.gone})
             going = ", ".join(f"{new}{_aside(new, old, 'was')}" for new, old in enumerate(loss.before))
-            text = (
-                f"Died: {self.gone or 'nobody after all'}. Going on without: "
-                f"{world.size} rank{'s' if world.size > 1 else ''}, numbered {going}"
-            )
+            left = f"{units.plural(world.size, 'rank')}, numbered {going}"
+            text = f"Died: {self.gone}. Going on without: {left}"
+            if not self.gone:
+                text = f"MPI's connections broke, though no rank has died. Beginning again with all: {left}"
             if where:
                 text += f". {where[0].upper()}{where[1:]}"
             say(text)
             if world.rank == 0:
                 append_event(run_dir, "ranks-lost", text, ranks=[rank for rank, _ in loss.gone], left=world.size)
 
-    def tell_first_step(self, setup: RunSetup, step: int) -> None:
+    def tell_first_step(self, context: RunContext, step: int) -> None:
         """Report how long the run stood still, if this is the first step since a death."""
         if not self.told:
             self.told = True
             seconds = time.perf_counter() - self.noticed_s
             text = f"step {step}: the first one since the death, {units.seconds(seconds)} after it was noticed"
             say(text)
-            if setup.world.rank == 0:
-                append_event(setup.run_dir, "recovered", text, step=step, seconds=round(seconds, 3))
+            if context.world.rank == 0:
+                append_event(context.run_dir, "recovered", text, step=step, seconds=round(seconds, 3))
 
-    def _renewed(self, setup: RunSetup, world: World, transport: Transport) -> RunSetup:
-        material = setup.material
+    def _renewed(self, context: RunContext, world: World, transport: Transport) -> RunContext:
+        material = context.material
         fingerprint = next((f for f in world.all_gather_json(self.fingerprint) if f is not None), None)
         with world.led("preparing the data"):
             if world.rank == 0 and material is None:
                 who = f"The rank that led has died, and the first of those that are left, on {world.host}, cannot take its place"
                 remedy = "start again with --resume where the data and the run directory can be read"
                 try:
-                    material = prepare(setup.loaded)
+                    material = prepare(context.loaded)
                 except (UserError, OSError) as error:
                     raise UserError(f"{who}: {error}; {remedy}") from None
                 if fingerprint is not None and material.dataset.fingerprint() != fingerprint:
                     raise UserError(f"{who}: it reads other data under the same names; {remedy}")
         self.fingerprint = fingerprint
-        return replace(setup, world=world, transport=transport, material=material if world.rank == 0 else None)
+        return replace(context, world=world, transport=transport, material=material if world.rank == 0 else None)
 
 
 def outlive(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
@@ -217,7 +202,7 @@ def outlive(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
             break
         world.doing = "recovering from a death"
         gc.collect()  # modules and hooks of the attempt refer to each other
-        history.lost(survivors(world, _may_lead(history)), noticed_s)
+        history.record_loss(survivors(world, _may_lead(history)), noticed_s)
     if problem is not None:
         raise problem
     return ended[0]
@@ -225,7 +210,7 @@ def outlive(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
 
 def _may_lead(history: RunHistory) -> bool:
     """Can this rank probably read the data and write the run directory? Looks at names and permissions only."""
-    if history.job is None or (history.setup is not None and history.setup.material is not None):
+    if history.job is None or (history.context is not None and history.context.material is not None):
         return True
     loaded, run_dir = history.job
     job = loaded.job
@@ -244,20 +229,20 @@ def _aside(number: int, other: int, word: str) -> str:
     return f" ({word} {other})" if number != other else ""
 
 
-def plan_again(setup: RunSetup, history: RunHistory, profile: ClusterProfile, pending: Pending) -> PlanReport:
+def plan_again(context: RunContext, history: RunHistory, profile: ClusterProfile, pending: Pending) -> PlanReport:
     """A plan for the ranks that are left, from the known profile. Collective. Raises CollectiveUserError: the model does not fit
     into their memory.
     """
     # Every rank waits for it.
-    request = replace(planning_request(setup, profile, history.profiled_ranks), thorough=False)
-    report = obtain_plan(setup, profile, request, pending)
-    say(*planned_lines(report, profile, setup.run_dir))
+    request = replace(planning_request(context, profile, history.profiled_ranks), thorough=False)
+    report = obtain_plan(context, profile, request, pending)
+    say(*planned_lines(report, profile, context.run_dir))
     return report
 
 
 @contextlib.contextmanager
 def beside_steps(
-    setup: RunSetup,
+    context: RunContext,
     history: RunHistory,
     world: World,
     snapshots: Snapshots,
@@ -270,21 +255,21 @@ def beside_steps(
     Yields a function to be called after each step. ``world``: the active ranks. ``described``: what every checkpoint carries
     besides tensors; used on rank 0.
     """
-    every = setup.job.checkpoint.replicate_every
+    every = context.job.checkpoint.replicate_every
     if not (ulfm.active() or supervised()) or every == 0:
-        yield lambda: history.tell_first_step(setup, state.step)
+        yield lambda: history.tell_first_step(context, state.step)
         return
     local: ShardWriter | None = None
     if supervised():
         said = world.broadcast_json({key: described[key] for key in SHARD_METADATA if key in described})
-        local = ShardWriter(world, setup.run_dir, said, history.kept_version)
-    threaded = setup.job.cluster.communication_thread and world.thread_level == "multiple"
+        local = ShardWriter(world, context.run_dir, said, history.kept_version)
+    threaded = context.job.cluster.communication_thread and world.thread_level == "multiple"
     fixed = every if isinstance(every, int) else None
     with PeerReplicas(world, snapshots, history.versions, fixed, threaded, local) as peers:
         peers.begin(state)
 
         def after() -> None:
-            history.tell_first_step(setup, state.step)
+            history.tell_first_step(context, state.step)
             peers.after(state)
 
         yield after

@@ -9,12 +9,13 @@ from typing import Any
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.job.schema import JobConfig
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_from_dict, profile_to_dict, report_from_dict
-from hetero_mpi.report.past_run import read_run, result_step
+from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import Evaluation
+from hetero_mpi.report.run_files.run_directory import result_step
 
 
 @dataclass(frozen=True)

@@ -10,35 +10,35 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from hetero_mpi import units
 from hetero_mpi.checkpoint.directory import remove_shards
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.emulation.emulation_check import check_emulated_times
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job.load import job_to_dict
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_to_dict, report_from_dict, save_plan
-from hetero_mpi.report import units
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.run_directory import is_used
-from hetero_mpi.report.run_files.set_aside import holds_run
-from hetero_mpi.runtime.emulation_check import check_emulated_times
-from hetero_mpi.runtime.loop import Loop, Shown
-from hetero_mpi.runtime.other_programs import OtherPrograms
-from hetero_mpi.runtime.rebalance import Rebalancer, rebalancer_of
+from hetero_mpi.report.run_files.metrics import MetricsWriter
+from hetero_mpi.report.run_files.run_directory import holds_run, is_used
+from hetero_mpi.runtime.loop import Loop, Training
+from hetero_mpi.runtime.rebalance import rebalancer_of
 from hetero_mpi.runtime.reconfigure import change
 from hetero_mpi.runtime.recovery import RunHistory, beside_steps, outlive, plan_again
-from hetero_mpi.runtime.reference import find_reference
+from hetero_mpi.runtime.reference_margins import find_reference
 from hetero_mpi.runtime.result import TrainResult
 from hetero_mpi.runtime.run_report import (
+    OtherPrograms,
     draw_plan,
     keep_profile,
     leave_result,
@@ -47,9 +47,8 @@ from hetero_mpi.runtime.run_report import (
     reported,
     show_plan,
 )
-from hetero_mpi.runtime.setup.context import RunContext, RunSetup, Share, TrainOptions
-from hetero_mpi.runtime.setup.material import base_name
-from hetero_mpi.runtime.setup.pending import Pending
+from hetero_mpi.runtime.setup.context import Pending, RunContext, Share, TrainOptions
+from hetero_mpi.runtime.setup.data_setup import base_name
 from hetero_mpi.runtime.setup.profile_and_plan import plan_run, say_plan
 from hetero_mpi.runtime.setup.setup import claimed, look_around, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest
@@ -89,33 +88,21 @@ def _attempt(world: World, options: TrainOptions, stop: StopRequest, history: Ru
             return past
         threaded = loaded.job.cluster.communication_thread
         with MpiTransport(world.comm, threaded=threaded, hosts=world.hosts) as transport:
-            setup = history.setup_of(world, transport, lambda: set_up(world, transport, loaded, run_dir))
-            return _train(setup, options, stop, history)
+            context = history.context_of(world, transport, lambda: set_up(world, transport, loaded, run_dir))
+            return _train(context, options, stop, history)
 
 
-def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: RunHistory) -> TrainResult | None:
-    world, pending, start = setup.world, Pending(), StartState()
+def _train(context: RunContext, options: TrainOptions, stop: StopRequest, history: RunHistory) -> TrainResult | None:
+    world, pending, start = context.world, Pending(), StartState()
     if not options.dry_run:
-        start, past = find_start(setup, history, options, pending)
+        start, past = find_start(context, history, options, pending)
         if past is not None:
             return past
-    profile = history.known_profile(world)
-    if profile is not None:
-        report = plan_again(setup, history, profile, pending)
-    else:
-        given = options if not history.losses else replace(options, profile=None, plan=None)
-        planned = plan_run(setup, given, pending)
-        profile, report = planned.profile, planned.report
-        history.measured(profile, world.size)
-        if not history.losses:  # else all of them wait for it
-            profile, report = try_plan(setup, options, planned, pending)
-            history.measured(profile, world.size)
-        say_plan(setup, options, profile, report, planned.micro_batches)
-        pending.add(partial(draw_plan, RunContext.of(setup, profile), report))
+    report = _planned(context, options, history, pending)
     if options.dry_run:
-        _end_dry_run(setup, pending)
+        _end_dry_run(context, pending)
         return None
-    context = RunContext.of(setup, profile)
+    context = replace(context, planned_for=history.profile)
     share, state = begin(context, history, report, start)
     if share.members is not None:
         with _passed_on(world, share):
@@ -129,7 +116,7 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
         world.sleep_until_released()
     with world.together("beginning in the run directory"):
         pending.carry_out()
-    history.stands_at(state)
+    history.state = state
     metadata = {**_metadata(context), "run": history.token, "begun": history.begun} if world.rank == 0 else {}
     keep_profile(context)
     with reported(context), contextlib.ExitStack() as stack:
@@ -139,14 +126,31 @@ def _train(setup: RunSetup, options: TrainOptions, stop: StopRequest, history: R
             stack.callback(rebalancer.close)
         shown = _open_display(context, state, stack)
         others = OtherPrograms()
-        steps = _Steps(context, history, metadata, lambda: stop() or world.asked(), shown, rebalancer)
-        share, state = steps.take(share, state)
+        training = Training(context, metadata, lambda: stop() or world.asked(), rebalancer, *shown)
+        share, state = _train_to_the_end(training, history, share, state)
     if share.members is not None:
         with _passed_on(world, share):
             _leave_result(context, share, state, others)
         world.release(_idle_ranks(world, share), None)
     remove_shards(context.run_dir)  # the last checkpoint holds everything
     return outcome(context, share.report, state)
+
+
+def _planned(context: RunContext, options: TrainOptions, history: RunHistory, pending: Pending) -> PlanReport:
+    """The plan; the profile that it was made for is in the history. Collective."""
+    world, profile = context.world, history.known_profile(context.world)
+    if profile is not None:
+        return plan_again(context, history, profile, pending)
+    given = options if not history.losses else replace(options, profile=None, plan=None)
+    planned = plan_run(context, given, pending)
+    profile, report = planned.profile, planned.report
+    history.profile, history.profiled_ranks = profile, world.size
+    if not history.losses:  # else all of them wait for it
+        profile, report = try_plan(context, options, planned, pending)
+        history.profile = profile
+    say_plan(context, options, profile, report, planned.micro_batches)
+    pending.add(partial(draw_plan, replace(context, planned_for=profile), report))
+    return report
 
 
 def _leave_result(context: RunContext, share: Share, state: TrainingState, others: OtherPrograms) -> None:
@@ -159,11 +163,11 @@ def _leave_result(context: RunContext, share: Share, state: TrainingState, other
         raise UserError(f"the result cannot be written ({error.strerror or error}); {left}") from error
 
 
-def _end_dry_run(setup: RunSetup, pending: Pending) -> None:
+def _end_dry_run(context: RunContext, pending: Pending) -> None:
     """Keep profile, plan and picture for a look, in a directory that holds no run. Collective."""
     say("Dry run: stopping before any weight is read")
-    if setup.world.broadcast_json(setup.world.rank == 0 and holds_run(setup.run_dir)):
-        say(f"{setup.run_dir} holds a run and stays as it is: --run-dir DIR keeps profile and plan of a dry run")
+    if context.world.broadcast_json(context.world.rank == 0 and holds_run(context.run_dir)):
+        say(f"{context.run_dir} holds a run and stays as it is: --run-dir DIR keeps profile and plan of a dry run")
     else:
         pending.carry_out()
 
@@ -190,75 +194,62 @@ def _metadata(context: RunContext) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """The steps of a run over all its plans: each turn trains under one plan (``Share``), then all ranks change to the next.
+def _train_to_the_end(
+    training: Training, history: RunHistory, share: Share, state: TrainingState
+) -> tuple[Share, TrainingState]:
+    """Take the steps of a run over all its plans; returns the share that took the last one, and the state after it. Collective over
+    all ranks of the job. Nobody else may hold the trainer of ``share``: a change of plan needs its memory.
 
     Active ranks train until rank 0 wants another plan. Idle ranks sleep until then. All ranks change together.
     """
-
-    context: RunContext
-    history: RunHistory
-    metadata: dict[str, Any]
-    """What every checkpoint carries besides tensors; used on rank 0."""
-    asked: Callable[[], bool]
-    """Has this rank been asked to end the run? On rank 0 also: has an idle rank?"""
-    shown: Shown
-    rebalancer: Rebalancer | None
-    """Says when the plan is to be changed; None: never."""
-
-    def take(self, share: Share, state: TrainingState) -> tuple[Share, TrainingState]:
-        """Train to the last step; returns the share that took it, and the state after it. Collective over all ranks of the job.
-
-        Nobody else may hold the trainer of ``share``: a change of plan needs its memory.
-        """
-        while (word := self._until_change(share, state)) is not None:
-            if share.members is None:
-                state = TrainingState.from_dict(word["state"])
-                self.history.stands_at(state)
-            share = self._changed(share, report_from_dict(word["plan"]), state)
-        return share, state
-
-    def _until_change(self, share: Share, state: TrainingState) -> dict[str, Any] | None:
-        """Train, or sleep on an idle rank, until another plan is due; returns that plan and the state, on all ranks. None: the run
-        is over. Collective over all ranks of the job.
-        """
-        context, rebalancer, world = self.context, self.rebalancer, self.context.world
+    while (word := _until_change(training, history, share, state)) is not None:
         if share.members is None:
-            world.doing = "idle, by the plan"
-            word: dict[str, Any] | None = world.sleep_until_released(self.asked)
-            return word
-        assert share.trainer is not None
-        if rebalancer is not None:
-            rebalancer.begin(share)
-        described = {**self.metadata, "plan": plan_to_dict(share.plan)}
-        with _passed_on(world, share):
-            snapshots = Snapshots.of(share.trainer)
-            with beside_steps(context, self.history, share.members, snapshots, state, described) as beside:
-                loop = Loop(context, share, state, described, self.asked, rebalancer, beside, snapshots)
-                with watched(context, share) as watchdog:
-                    show_plan(self.shown[1], context, share.plan, watchdog)
-                    done = loop.run(*self.shown)
-            if rebalancer is not None:
-                rebalancer.end()
-            if done:
-                return None
-            chosen = rebalancer.chosen() if rebalancer is not None else None
-            word = {"plan": plan_to_dict(chosen), "state": state.to_dict()} if chosen is not None else None
-            word = share.members.broadcast_json(word)
-        world.release(_idle_ranks(world, share), None, word)
-        return word
+            history.state = state = TrainingState.from_dict(word["state"])
+        share = _changed(training, share, report_from_dict(word["plan"]), state)
+    return share, state
 
-    def _changed(self, before: Share, report: PlanReport, state: TrainingState) -> Share:
-        """Change to another plan, and report it. Collective over all ranks of the job."""
-        begin = time.perf_counter()
-        share = change(self.context, before, report, state)
-        if self.context.world.rank == 0:
-            with unharmed("plan.toml"):
-                save_plan(report, self.context.run_dir / "plan.toml")
-            if self.rebalancer is not None:
-                self.rebalancer.changed(state.step, before.plan, report.plan, time.perf_counter() - begin)
-        return share
+
+def _until_change(training: Training, history: RunHistory, share: Share, state: TrainingState) -> dict[str, Any] | None:
+    """Train, or sleep on an idle rank, until another plan is due; returns that plan and the state, on all ranks. None: the run is
+    over. Collective over all ranks of the job.
+    """
+    context, rebalancer, world = training.context, training.rebalancer, training.context.world
+    if share.members is None:
+        world.doing = "idle, by the plan"
+        word: dict[str, Any] | None = world.sleep_until_released(training.asked)
+        return word
+    assert share.trainer is not None
+    if rebalancer is not None:
+        rebalancer.begin(share)
+    with _passed_on(world, share):
+        snapshots = Snapshots.of(share.trainer)
+        described = training.described(share)
+        with beside_steps(context, history, share.members, snapshots, state, described) as beside:
+            loop = Loop(training, share, state, beside, snapshots)
+            with watched(context, share) as watchdog:
+                show_plan(training.display, context, share.plan, watchdog)
+                done = loop.run()
+        if rebalancer is not None:
+            rebalancer.end()
+        if done:
+            return None
+        chosen = rebalancer.chosen() if rebalancer is not None else None
+        word = {"plan": plan_to_dict(chosen), "state": state.to_dict()} if chosen is not None else None
+        word = share.members.broadcast_json(word)
+    world.release(_idle_ranks(world, share), None, word)
+    return word
+
+
+def _changed(training: Training, before: Share, report: PlanReport, state: TrainingState) -> Share:
+    """Change to another plan, and report it. Collective over all ranks of the job."""
+    begin_s, context = time.perf_counter(), training.context
+    share = change(context, before, report, state)
+    if context.world.rank == 0:
+        with unharmed("plan.toml"):
+            save_plan(report, context.run_dir / "plan.toml")
+        if training.rebalancer is not None:
+            training.rebalancer.changed(state.step, before.plan, report.plan, time.perf_counter() - begin_s)
+    return share
 
 
 @contextlib.contextmanager
@@ -277,8 +268,10 @@ def _idle_ranks(world: World, share: Share) -> list[int]:
     return [rank for rank in range(world.size) if rank not in active]
 
 
-def _open_display(context: RunContext, state: TrainingState, stack: contextlib.ExitStack) -> Shown:
-    """On rank 0; (None, None) elsewhere."""
+def _open_display(
+    context: RunContext, state: TrainingState, stack: contextlib.ExitStack
+) -> tuple[MetricsWriter | None, ProgressDisplay | None]:
+    """The metrics and the screen of the steps, on rank 0; nothing elsewhere."""
     if context.world.rank != 0:
         return None, None
     metrics = stack.enter_context(open_metrics(context, state.step))

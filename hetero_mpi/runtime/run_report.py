@@ -1,52 +1,48 @@
-"""What rank 0 shows and writes during a run: the screen, ``run.json``, ``architecture.png``, ``trace.json`` and ``report.html``.
+"""The reports of rank 0 during a run: the screen, ``run.json``, ``architecture.png``, ``trace.json`` and ``report.html``.
 Failures there do not end a run: they are reported, and training goes on.
 
-After the last step: the model or adapter is written, a sample is generated, and the summary is printed.
+After the last step: the model or adapter is written, a sample is generated, and the summary is printed. What other programs took
+of the cores is measured while the run computes, as it is no part of a profile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
+
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.versions import own_versions
-from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.emulation.pace import punctuality_lines
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.emulation.emulated_cluster import punctuality_lines
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.host_limits import own_cores
 from hetero_mpi.job.load import job_to_dict
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
-from hetero_mpi.report import units
-from hetero_mpi.report.past_run import (
-    REPORT_NAME,
-    describe_run,
-    note_result,
-    predicted_step,
-    read_run,
-)
+from hetero_mpi.report.past_run import predicted_step, read_run
 from hetero_mpi.report.progress import Now, ProgressDisplay, overview
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter
-from hetero_mpi.report.run_files.trackers import Trackers
+from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, Trackers
+from hetero_mpi.report.run_files.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_result
 from hetero_mpi.report.summary import final_lines, measured_step_s
 from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.runtime.generate.generate import write_sample
-from hetero_mpi.runtime.other_programs import OtherPrograms
 from hetero_mpi.runtime.result import TrainResult
 from hetero_mpi.runtime.setup.context import RunContext, Share
-from hetero_mpi.runtime.setup.material import base_name
+from hetero_mpi.runtime.setup.data_setup import base_name
 from hetero_mpi.runtime.watchdog import Standing, Watchdog
 from hetero_mpi.shipped import USED_PROFILE
 from hetero_mpi.state.results import save_adapter, save_model
 from hetero_mpi.state.training_state import TrainingState
 
-TRACE_NAME = "trace.json"
 _COMPUTING = re.compile(r"\d+[FBIW]\d+")
 _LONG_S = 10.0
 """Seconds in one place after which a rank's line shows the time."""
@@ -223,3 +219,46 @@ def _words(standing: Standing) -> str:
     text = f"computes {place}" if _COMPUTING.fullmatch(place) else place
     text = f"waits for {standing.waits_for}" if standing.waits_for else text
     return f"{text}, for {units.seconds(standing.still_s)}" if standing.still_s >= _LONG_S else text
+
+
+NOTABLE = 0.25
+"""Cores; less is what a quiet machine does beside a run."""
+BUSY = 0.85
+"""Share of the cores' time: where less of it is used, nobody waits for a core."""
+
+_NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
+"""Guests' time is part of others; what a hypervisor took of a core is not free either."""
+
+
+class OtherPrograms:
+    """Watches the cores of this rank's host from now on."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def told(self, world: World) -> str:
+        """``other programs took about 0.8 of 2 cores``, of each host where ranks waited for them; "": hardly. Collective."""
+        passed_s, own_s, *cores_s = (now - then for now, then in zip(self._now(), self._began, strict=False))
+        rows = world.all_gather_json([world.host, own_cores(), passed_s, own_s, cores_s])
+        found = []
+        for host in dict.fromkeys(row[0] for row in rows):
+            here = [row for row in rows if row[0] == host]
+            usable = {core for row in here for core in row[1]}
+            _, _, passed_s, _, busy_s = here[0]
+            if not passed_s > 0 or max(usable) >= len(busy_s):
+                continue
+            taken = sum(busy_s[core] for core in usable) / passed_s
+            others = taken - sum(row[3] for row in here) / passed_s
+            if others > NOTABLE and taken > BUSY * len(usable):
+                on = f" on {host}" if len(set(world.hosts)) > 1 else ""
+                found.append(f"about {others:.1f} of {len(usable)} cores{on}")
+        return f"other programs took {', '.join(found)}" if found else ""
+
+    @staticmethod
+    def _now() -> list[float]:
+        """Seconds: of the clock, of this process on any core, and of all processes on each core."""
+        busy_s = (
+            sum(seconds for name, seconds in core._asdict().items() if name not in _NOT_BUSY)
+            for core in psutil.cpu_times(percpu=True)
+        )
+        return [time.perf_counter(), time.process_time(), *busy_s]

@@ -39,17 +39,15 @@ from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_to_dict
-from hetero_mpi.planning.types.plan_report import PlanReport
-from hetero_mpi.report.run_files.event_log import append_event, own_event
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.report.run_files.run_directory import EarlierRun, append_event, own_event
 from hetero_mpi.runtime.build import start_adapter, start_layers
 from hetero_mpi.runtime.reconfigure import build_share, hand_over
 from hetero_mpi.runtime.recovery import RunHistory
-from hetero_mpi.runtime.reference import check_reference
+from hetero_mpi.runtime.reference_margins import check_reference
 from hetero_mpi.runtime.result import TrainResult, finished, shared
-from hetero_mpi.runtime.setup.context import RunContext, RunSetup, Share, TrainOptions
-from hetero_mpi.runtime.setup.pending import Pending
+from hetero_mpi.runtime.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.state.redistribute import deliveries, parcels
 from hetero_mpi.state.stored_state import (
     ANY,
@@ -130,40 +128,39 @@ def _described(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_start(
-    setup: RunSetup, history: RunHistory, options: TrainOptions, pending: Pending
+    context: RunContext, history: RunHistory, options: TrainOptions, pending: Pending
 ) -> tuple[StartState, TrainResult | None]:
     """(where this start begins, the result of a run that is finished). Collective over all ranks; nobody may be writing shards.
     Raises CollectiveUserError: there is no such state, or this run would not continue it.
     """
-    world, resume, run_dir = setup.world, options.resume, setup.run_dir
+    world, resume, run_dir = context.world, options.resume, context.run_dir
     begun, kept = None, None
     if history.losses:
         begun = next((one for one in world.all_gather_json(history.begun) if one is not None), None)
-    parts = _in_memory(world, history, begun) + _checkpoint(setup, history, resume, begun)
+    parts = _in_memory(world, history, begun) + _checkpoint(context, history, resume, begun)
     if resume in (LATEST, ANY) or (begun is not None and supervised()):
         shards = _shards(world, run_dir)
         latest = begun or max((part.begun for part in (*parts, *shards)), default="")
-        parts, kept = _undamaged(setup, parts + [shard for shard in shards if shard.begun == latest])
+        parts, kept = _undamaged(context, parts + [shard for shard in shards if shard.begun == latest])
         if world.local_rank == 0 and shards:
             # Nobody's work is removed where nothing fits: a mistake in the job may be the reason.
             stay = {shard.version_id for shard in shards} if kept is None else {kept}
             pending.add(partial(keep_versions, run_dir, stay, sweep=True))
     elif not history.losses:
         pending.add(partial(remove_shards, run_dir))  # of a run that this one does not continue
-    chosen = newest_version(parts, _needed(setup))
-    start, past = _accepted(setup, history, chosen, pending) if chosen else (StartState(), None)
+    chosen = newest_version(parts, _needed(context))
+    start, past = _accepted(context, history, chosen, pending) if chosen else (StartState(), None)
     if past is None and not history.shared(world, history.state):
-        _make_room(setup, options, bool(chosen), pending)
+        _make_room(context, options, bool(chosen), pending)
     if begun is None:
         begun = chosen[0].begun if chosen and resume in (LATEST, ANY) else ""
         begun = world.broadcast_json(begun or new_run_id())
-    history.belongs_to(begun)
-    history.keeps_on_disk(kept)
+    history.begun, history.kept_version = begun, kept
     return start, past
 
 
-def _needed(setup: RunSetup) -> set[str]:
-    return {*setup.tuning.trainable, *setup.tuning.constants}
+def _needed(context: RunContext) -> set[str]:
+    return {*context.tuning.trainable, *context.tuning.constants}
 
 
 def _in_memory(world: World, history: RunHistory, begun: str | None) -> list[Part]:
@@ -172,29 +169,29 @@ def _in_memory(world: World, history: RunHistory, begun: str | None) -> list[Par
     return [Part.from_row(row) for rows in world.all_gather_json(own) for row in rows]
 
 
-def _checkpoint(setup: RunSetup, history: RunHistory, resume: str | None, begun: str | None) -> list[Part]:
+def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, begun: str | None) -> list[Part]:
     """Rank 0's checkpoint: the one that is named, or the newest whole one; after deaths the newest of this run. Collective. Raises
     CollectiveUserError: the one that is named is not there, or damaged. ``begun``: of the run, after deaths: a new rank 0 may find
     checkpoints of another run on its disk.
     """
     found: list[list[Any]] = []
-    with setup.world.led("opening the checkpoint"):
-        if setup.world.rank == 0:
+    with context.world.led("opening the checkpoint"):
+        if context.world.rank == 0:
             path: Path | None = None
             if history.losses and history.token is not None:
-                path, _ = newest_good(setup.run_dir / "checkpoints")
+                path, _ = newest_good(context.run_dir / "checkpoints")
                 path = path if path is not None and _metadata(path).get("run") == history.token else None
             if path is None and resume in (LATEST, ANY):
-                path, skipped = newest_good(setup.run_dir / "checkpoints")
+                path, skipped = newest_good(context.run_dir / "checkpoints")
                 say(*(f"passed over {damaged}: {reason}" for damaged, reason in skipped))
             elif path is None and resume is not None:
-                path, _ = find_checkpoint(setup.run_dir, resume)
+                path, _ = find_checkpoint(context.run_dir, resume)
             said = _metadata(path) if path is not None else {}
             foreign = begun is not None and resume in (LATEST, ANY) and said.get("begun") not in (None, begun)
             if path is not None and not foreign:
-                part = Part(0, path, "", said["step"], said.get("begun") or "", 0, frozenset(_needed(setup)))
+                part = Part(0, path, "", said["step"], said.get("begun") or "", 0, frozenset(_needed(context)))
                 found.append(part.to_row())
-    return [Part.from_row(row) for row in setup.world.broadcast_json(found)]
+    return [Part.from_row(row) for row in context.world.broadcast_json(found)]
 
 
 def _metadata(path: Path) -> dict[str, Any]:
@@ -214,14 +211,14 @@ def _shards(world: World, run_dir: Path) -> list[Part]:
     return list(found.values())
 
 
-def _undamaged(setup: RunSetup, parts: list[Part]) -> tuple[list[Part], str | None]:
+def _undamaged(context: RunContext, parts: list[Part]) -> tuple[list[Part], str | None]:
     """(the parts but for shards of the newest version that cannot be used, the id of the newest whole version on disks).
     Collective.
     """
-    world, needed = setup.world, _needed(setup)
+    world, needed = context.world, _needed(context)
     while True:
         own = [part for part in newest_version(parts, needed) if part.is_shard and part.rank == world.rank]
-        damaged = [[str(shard.path), reason] for shard in own if (reason := _damage(setup, shard)) is not None]
+        damaged = [[str(shard.path), reason] for shard in own if (reason := _damage(context, shard)) is not None]
         told = world.all_gather_json(damaged)
         if not any(told):
             on_disk = newest_version([part for part in parts if part.is_shard], needed)
@@ -232,31 +229,31 @@ def _undamaged(setup: RunSetup, parts: list[Part]) -> tuple[list[Part], str | No
         parts = [part for part in parts if (part.rank, str(part.path)) not in bad]
 
 
-def _damage(setup: RunSetup, shard: Part) -> str | None:
+def _damage(context: RunContext, shard: Part) -> str | None:
     """Why a shard cannot be used; None: it can. Reads every byte, and compares the job."""
     assert shard.path is not None
     reason = verify(shard.path)
     if reason is None:
         try:
-            _check_fits(setup, shard.path, shard.names)
+            _check_fits(context, shard.path, shard.names)
         except UserError as error:
             return str(error)
     return reason
 
 
-def _check_fits(setup: RunSetup, path: Path, names: frozenset[str] | None = None) -> None:
-    job = setup.job
+def _check_fits(context: RunContext, path: Path, names: frozenset[str] | None = None) -> None:
+    job = context.job
     with CheckpointReader(path) as reader:
-        check_fits(reader, path, setup.chain, setup.tuning, job.train, job.data.sequence_length, names)
+        check_fits(reader, path, context.chain, context.tuning, job.train, job.data.sequence_length, names)
 
 
 def _accepted(
-    setup: RunSetup, history: RunHistory, chosen: list[Part], pending: Pending
+    context: RunContext, history: RunHistory, chosen: list[Part], pending: Pending
 ) -> tuple[StartState, TrainResult | None]:
     """(the start that goes on from a version, after that was compared with the job; the result of a run that is finished).
     Collective. Raises CollectiveUserError: this run would not continue the version.
     """
-    world, first, past = setup.world, chosen[0], None
+    world, first, past = context.world, chosen[0], None
     with VersionReader(world.rank, chosen, history.versions) as reader:
         said = world.broadcast_json(reader.metadata() if world.rank == first.rank else None, root=first.rank)
     if first.path is None:
@@ -264,36 +261,36 @@ def _accepted(
     state = said["state"]
     with world.led("comparing the stored state with the job"):
         if world.rank == 0:
-            where = setup.run_dir / SHARDS_NAME if first.is_shard else first.path
+            where = context.run_dir / SHARDS_NAME if first.is_shard else first.path
             if not first.is_shard:
-                _check_fits(setup, first.path)
-            if not _same_data(setup, where, said):
+                _check_fits(context, first.path)
+            if not _same_data(context, where, said):
                 state["reference"] = None
             if first.is_shard:
-                state |= _newest_named(setup, chosen, pending)
+                state |= _newest_named(context, chosen, pending)
             else:
                 state["last_checkpoint"] = str(first.path)
-                past = finished(_metadata(first.path), first.path, setup.job, setup.run_dir)
+                past = finished(_metadata(first.path), first.path, context.job, context.run_dir)
                 if past is None:
                     say(f"Resuming from {first.path}, after step {first.step}")
-            pending.add(partial(_set_later_aside, setup.run_dir, first.step))
+            pending.add(partial(_set_later_aside, context.run_dir, first.step))
     return StartState(tuple(chosen), world.broadcast_json(state)), shared(world, past)
 
 
-def _newest_named(setup: RunSetup, chosen: list[Part], pending: Pending) -> dict[str, Any]:
+def _newest_named(context: RunContext, chosen: list[Part], pending: Pending) -> dict[str, Any]:
     """Report that the run goes on from shards; the training state's entries for the newest whole checkpoint. On rank 0."""
-    world, step = setup.world, chosen[0].step
-    good, _ = newest_good(setup.run_dir / "checkpoints")
+    world, step = context.world, chosen[0].step
+    good, _ = newest_good(context.run_dir / "checkpoints")
     hosts = list(dict.fromkeys(world.hosts[part.rank] for part in chosen))
     other = f"the newest checkpoint here is {good}" if good is not None else "there is no checkpoint here"
     text = f"Going on after step {step}, from copies on the disks of {', '.join(hosts)}; {other}"
     say(text)
-    pending.add(partial(append_event, setup.run_dir, "copies", text, step=step, hosts=hosts))
+    pending.add(partial(append_event, context.run_dir, "copies", text, step=step, hosts=hosts))
     newest = str(good) if good is not None else None
     return {"last_checkpoint": newest, "good_checkpoint": newest}
 
 
-def _same_data(setup: RunSetup, path: Path, said: Mapping[str, Any]) -> bool:
+def _same_data(context: RunContext, path: Path, said: Mapping[str, Any]) -> bool:
     """Refuse a stored state that this run would not continue; else report what is other than then, and return whether the data are
     the same. On rank 0.
 
@@ -301,11 +298,11 @@ def _same_data(setup: RunSetup, path: Path, said: Mapping[str, Any]) -> bool:
         path: where the state is.
         said: as ``VersionReader.metadata`` returns it.
     """
-    train, step = setup.job.train, said["state"]["step"]
-    assert setup.dataset is not None
-    then, now = said["data_fingerprint"], setup.dataset.fingerprint()
-    say(*filter(None, [check_data(then, path, now, setup.job.checkpoint.allow_other_data)]))
-    check_reference(train, setup.dataset, unpacked(said["state"]["reference"]) if then == now else None)
+    train, step = context.job.train, said["state"]["step"]
+    assert context.dataset is not None
+    then, now = said["data_fingerprint"], context.dataset.fingerprint()
+    say(*filter(None, [check_data(then, path, now, context.job.checkpoint.allow_other_data)]))
+    check_reference(train, context.dataset, unpacked(said["state"]["reference"]) if then == now else None)
     check_steps(path, step, train)
     with damage_named(path, "metadata/job"):
         warning = rate_change(said["job"]["train"], train, step)
@@ -313,14 +310,14 @@ def _same_data(setup: RunSetup, path: Path, said: Mapping[str, Any]) -> bool:
     return then == now
 
 
-def _make_room(setup: RunSetup, options: TrainOptions, found: bool, pending: Pending) -> None:
+def _make_room(context: RunContext, options: TrainOptions, found: bool, pending: Pending) -> None:
     """Move an earlier run in the run directory aside, once this start is accepted, unless this one continues it. Collective.
     ``found``: there is a state to go on from. Raises CollectiveUserError: there is none, but there must be; or this run reads files
     of the earlier one.
     """
-    resume, run_dir, job = options.resume, setup.run_dir, setup.job
-    with setup.world.led("looking at the run directory"):
-        if setup.world.rank != 0:
+    resume, run_dir, job = options.resume, context.run_dir, context.job
+    with context.world.led("looking at the run directory"):
+        if context.world.rank != 0:
             return
         if resume == LATEST and not found:
             find_checkpoint(run_dir, resume)  # says what is there instead
@@ -330,7 +327,7 @@ def _make_room(setup: RunSetup, options: TrainOptions, found: bool, pending: Pen
         if found and (named is None or named.resolve().is_relative_to(run_dir.resolve())):
             return
         own = [job.model.path, job.adapter.path, job.tokenizer.path]
-        read = [setup.loaded.resolve(text) for text in own if text is not None]
+        read = [context.loaded.resolve(text) for text in own if text is not None]
         read += [path for path in (options.plan, options.profile) if isinstance(path, Path)]
         earlier = EarlierRun.found(run_dir, read)
         if earlier is not None:

@@ -21,20 +21,20 @@ from typing import Any
 
 import torch
 
-from hetero_mpi.comm.clocks import clock_offset_s
+from hetero_mpi import units
+from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.batch import Batch
-from hetero_mpi.data.sequences import Dataset
+from hetero_mpi.data.dataset import Dataset
 from hetero_mpi.device.backend import DTYPES
-from hetero_mpi.engine.out_of_memory import OutOfMemory
-from hetero_mpi.engine.rehearsal import rehearse
+from hetero_mpi.engine.memory_trial import OutOfMemory
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.planning.analysis.correction import corrected
 from hetero_mpi.planning.analysis.trials import LEAST_GAIN, Allowance, allowance, explained, trial_s
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.fit import median_error
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import (
     load_report,
@@ -46,7 +46,6 @@ from hetero_mpi.planning.types.toml_files import (
     save_profile,
 )
 from hetero_mpi.profiling.bench import ProfilingStart
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.build import group_of, trainer_of
 from hetero_mpi.runtime.measuring import (
@@ -61,8 +60,7 @@ from hetero_mpi.runtime.measuring import (
     with_others,
 )
 from hetero_mpi.runtime.reconfigure import join
-from hetero_mpi.runtime.setup.context import RunContext, RunSetup, Share, TrainOptions
-from hetero_mpi.runtime.setup.pending import Pending
+from hetero_mpi.runtime.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.runtime.setup.profile_and_plan import Planned, keep, obtain_plan, planning_request
 from hetero_mpi.runtime.watchdog import watched
 
@@ -85,54 +83,54 @@ class _Lack:
 
 
 def try_plan(
-    setup: RunSetup, options: TrainOptions, planned: Planned, pending: Pending
+    context: RunContext, options: TrainOptions, planned: Planned, pending: Pending
 ) -> tuple[ClusterProfile, PlanReport]:
     """The profile as steps have corrected it, and the plan that was fastest in them; both as they are where nothing is tried.
     Collective. Raises CollectiveUserError: the plan does not fit, and no other one does.
     """
     profile, report = planned.profile, planned.report
-    kept = _tried_before(setup, options, report)
+    kept = _tried_before(context, options, report)
     if kept is not None:
         report = replace(report, tried_step_s=kept)
-        keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
+        keep(context, pending, "plan.toml", partial(save_plan, report, context.run_dir / "plan.toml"))
         return profile, report
-    afford = _affordable(setup, options, planned)
+    afford = _affordable(context, options, planned)
     if afford.counted == 0:
         return profile, report
     most = f", with another one {units.seconds(afford.most_s)} at most" if afford.most_s < math.inf else ""
     say(f"Trying the plan: about {units.seconds(afford.seconds)}{most if options.plan is None else ''}")
-    trial = _Trial(setup, afford, planned.planning_s, options.plan is not None, pending)
+    trial = _Trial(context, afford, planned.planning_s, options.plan is not None, pending)
     profile, report = trial.best(*trial.fitting(profile, report))
-    keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
-    if options.profile is None and setup.job.profile.path is None:
+    keep(context, pending, "plan.toml", partial(save_plan, report, context.run_dir / "plan.toml"))
+    if options.profile is None and context.job.profile.path is None:
         measured = _of_the_machines(profile)
-        keep(setup, pending, "profile.toml", partial(save_profile, measured, setup.run_dir / "profile.toml"))
+        keep(context, pending, "profile.toml", partial(save_profile, measured, context.run_dir / "profile.toml"))
     return profile, report
 
 
-def _tried_before(setup: RunSetup, options: TrainOptions, report: PlanReport) -> float | None:
+def _tried_before(context: RunContext, options: TrainOptions, report: PlanReport) -> float | None:
     """Seconds of a step of this plan, where the run that goes on has tried it on these ranks. Collective."""
     found: float | None = None
-    if setup.world.rank == 0 and options.resume is not None and setup.job.profile.trial == "auto":
+    if context.world.rank == 0 and options.resume is not None and context.job.profile.trial == "auto":
         try:
-            earlier = load_report(setup.run_dir / "plan.toml")
+            earlier = load_report(context.run_dir / "plan.toml")
             found = earlier.tried_step_s if earlier.plan == report.plan else None
         except UserError:
             found = None
-    return setup.world.broadcast_json(found)
+    return context.world.broadcast_json(found)
 
 
-def _affordable(setup: RunSetup, options: TrainOptions, planned: Planned) -> Allowance:
-    wanted, nothing = setup.job.profile.trial, Allowance(0, 0.0)
-    if wanted is False or setup.job.cluster.emulate is not None:
+def _affordable(context: RunContext, options: TrainOptions, planned: Planned) -> Allowance:
+    wanted, nothing = context.job.profile.trial, Allowance(0, 0.0)
+    if wanted is False or context.job.cluster.emulate is not None:
         return nothing
     if wanted == "auto":
-        if options.dry_run or setup.world.size == 1:
+        if options.dry_run or context.world.size == 1:
             return nothing
         if not planned.own:
             say("The plan is not tried, as its profile is of another machine ([profile] trial = true tries it)")
             return nothing
-    return allowance(planned.report, planned.profile, setup.job.train.steps, wanted is True)
+    return allowance(planned.report, planned.profile, context.job.train.steps, wanted is True)
 
 
 def _of_the_machines(profile: ClusterProfile) -> ClusterProfile:
@@ -145,10 +143,12 @@ class _Trial:
     """Tries plans. All methods are collective. ``planning_s``: what planning took before. ``given``: the user's plan, which is kept
     whatever comes."""
 
-    def __init__(self, setup: RunSetup, afford: Allowance, planning_s: float, given: bool, pending: Pending) -> None:
-        self._setup, self._afford, self._planning_s, self._given = setup, afford, planning_s, given
+    def __init__(
+        self, context: RunContext, afford: Allowance, planning_s: float, given: bool, pending: Pending
+    ) -> None:
+        self._context, self._afford, self._planning_s, self._given = context, afford, planning_s, given
         self._pending = pending
-        self._world, self._ends_s = setup.world, time.perf_counter() + afford.most_s
+        self._world, self._ends_s = context.world, time.perf_counter() + afford.most_s
 
     def fitting(
         self, profile: ClusterProfile, report: PlanReport
@@ -200,11 +200,12 @@ class _Trial:
         return believed, stays(f"another plan was tried and took {_tried(other)}", other=other)
 
     def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
-        """What trying a plan takes, about."""
+        """Seconds that trying a plan takes, about."""
         return trial_s(report, profile, self._afford.counted)
 
     def _in_time(self, what: str, seconds: float) -> bool:
-        """Does ``what``, which takes about so long, end before the time for trials does? Says so where it does not. Collective."""
+        """Whether ``what``, which takes about so long, ends before the time for trials does. Says so where it does not.
+        Collective."""
         left_s = self._ends_s - time.perf_counter()
         fits = bool(self._world.broadcast_json(seconds <= left_s))
         if not fits:
@@ -239,13 +240,13 @@ class _Trial:
         """The same plan with its figures by another profile."""
         from hetero_mpi.planning.decision.planner import complete_plan
 
-        full = complete_plan(report.plan, profile, planning_request(self._setup, profile))
+        full = complete_plan(report.plan, profile, planning_request(self._context, profile))
         return replace(full, tried_step_s=tried_s)
 
     def _planned(self, profile: ClusterProfile, lacking: str = "") -> PlanReport:
         """The planner's plan. Raises CollectiveUserError: none fits; with ``lacking``, what did not."""
         try:
-            return obtain_plan(self._setup, profile, planning_request(self._setup, profile), self._pending)
+            return obtain_plan(self._context, profile, planning_request(self._context, profile), self._pending)
         except CollectiveUserError as error:
             if not lacking:
                 raise
@@ -253,7 +254,7 @@ class _Trial:
 
     def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[MeasuredSteps | None, list[_Lack]]:
         """(what its steps came to, on rank 0; the ranks that it does not fit, on all)."""
-        context = RunContext.of(self._setup, profile)
+        context = replace(self._context, planned_for=profile)
         share = join(context, report)
         steps: list[Together] = []
         lacks: list[_Lack] = []
@@ -304,7 +305,7 @@ def _taken(
     batch = trainer.shared_batch(own, False)
     with members.together("trying the plan, each rank by itself"):
         try:
-            rehearse(trainer, batch)
+            trainer.rehearse(batch)
         except OutOfMemory as error:
             lack = _Lack(trainer.rank, str(error), error.used_bytes)
     if lacks := _lacking(members, lack):
@@ -377,7 +378,7 @@ def _tried(report: PlanReport) -> str:
 
 
 def clearly_faster(one: MeasuredSteps, other: MeasuredSteps) -> bool:
-    """Is a step of ``one`` shorter by more than the steps of both scatter?"""
+    """Whether a step of ``one`` is shorter by more than the steps of both scatter."""
     errors = [_error(steps.steps_s) for steps in (one, other)]
     return math.log(other.step_s / one.step_s) > max(LEAST_GAIN, math.hypot(*errors))
 
@@ -385,4 +386,4 @@ def clearly_faster(one: MeasuredSteps, other: MeasuredSteps) -> bool:
 def _error(steps_s: Sequence[float]) -> float:
     """Standard error of the median of the steps' logarithms; 0 of a single one."""
     logs = [math.log(seconds) for seconds in steps_s]
-    return 1.25 * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+    return median_error(statistics.stdev(logs), len(logs)) if len(logs) > 1 else 0.0

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Buffer, Transport, send_in_order
 from hetero_mpi.device.backend import host_bytes
@@ -34,7 +35,6 @@ from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart, Start, TensorSource
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 
 _WORD, _TENSOR = 1 << 13, (1 << 13) + 1
@@ -161,7 +161,7 @@ class Incoming:
         assert layer == self._missing[0], "layers are loaded in the order that rank 0 knows"
         tensors = {}
         for name, listed in self._listed(names).items():
-            tensors[name] = torch.empty(listed.shape, dtype=getattr(torch, listed.dtype))
+            tensors[name] = torch.empty(listed.shape, dtype=listed.dtype)
         requests = [self._transport.post_receive(0, _TENSOR, host_bytes(tensor)) for tensor in tensors.values()]
         self._say(_GO)
         for request in requests:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hetero_mpi import units
 from hetero_mpi.background import Background
 from hetero_mpi.checkpoint import PIECE_BYTES
 from hetero_mpi.checkpoint.directory import new_version_id
@@ -34,7 +35,6 @@ from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import send_in_order
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.saving import MEMORY_SHARE, BesideTraining, Snapshots, lack_of_memory, size_bytes, views

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hetero_mpi import units
 from hetero_mpi.background import Background
 from hetero_mpi.checkpoint import (
     KINDS,
@@ -49,7 +50,6 @@ from hetero_mpi.comm.transport import receive_in_order, send_in_order
 from hetero_mpi.device.backend import Backend, host_memory
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.schema import CheckpointTable
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.redistribute import LiveState, Parcel, give_parts, parcels
 

@@ -31,8 +31,8 @@ from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.optimizer import learning_rate
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.report.run_files.event_log import START_VARIABLE
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE
 from hetero_mpi.state.redistribute import Parcel, held_as
 from hetero_mpi.state.saving import lack_of_space
 from hetero_mpi.state.training_state import packed

@@ -17,8 +17,8 @@ from hetero_mpi.checkpoint import CheckpointReader, verify
 from hetero_mpi.checkpoint.directory import Part, keep_versions, newest_version, shards_on_disk
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
-from hetero_mpi.report.run_files.event_log import START_VARIABLE
 from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE
 from tests.support.long_run import LongRun, newest_step
 from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.training.test_recovery import outliving_or_skip

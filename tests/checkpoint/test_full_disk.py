@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.report.run_files.event_log import EventLog, append_event
 from hetero_mpi.report.run_files.line_files import keep_until
 from hetero_mpi.report.run_files.logs import LOGGER, setup_logging
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
-from hetero_mpi.report.run_files.run_directory import claim
+from hetero_mpi.report.run_files.run_directory import EventLog, append_event, claim
 from tests.support.long_run import LongRun
 
 

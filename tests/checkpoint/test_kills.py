@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.checkpoint import CheckpointReader, newest_good
-from hetero_mpi.launch.launcher.launcher import build_command
+from hetero_mpi.launch.launcher.command_line import build_command
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics

@@ -17,10 +17,9 @@ import pytest
 from hetero_mpi.comm import mpi_group_exchange
 from hetero_mpi.comm.mpi_group_exchange import GroupExchange, segment_bytes
 from hetero_mpi.comm.mpi_progress import Then
-from hetero_mpi.comm.precise_sleep import Sleeper
 from hetero_mpi.comm.transport import Exchange, Group, Part, Transport
-from hetero_mpi.emulation.emulated_links import EmulatedTransport
-from hetero_mpi.emulation.emulated_nics import Nics
+from hetero_mpi.emulation.paced_stage import Sleeper
+from hetero_mpi.emulation.paced_transport import LinkTimes, MessageTimes, Nics, PacedTransport
 from tests.support.exchange_cases import SUM_CASES, bytes_of
 from tests.support.loopback import LoopbackNetwork
 from tests.support.message_cases import CASES, HELD_CASES, PIECE_CASES
@@ -79,24 +78,23 @@ def test_sums_between_threads(case: Callable[..., None]) -> None:
     between_threads(LoopbackNetwork(3).transports, partial(case, size=3))
 
 
+def paced(end: Transport, rank: int, delay_s: float, exchange_s: float, nics: Nics | None = None) -> PacedTransport:
+    """``end`` whose messages and exchanges all take so long."""
+    line = MessageTimes(lambda *_: delay_s, nics)
+    times = LinkTimes(lambda tag: line, lambda number, sums: exchange_s, nics)
+    return PacedTransport(end, rank, times, [0.0] * 4, Sleeper(False))
+
+
 @pytest.mark.parametrize("case", [SUM_CASES["sums_in_the_order_of_ranks"], SUM_CASES["groups_and_messages_interleave"]])
 def test_sums_of_an_emulated_cluster(case: Callable[..., None]) -> None:
-    sleeper = Sleeper(False)
-    ends = LoopbackNetwork(3).transports
-    held = [
-        EmulatedTransport(end, rank, lambda *_: 1e-3, None, [0.0] * 3, sleeper, lambda sums: 1e-3)
-        for rank, end in enumerate(ends)
-    ]
+    held = [paced(end, rank, 1e-3, 1e-3) for rank, end in enumerate(LoopbackNetwork(3).transports)]
     between_threads(held, partial(case, size=3))
 
 
 def test_a_sum_of_an_emulated_cluster_lasts_from_its_last_member_s_start() -> None:
     """Two sums at once: the second waits for the first, and neither begins before the member that comes late."""
     starts, ends, exchange_s, late_s = [0.0] * 3, [0.0] * 3, 0.05, 0.1
-    held = [
-        EmulatedTransport(end, rank, lambda *_: 0.0, None, [0.0] * 3, Sleeper(False), lambda sums: exchange_s)
-        for rank, end in enumerate(LoopbackNetwork(3).transports)
-    ]
+    held = [paced(end, rank, 0.0, exchange_s) for rank, end in enumerate(LoopbackNetwork(3).transports)]
 
     def case(make: Callable[[], Transport], rank: int) -> None:
         transport = make()
@@ -122,15 +120,7 @@ def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path
     begin = time.perf_counter()
     Nics.create(str(tmp_path / "cards"), "aabb").reserve(0, 2, begin, taken_s)
     held = [
-        EmulatedTransport(
-            end,
-            rank,
-            lambda *_: 0.0,
-            Nics.create(str(tmp_path / "cards"), "aabb"),
-            [0.0] * 4,
-            Sleeper(False),
-            lambda sums: exchange_s,
-        )
+        paced(end, rank, 0.0, exchange_s, Nics.create(str(tmp_path / "cards"), "aabb"))
         for rank, end in enumerate(LoopbackNetwork(4).transports)
     ]
 

@@ -37,6 +37,7 @@ from hetero_mpi.model.tuning import nothing_trained
 from hetero_mpi.runtime.generate.writer import Spelling, Task, TextChanges, Writer
 from tests.support.family_configs import VOCABULARY, tiny_keys
 from tests.support.loopback import LoopbackNetwork
+from tests.support.stages import stage_of
 from tests.support.training_cases import Case, corpus, model_directory, tokenizer_directory
 
 
@@ -123,7 +124,7 @@ def test_decoding_leaves_a_stage_in_training_as_it_was(tmp_path: Path) -> None:
 
     def losses(sample: bool) -> tuple[list[float], torch.Tensor]:
         chain = TransformersChain(read_config(ModelFiles(path).config))
-        stage = Stage(
+        stage = stage_of(
             chain,
             0,
             chain.layer_count,
@@ -154,7 +155,7 @@ def stages_of(path: Path, cuts: tuple[int, ...]) -> list[Stage]:
     edges = [0, *cuts, chain.layer_count]
     backend = open_backend("cpu", 0)
     return [
-        Stage(chain, first, last, backend, "fp32", FileStart(ModelFiles(path), chain), tuning=nothing_trained())
+        stage_of(chain, first, last, backend, "fp32", FileStart(ModelFiles(path), chain), tuning=nothing_trained())
         for first, last in pairwise(edges)
     ]
 

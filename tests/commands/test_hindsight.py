@@ -13,7 +13,7 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.commands import runs as hindsight
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.types.plan_report import Alone
+from hetero_mpi.planning.types.plan import Alone
 from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.comparison import job_differences, loss_after, worth_adding
 from hetero_mpi.report.past_run import read_run

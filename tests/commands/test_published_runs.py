@@ -19,7 +19,7 @@ import published_streaming as streaming  # noqa: E402
 from hetero_mpi.planning.dry_run import validate  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
-from hetero_mpi.planning.types.network import Network  # noqa: E402
+from hetero_mpi.planning.types.request import Network  # noqa: E402
 from tests.support.planning_samples import make_model, make_plan_of, make_profile  # noqa: E402
 
 

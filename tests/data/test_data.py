@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hetero_mpi.data.batch import IGNORED, Batch
-from hetero_mpi.data.documents import Corpus, read_documents
-from hetero_mpi.data.order import batch_indices
-from hetero_mpi.data.sequences import Dataset, build_sequences, unigram_entropy
+from hetero_mpi.data.batch import IGNORED, Batch, batch_indices
+from hetero_mpi.data.dataset import Dataset, SequenceSettings
+from hetero_mpi.data.text_sequences import Corpus, build_sequences, read_documents
 from hetero_mpi.data.tokenizer import (
     END_TOKEN,
     check_vocabulary,
@@ -55,27 +54,48 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def whole(corpus: Corpus) -> list[str]:
+    """The documents."""
+    found, begun = list[str](), ""
+    for text, ends in corpus.blocks():
+        begun += text
+        if ends:
+            found, begun = [*found, begun], ""
+    return found
+
+
+def built(
+    documents: Corpus | list[str],
+    tokenizer: PreTrainedTokenizerFast,
+    length: int,
+    packing: bool,
+    held_out: float,
+    seed: int,
+) -> Dataset:
+    return build_sequences(documents, tokenizer, SequenceSettings(length, packing, held_out, seed))
+
+
 # Documents
 
 
 def test_documents_are_sorted_once_each_and_the_rest_is_reported(corpus: Path) -> None:
     found = read_documents([f"{corpus}/sub/*", f"{corpus}/*.txt", f"{corpus}/**"])
-    assert list(found) == ["zoë", "two\n\nlines\x0chere\r\n", "below"]
+    assert whole(found) == ["zoë", "two\n\nlines\x0chere\r\n", "below"]
     assert (found.report.files, found.report.documents, found.report.bytes) == (3, 3, 7 + 17 + 5)
     assert {path.name: reason for path, reason in found.report.skipped.items()} == {
         "empty.txt": "is empty",
         "latin.txt": "is not UTF-8 (byte 2)",
     }
-    assert list(found) == list(found), "a corpus can be read again"
+    assert whole(found) == whole(found), "a corpus can be read again"
     assert found.report.lines()[1].startswith("2 files skipped, such as ")
 
 
 def test_lines_are_documents(corpus: Path) -> None:
-    assert list(read_documents([f"{corpus}/b.txt"], "line")) == ["two", "lines\x0chere"]
+    assert whole(read_documents([f"{corpus}/b.txt"], "line")) == ["two", "lines\x0chere"]
 
 
 def test_a_pattern_may_take_files_away(corpus: Path) -> None:
-    assert list(read_documents([f"{corpus}/**", f"!{corpus}/sub/**", f"!{corpus}/b*"])) == ["zoë"]
+    assert whole(read_documents([f"{corpus}/**", f"!{corpus}/sub/**", f"!{corpus}/b*"])) == ["zoë"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +107,7 @@ def test_max_bytes_cuts_between_characters(
 ) -> None:
     patterns = [f"{corpus}/a.txt", f"{corpus}/b.txt"]
     found = read_documents(patterns, max_bytes=max_bytes)
-    assert list(found) == (texts or list(read_documents(patterns)))
+    assert whole(found) == (texts or whole(read_documents(patterns)))
     assert found.report.truncated is truncated
     assert found.report.bytes <= max_bytes
 
@@ -100,7 +120,7 @@ def test_no_text_is_an_error_that_names_the_patterns(corpus: Path) -> None:
     with pytest.raises(
         UserError, match=r"matched 2 file\(s\) without any \(.*empty.txt: is empty; .*latin.txt: is not"
     ):
-        list(read_documents([f"{corpus}/empty.txt", f"{corpus}/latin.txt"]))
+        whole(read_documents([f"{corpus}/empty.txt", f"{corpus}/latin.txt"]))
 
 
 # Tokenizers
@@ -117,10 +137,10 @@ def test_byte_level_bpe_loses_nothing(tokenizer: PreTrainedTokenizerFast) -> Non
 def test_training_is_deterministic_across_processes_and_threads() -> None:
     program = (
         "import sysconfig, hashlib\n"
-        "from hetero_mpi.data.documents import read_documents\n"
+        "from hetero_mpi.data.text_sequences import read_documents\n"
         "from hetero_mpi.data.tokenizer import train_bpe\n"
-        "texts = read_documents([sysconfig.get_path('stdlib') + '/*.py'], max_bytes=1_000_000)\n"
-        "text = train_bpe(texts, 1000).backend_tokenizer.to_str()\n"
+        "corpus = read_documents([sysconfig.get_path('stdlib') + '/*.py'], max_bytes=1_000_000)\n"
+        "text = train_bpe((text for text, _ in corpus.blocks()), 1000).backend_tokenizer.to_str()\n"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
     digests = {
@@ -174,7 +194,7 @@ def stream_of(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 def test_packing_loses_no_token(tokenizer: PreTrainedTokenizerFast) -> None:
     """Tokens a b c d e f g, T = 2 ->  tokens  [a b] [c d] [e f],  targets [b c] [d e] [f g]."""
-    dataset = build_sequences(TEXTS, tokenizer, 16, packing=True, held_out=0.1, seed=3)
+    dataset = built(TEXTS, tokenizer, 16, packing=True, held_out=0.1, seed=3)
     stream = stream_of(tokenizer)
     count = (len(stream) - 1) // 16
     assert dataset.tokens.shape == dataset.targets.shape == (count, 16)
@@ -190,17 +210,17 @@ def test_a_sequence_needs_one_token_more_than_its_length(
     """a b <end> q x z <end>: 7 tokens."""
     texts = ["ab", "qxz"]
     if count:
-        assert len(build_sequences(texts, tokenizer, length, True, 0.0, 0).tokens) == count
+        assert len(built(texts, tokenizer, length, True, 0.0, 0).tokens) == count
     else:
         with pytest.raises(UserError, match="it gives 0, from 7 tokens in 2 documents"):
-            build_sequences(texts, tokenizer, length, True, 0.0, 0)
+            built(texts, tokenizer, length, True, 0.0, 0)
 
 
 def test_padding_teaches_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     texts = ["", "a", "ab", "abcd", "abcdqxzj"]
     ids = {text: tokenizer(text)["input_ids"] for text in texts}
     assert [len(ids[text]) for text in texts] == [0, 1, 2, 4, 8], "letters that no merge joins"
-    dataset = build_sequences(texts, tokenizer, 4, packing=False, held_out=0.0, seed=0)
+    dataset = built(texts, tokenizer, 4, packing=False, held_out=0.0, seed=0)
     end, (a, b, c, d, e, *_) = tokenizer.eos_token_id, ids["abcdqxzj"]
     assert dataset.tokens.tolist() == [[a, b, end, end], [a, b, c, d], [a, b, c, d]]
     assert dataset.targets.tolist() == [[b, end, IGNORED, IGNORED], [b, c, d, end], [b, c, d, e]]
@@ -211,13 +231,13 @@ def test_padding_teaches_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_positions_tell_texts_from_padding(tokenizer: PreTrainedTokenizerFast) -> None:
-    dataset = build_sequences(["one two", "a b c d e f g h i j k"], tokenizer, 12, False, 0.0, 1)
+    dataset = built(["one two", "a b c d e f g h i j k"], tokenizer, 12, False, 0.0, 1)
     placed = dataset.placed()
     assert dataset.positions is None and placed.positions is not None and dataset.padded
     for row, targets in zip(placed.positions, dataset.targets, strict=True):
         length = int(np.flatnonzero(targets != IGNORED)[-1]) + 1
         assert row.tolist() == [*range(length), *range(len(row) - length)]
-    packed = build_sequences(["one two three"] * 20, tokenizer, 12, True, 0.0, 1)
+    packed = built(["one two three"] * 20, tokenizer, 12, True, 0.0, 1)
     assert packed.placed() is packed and placed.placed() is placed, (
         "without padding, or with positions, nothing is to be told"
     )
@@ -225,15 +245,15 @@ def test_positions_tell_texts_from_padding(tokenizer: PreTrainedTokenizerFast) -
 
 def test_a_tokenizer_that_cuts_and_pads_by_itself_is_not_obeyed(tokenizer: PreTrainedTokenizerFast) -> None:
     cutting = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token=END_TOKEN)
-    plain = build_sequences(TEXTS, tokenizer, 16, packing=True, held_out=0.1, seed=3)
+    plain = built(TEXTS, tokenizer, 16, packing=True, held_out=0.1, seed=3)
     cutting.backend_tokenizer.enable_truncation(5)
     cutting.backend_tokenizer.enable_padding(length=500)
-    assert build_sequences(TEXTS, cutting, 16, packing=True, held_out=0.1, seed=3).fingerprint() == plain.fingerprint()
+    assert built(TEXTS, cutting, 16, packing=True, held_out=0.1, seed=3).fingerprint() == plain.fingerprint()
 
 
 def test_the_held_out_share(tokenizer: PreTrainedTokenizerFast) -> None:
     def build(held_out: float, seed: int) -> Dataset:
-        return build_sequences(TEXTS, tokenizer, 16, packing=True, held_out=held_out, seed=seed)
+        return built(TEXTS, tokenizer, 16, packing=True, held_out=held_out, seed=seed)
 
     first, again, other = build(0.1, 3), build(0.1, 3), build(0.1, 4)
     count = len(first.tokens)
@@ -265,28 +285,30 @@ def test_too_little_text(
     tokenizer: PreTrainedTokenizerFast, packing: bool, length: int, held_out: float, expected: str
 ) -> None:
     with pytest.raises(UserError, match=expected):
-        build_sequences(TEXTS, tokenizer, length, packing, held_out, seed=0)
+        built(TEXTS, tokenizer, length, packing, held_out, seed=0)
 
 
 def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(UserError, match="this tokenizer has none"):
-        build_sequences(TEXTS, endless, 16, packing=True, held_out=0.1, seed=0)
+        built(TEXTS, endless, 16, packing=True, held_out=0.1, seed=0)
 
 
 def test_unigram_entropy() -> None:
-    assert unigram_entropy([np.array([[1, 1, 7, IGNORED], [7, 9, 9, IGNORED]], dtype=np.int32)]) == pytest.approx(
+    targets = np.array([[1, 1, 7, IGNORED], [7, 9, 9, IGNORED], [5, 5, 5, 5]], dtype=np.int32)
+    rows = np.arange(3)
+    assert Dataset(targets, targets, train=rows[:2], held_out=rows[2:], seed=0).unigram_entropy() == pytest.approx(
         np.log(3)
     )
-    assert unigram_entropy([np.array([[4, 4]], dtype=np.int32)]) == 0.0
+    assert Dataset(targets, targets, train=rows[2:], held_out=rows[:2], seed=0).unigram_entropy() == 0.0
 
 
 def test_from_files_to_batches(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     for number, text in enumerate(TEXTS):
         (corpus / f"{number:03}.py").write_text(text, encoding="utf-8")
     found: Corpus = read_documents([f"{corpus}/*.py"])
-    from_files = build_sequences(found, tokenizer, 16, packing=True, held_out=0.1, seed=3)
-    assert from_files.fingerprint() == build_sequences(TEXTS, tokenizer, 16, True, 0.1, 3).fingerprint()
+    from_files = built(found, tokenizer, 16, packing=True, held_out=0.1, seed=3)
+    assert from_files.fingerprint() == built(TEXTS, tokenizer, 16, True, 0.1, 3).fingerprint()
     batch = from_files.batch(step=2, global_batch=5)
     chosen = from_files.train[batch_indices(2, 5, len(from_files.train), 3)]
     assert batch.tokens.tolist() == from_files.tokens[chosen].tolist()
@@ -364,16 +386,16 @@ def test_a_document_begins_as_the_tokenizer_begins_texts() -> None:
     tokenizer, texts = train_bpe(["Grass is green", "Say hello"], 300), ["Grass is", "<s>Say hello"]
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    bare = build_sequences(texts[:1], tokenizer, 2, True, 0.0, 0)
+    bare = built(texts[:1], tokenizer, 2, True, 0.0, 0)
     assert begin not in bare.tokens
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         "<s> $A", special_tokens=[("<s>", begin)]
     )
     grass, hello = tokenizer("Grass is")["input_ids"], tokenizer("Say hello")["input_ids"]
     assert grass[0] == hello[0] == begin and begin not in [*grass[1:], *hello[1:]]
-    packed = build_sequences(texts, tokenizer, len(grass) + len(hello) + 1, True, 0.0, 0)
+    packed = built(texts, tokenizer, len(grass) + len(hello) + 1, True, 0.0, 0)
     assert packed.tokens.tolist() == [[*grass, end, *hello]]
-    padded = build_sequences(texts, tokenizer, 20, False, 0.0, 0)
+    padded = built(texts, tokenizer, 20, False, 0.0, 0)
     for row, ids in zip(padded.tokens.tolist(), (grass, hello), strict=True):
         assert row[: len(ids)] == ids
     assert [int((row != IGNORED).sum()) for row in padded.targets] == [len(grass), len(hello)]
@@ -391,4 +413,4 @@ def test_a_document_begins_as_the_tokenizer_begins_texts() -> None:
 def test_a_file_that_is_no_text_is_named_by_what_it_is(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(UserError, match=f"a.txt: {expected}"):
-        list(read_documents([f"{tmp_path}/*"]))
+        whole(read_documents([f"{tmp_path}/*"]))

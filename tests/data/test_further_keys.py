@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.data.records import ChatMessage, Records, read_records
+from hetero_mpi.data.messages import ChatMessage
+from hetero_mpi.data.records import Records, read_records
 from hetero_mpi.errors import UserError
 from tests.data.test_tools import answer, call, user
 

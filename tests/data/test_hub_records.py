@@ -14,8 +14,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from hetero_mpi.data.documents import matching_files
 from hetero_mpi.data.records import read_records
+from hetero_mpi.data.source_files import matching_files
 from hetero_mpi.errors import UserError
 from tests.model.test_cache import answer
 

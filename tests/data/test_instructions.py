@@ -16,10 +16,11 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hetero_mpi.data.batch import IGNORED
-from hetero_mpi.data.instructions import build_record_sequences, pack
-from hetero_mpi.data.records import ChatMessage, Record, read_records
-from hetero_mpi.data.sequences import Dataset
-from hetero_mpi.data.template import choose_form, plain_texts, render_prompt, tokenize_records
+from hetero_mpi.data.chat_template import choose_form, plain_texts, render_prompt, tokenize_records
+from hetero_mpi.data.dataset import Dataset, SequenceSettings
+from hetero_mpi.data.messages import ChatMessage
+from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences, pack
+from hetero_mpi.data.records import Record, read_records
 from hetero_mpi.data.tokenizer import END_TOKEN, save_tokenizer, train_bpe
 from hetero_mpi.errors import UserError
 
@@ -49,10 +50,16 @@ CHAT = record("s: Be brief", "u: Hi", "a: Hello you", "u: Why", "a: So it is")
 RECORDS = (ALPACA, COMPLETION, CHAT)
 
 
+CUT = ("packing", "held_out", "seed")
+
+
 def build(tokenizer: PreTrainedTokenizerFast, template: str, length: int, *records: Record, **keys: object) -> Dataset:
     form = choose_form(tokenizer, template, records)  # type: ignore[arg-type]
-    values = {"packing": False, "held_out": 0.0, "seed": 0, **keys}
-    return build_record_sequences([("data.records", records)], tokenizer, form, length, **values)  # type: ignore[arg-type]
+    cut = {"packing": False, "held_out": 0.0, "seed": 0} | {key: keys[key] for key in keys.keys() & CUT}
+    settings = SequenceSettings(length, **cut)  # type: ignore[arg-type]
+    own = {key: value for key, value in keys.items() if key not in (*CUT, "evaluation")}
+    sequences = RecordSequences(tokenizer, form, settings, **own)  # type: ignore[arg-type]
+    return build_record_sequences([("data.records", records)], sequences, keys.get("evaluation"))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

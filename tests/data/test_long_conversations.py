@@ -14,10 +14,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from hetero_mpi.data import answers
 from hetero_mpi.data.answers import Printer, Rendered, rendered
-from hetero_mpi.data.marks import marks_of
+from hetero_mpi.data.chat_template import choose_form, marks_of
+from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.record_files import BadRecord
-from hetero_mpi.data.records import ChatMessage
-from hetero_mpi.data.template import choose_form
 from hetero_mpi.data.tokenizer import own_tokens_only, train_bpe
 from tests.data import test_marks, test_masks, test_tools
 from tests.data.test_masks import CHATML, Format, tokenizer_of

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.chat_template import choose_form, tokenize_records
 from hetero_mpi.data.records import Record
-from hetero_mpi.data.template import choose_form, tokenize_records
 from hetero_mpi.errors import UserError
 from tests.data.test_masks import FORMATS, Format, record, tokenizer_of
 from tests.data.test_tools import answer, call, gave, records_of, user

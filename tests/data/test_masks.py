@@ -13,8 +13,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.records import ChatMessage, Record
-from hetero_mpi.data.template import PLAIN_FORM, choose_form, tokenize_records
+from hetero_mpi.data.chat_template import PLAIN_FORM, choose_form, tokenize_records
+from hetero_mpi.data.messages import ChatMessage
+from hetero_mpi.data.records import Record
 
 
 @dataclass(frozen=True)

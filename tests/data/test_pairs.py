@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.batch import IGNORED
-from hetero_mpi.data.instructions import build_record_sequences
+from hetero_mpi.data.chat_template import choose_form
+from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.record_files import BadRecord, BadRecords
+from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
 from hetero_mpi.data.records import read_records
-from hetero_mpi.data.sequences import Dataset
-from hetero_mpi.data.template import choose_form
 from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.engine.placement import training_share
 from hetero_mpi.errors import UserError
@@ -127,8 +127,9 @@ def built(
 ) -> Dataset:
     records = read(tmp_path, *values)
     form = choose_form(tokenizer, "plain", records)
+    settings = SequenceSettings(length, packing, 0.0, 0)
     return build_record_sequences(
-        [("data.records", records)], tokenizer, form, length, packing, 0.0, 0, preference=True
+        [("data.records", records)], RecordSequences(tokenizer, form, settings, preference=True)
     )
 
 

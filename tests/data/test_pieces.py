@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from hetero_mpi.data import pieces
-from hetero_mpi.data.pieces import ids_of, pieces_of
+from hetero_mpi.data import text_sequences
+from hetero_mpi.data.text_sequences import ids_of, pieces_of
 from hetero_mpi.data.tokenizer import bpe_split, encoded, train_bpe
 
 WORDS = [
@@ -132,7 +132,7 @@ def blocks(text: str, size: int = 777) -> Iterator[tuple[str, bool]]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 2000)
+    monkeypatch.setattr(text_sequences, "PIECE", 2000)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

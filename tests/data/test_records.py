@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.data.records import ChatMessage, read_records
-from hetero_mpi.data.template import render_prompt
+from hetero_mpi.data.chat_template import render_prompt
+from hetero_mpi.data.messages import ChatMessage
+from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, load_job
-from hetero_mpi.runtime.setup.material import prepare, prompt_template
+from hetero_mpi.runtime.setup.data_setup import prepare, prompt_template
 from tests.support.family_configs import tiny_keys
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -270,6 +271,14 @@ def test_evaluation_files_take_the_place_of_the_held_out_share(workshop: Path) -
     (batch,) = material.dataset.held_out_batches(9)
     assert material.tokenizer.decode(batch.tokens.ravel()) in "Hello hello"
     assert 2 not in material.dataset.held_out and len(batch.tokens) == 1
+
+
+def test_text_files_that_give_nothing_are_told(workshop: Path) -> None:
+    (workshop / "empty.txt").write_text("")
+    text = ["data.records=", "data.text=['*.txt']", "data.sequence_length=2", "data.packing=true", "data.held_out=0"]
+    notes = prepare(job(workshop, *text)).notes
+    assert "corpus: 1 documents from 1 files, 0.0 MB of text" in notes
+    assert f"corpus: 1 files skipped, such as {workshop}/empty.txt: is empty" in notes
 
 
 def test_records_are_packed_only_where_they_can_be_isolated(workshop: Path) -> None:

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data import rendering
+from hetero_mpi.data import template_process
+from hetero_mpi.data.chat_template import choose_form, render_prompt, tokenize_records
 from hetero_mpi.data.record_files import BadRecords
-from hetero_mpi.data.rendering import LIMIT_S
-from hetero_mpi.data.template import choose_form, render_prompt, tokenize_records
+from hetero_mpi.data.template_process import LIMIT_S
 from hetero_mpi.errors import UserError
 from tests.data import test_masks, test_tools
 from tests.data.test_masks import FORMATS, record, tokenizer_of
@@ -75,7 +75,7 @@ def test_the_text_is_that_of_apply_chat_template() -> None:
         tokenizer = with_template(wanted.template)
         tokenizer.add_special_tokens({"eos_token": wanted.end, **({"bos_token": wanted.begin} if wanted.begin else {})})
         printer = choose_form(tokenizer, "chat").printer(tokenizer)
-        asked = rendering.rendered_prompt(printer, False, messages[:1])
+        asked = template_process.rendered_prompt(printer, False, messages[:1])
         assert asked == tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False), name
         for tools in (None, test_tools.TOOLS):
             assert printer.text(messages, tools)[0] == tokenizer.apply_chat_template(
@@ -84,7 +84,9 @@ def test_the_text_is_that_of_apply_chat_template() -> None:
 
 
 def child() -> psutil.Process:
-    (found,) = [one for one in psutil.Process().children() if "hetero_mpi.data.rendering" in " ".join(one.cmdline())]
+    (found,) = [
+        one for one in psutil.Process().children() if "hetero_mpi.data.template_process" in " ".join(one.cmdline())
+    ]
     return found
 
 
@@ -102,10 +104,11 @@ def test_the_process_that_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> N
 
 IDLE = """
 import sys, time
-from hetero_mpi.data import rendering
+from hetero_mpi.data import template_process
 from hetero_mpi.data.answers import Printer
 printer = Printer("{{ messages[0].content }}", None, {})
-print(rendering.rendered_prompt(printer, False, [{"role": "user", "content": "a"}]), rendering._PROCESS._process.pid, flush=True)
+said = template_process.rendered_prompt(printer, False, [{"role": "user", "content": "a"}])
+print(said, template_process._PROCESS._process.pid, flush=True)
 time.sleep(100)
 """
 
@@ -125,7 +128,7 @@ def test_nothing_is_left_when_the_caller_is_killed() -> None:
 
 
 def test_a_process_that_is_not_asked_ends() -> None:
-    program = "from hetero_mpi.data import rendering; rendering.IDLE_S = 0.1; rendering._main()"
+    program = "from hetero_mpi.data import template_process; template_process.IDLE_S = 0.1; template_process._main()"
     done = subprocess.run(
         [sys.executable, "-c", program], stdin=os.open(os.devnull, os.O_RDONLY), timeout=60, capture_output=True
     )

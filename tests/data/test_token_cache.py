@@ -12,12 +12,12 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.data import token_cache
-from hetero_mpi.data.mapped import mapped, parts_of_rows
+from hetero_mpi.data.dataset import mapped, parts_of_rows
 from hetero_mpi.data.token_cache import entry, marks_of
 from hetero_mpi.disk import cache_folder
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
-from hetero_mpi.runtime.setup.material import Material, prepare
+from hetero_mpi.runtime.setup.data_setup import Material, prepare
 
 MODEL = """
 [model.config]
@@ -62,7 +62,7 @@ def test_a_second_start_has_the_same_data_and_reads_nothing(
     first, there = prepared(job, text)
     assert not there
     for name in ("train_bpe", "build_sequences", "build_record_sequences", "read_records"):
-        monkeypatch.setattr(f"hetero_mpi.runtime.setup.material.{name}", None)
+        monkeypatch.setattr(f"hetero_mpi.runtime.setup.data_setup.{name}", None)
     second, there = prepared(job, text)
     assert there
     for material in (first, second):
@@ -180,7 +180,7 @@ def test_the_command_shows_and_empties_it(job: Path, capsys: pytest.CaptureFixtu
 
 
 def test_parts_of_a_mapped_array_are_the_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_mpi.data.mapped._PART_BYTES", 100)
+    monkeypatch.setattr("hetero_mpi.data.dataset._PART_BYTES", 100)
     values = np.arange(300, dtype=np.int32).reshape(60, 5)
     np.save(tmp_path / "a.npy", values)
     parts = list(parts_of_rows(mapped(tmp_path / "a.npy")))

@@ -16,9 +16,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.batch import IGNORED
-from hetero_mpi.data.instructions import build_record_sequences
+from hetero_mpi.data.chat_template import Tokenized, choose_form, tokenize_records
+from hetero_mpi.data.dataset import SequenceSettings
+from hetero_mpi.data.record_sequences import RecordSequences
 from hetero_mpi.data.records import Record, read_records
-from hetero_mpi.data.template import Tokenized, choose_form, tokenize_records
 from hetero_mpi.errors import UserError
 from tests.data.test_masks import CHATML, Format, tokenizer_of
 from tests.data.test_masks import FORMATS as MASKS
@@ -217,9 +218,9 @@ def test_answers_that_are_not_learnt_are_not_learnt_with_the_prompts(tmp_path: P
     tokenizer, _ = tokenized("chatml", record)
     form = choose_form(tokenizer, "chat")
     targets = [
-        build_record_sequences(
-            [("data.records", [record])], tokenizer, form, 60, False, 0.0, 0, train_on_prompt
-        ).targets[0]
+        RecordSequences(tokenizer, form, SequenceSettings(60, False, 0.0, 0), train_on_prompt)
+        .rows([record], "data.records")
+        .targets[0]
         for train_on_prompt in (False, True)
     ]
     learnt = [tokenizer.decode(some[some != IGNORED]) for some in targets]

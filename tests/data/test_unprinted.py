@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hetero_mpi.data.chat_template import choose_form, tokenize_records
 from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.records import Record
-from hetero_mpi.data.template import choose_form, tokenize_records
 from hetero_mpi.errors import UserError
 from tests.data.test_masks import FORMATS, record, tokenizer_of
 from tests.data.test_tools import FORMATS as TOOL_FORMATS

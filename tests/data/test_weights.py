@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_mpi.data.order import batch_indices, parts_of
-from hetero_mpi.data.sequences import Dataset
+from hetero_mpi.data.batch import batch_indices, parts_of
+from hetero_mpi.data.dataset import Dataset
 from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
-from hetero_mpi.runtime.setup.material import prepare
+from hetero_mpi.runtime.setup.data_setup import prepare
 
 JOB = """\
 [model.config]

@@ -16,7 +16,7 @@ def openmp(**given: str) -> dict[str, str]:
     """What OpenMP says of itself in a program of the package."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     done = subprocess.run(
-        [sys.executable, "-m", "hetero_mpi.device.look"],
+        [sys.executable, "-m", "hetero_mpi.device.device_probe"],
         env={**environment, **given, "OMP_DISPLAY_ENV": "VERBOSE"},
         capture_output=True,
         text=True,

@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hetero_mpi.checkpoint import CheckpointWriter, newest_good
-from hetero_mpi.data.documents import read_documents
 from hetero_mpi.data.records import read_records
+from hetero_mpi.data.text_sequences import read_documents
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.files.model_files import ModelFiles
@@ -35,8 +35,8 @@ from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan_file, load_profile, save_plan, save_profile
 from hetero_mpi.report.checkpoints import checkpoint_lines
-from hetero_mpi.report.inspection import inspection_lines
-from hetero_mpi.report.tables import plan_lines
+from hetero_mpi.report.plan_text import plan_lines
+from hetero_mpi.report.profile_text import inspection_lines
 from tests.support.checkpoint_samples import told
 from tests.support.planning_samples import SEQUENCE, make_profile
 
@@ -54,7 +54,7 @@ ODD: list[Any] = [
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchmarkSpec:
     """A kind of file."""
 
     name: str
@@ -184,42 +184,42 @@ def json_lines(values: Any) -> bytes:
 
 
 SUBJECTS = {
-    "job": Subject(
+    "job": BenchmarkSpec(
         "job.toml",
         lambda _: (ROOT / "jobs" / "lora_nf4.toml").read_bytes(),
         look_at_job,
         toml_values,
         toml_bytes,
     ),
-    "reference": Subject(
+    "reference": BenchmarkSpec(
         "job.toml",
         lambda _: (ROOT / "jobs" / "quickstart.toml").read_bytes(),
         look_at_job,
         toml_values,
         toml_bytes,
     ),
-    "override": Subject("set", lambda _: b"train.learning_rate=1e-3", look_at_override),
-    "plan": Subject("plan.toml", make_plan_file, look_at_plan, toml_values, toml_bytes),
-    "profile": Subject("profile.toml", make_profile_file, look_at_profile, toml_values, toml_bytes),
-    "checkpoint": Subject("step-00000003.h5", make_checkpoint, look_at_checkpoint),
-    "safetensors": Subject(
+    "override": BenchmarkSpec("set", lambda _: b"train.learning_rate=1e-3", look_at_override),
+    "plan": BenchmarkSpec("plan.toml", make_plan_file, look_at_plan, toml_values, toml_bytes),
+    "profile": BenchmarkSpec("profile.toml", make_profile_file, look_at_profile, toml_values, toml_bytes),
+    "checkpoint": BenchmarkSpec("step-00000003.h5", make_checkpoint, look_at_checkpoint),
+    "safetensors": BenchmarkSpec(
         "model.safetensors",
         lambda _: make_safetensors(HEADER),
         look_at_model,
         safetensors_values,
         make_safetensors,
     ),
-    "records": Subject(
+    "records": BenchmarkSpec(
         "records.jsonl",
         lambda _: json_lines(RECORDS),
         lambda path: read_records([str(path)]),
         lambda content: [json.loads(line) for line in content.splitlines()],
         json_lines,
     ),
-    "text": Subject(
+    "text": BenchmarkSpec(
         "corpus.txt",
         lambda _: "Straße, naïve, 日本\n".encode() * 5,
-        lambda path: list(read_documents([str(path)], "line")),
+        lambda path: list(read_documents([str(path)], "line").blocks()),
     ),
 }
 

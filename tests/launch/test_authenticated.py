@@ -13,84 +13,48 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.launch.hosts.authenticated import AuthenticatedLines, NotAuthentic
+from hetero_mpi.launch.hosts.agent import PROGRAM
 from hetero_mpi.launch.hosts.hostfile import HostEntry
-from hetero_mpi.launch.supervisor import host_agent
-from hetero_mpi.launch.supervisor.heartbeat_server import HeartbeatServer
-from hetero_mpi.launch.supervisor.host_agent import AgentOrders, HostAgent, as_line
+from hetero_mpi.launch.supervisor import host_reports
+from hetero_mpi.launch.supervisor.host_reports import HostReports, NotAuthentic, seal, unseal
+from hetero_mpi.launch.supervisor.watched_hosts import WatchedHosts
 from tests.support.mpi import ROOT
 
 TOKEN = "0123456789abcdef"
 
 
-def both_ends(tokens: tuple[str, str] = (TOKEN, TOKEN)) -> tuple[AuthenticatedLines, AuthenticatedLines]:
-    """(caller, listener), connected."""
-    here, there = socket.socketpair()
-    ends: list[AuthenticatedLines] = []
-    for end in (here, there):
-        end.settimeout(5.0)
-    thread = threading.Thread(target=lambda: ends.append(AuthenticatedLines(there, tokens[1], "listener")))
-    thread.start()
-    caller = AuthenticatedLines(here, tokens[0], "caller")
-    thread.join()
-    return caller, ends[0]
-
-
-def test_lines_pass_in_order_both_ways() -> None:
-    caller, listener = both_ends()
-    for number in range(3):
-        caller.write({"number": number, "text": "ä\n"})
-        assert listener.read() == {"number": number, "text": "ä\n"}
-        listener.write(None)
-        assert caller.read() is None
-
-
-@pytest.mark.parametrize("tokens", [("wrong", TOKEN), (TOKEN, "wrong")])
-def test_an_end_without_the_token_is_not_believed(tokens: tuple[str, str]) -> None:
-    caller, listener = both_ends(tokens)
-    for sender, reader in ((caller, listener), (listener, caller)):
-        sender.write("sweep")
-        with pytest.raises(NotAuthentic):
-            reader.read()
+def test_a_value_passes_in_a_sealed_line() -> None:
+    value = {"number": 3, "text": "ä\n"}
+    assert unseal(TOKEN, "caller", seal(TOKEN, "caller", value)) == value
 
 
 @pytest.mark.parametrize(
     "tampered",
     [
         lambda line: line.replace(b"17", b"18"),
-        lambda line: line + line,  # the second is a repetition
+        lambda line: line + line,
         lambda line: b"",
         lambda line: line[:-1],
         lambda line: line[65:],  # no MAC
+        lambda line: seal("wrong", "caller", {"step": 17}),
+        lambda line: seal(TOKEN, "listener", {"step": 17}),  # sent back to its sender
     ],
 )
 def test_a_line_that_was_tampered_with_is_not_believed(tampered: Callable[[bytes], bytes]) -> None:
-    caller, listener = both_ends()
-    caller.write({"step": 17})
-    line = listener._connection.recv(4096)
-    caller._connection.sendall(tampered(line))
-    caller._connection.shutdown(socket.SHUT_WR)
+    line = seal(TOKEN, "caller", {"step": 17})
+    assert unseal(TOKEN, "caller", line) == {"step": 17}
     with pytest.raises(NotAuthentic):
-        listener.read()
-        listener.read()
+        unseal(TOKEN, "caller", tampered(line))
 
 
-def test_a_line_sent_back_to_its_sender_is_not_believed() -> None:
-    caller, listener = both_ends()
-    caller.write({"sweep": 1})
-    listener._connection.sendall(listener._connection.recv(4096))
-    with pytest.raises(NotAuthentic):
-        caller.read()
-
-
-def orders_to(port: int) -> AgentOrders:
-    return AgentOrders(TOKEN, "127.0.0.1", port, 0, 0, "somebody", 1.0, "/nowhere")
+def reports_to(port: int) -> HostReports:
+    return HostReports(TOKEN, "127.0.0.1", port, 0, 0, "somebody", 1.0, "/nowhere")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[HeartbeatServer]:
-    watching = HeartbeatServer([HostEntry("localhost", 1)], (), "somebody", 4.0, tmp_path)
-    watching._server.token = TOKEN
+def server(tmp_path: Path) -> Iterator[WatchedHosts]:
+    watching = WatchedHosts([HostEntry("localhost", 1)], (), "somebody", 4.0, tmp_path)
+    watching.token = TOKEN
     with watching:
         yield watching
 
@@ -119,10 +83,10 @@ def in_between(port: int) -> Iterator[tuple[int, list[bytes]]]:
         yield int(server.getsockname()[1]), sent
 
 
-def test_a_call_that_was_overheard_betrays_no_token_and_cannot_be_repeated(server: HeartbeatServer) -> None:
-    port = int(server._server.server_address[1])
+def test_a_call_that_was_overheard_betrays_no_token_and_cannot_be_repeated(server: WatchedHosts) -> None:
+    port = server.port
     with in_between(port) as (door, sent):
-        assert HostAgent(orders_to(door))._call()["leave"] is False
+        assert reports_to(door)._call()["leave"] is False
     (post,) = server.watched
     assert post.heard_s > 0.0, "a true call counts"
     assert TOKEN.encode() not in b"".join(sent) and b"swept" in b"".join(sent)
@@ -135,10 +99,25 @@ def test_a_call_that_was_overheard_betrays_no_token_and_cannot_be_repeated(serve
     assert post.heard_s == 0.0, "a repeated one does not"
 
 
+def test_an_answer_to_another_call_is_not_believed() -> None:
+    """It was recorded, and is sent again: to a later call, or to another agent of this supervisor's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.makefile("rb").readline()
+                connection.sendall(seal(TOKEN, "listener", {"to": [0, 0, 7], "leave": True}))
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(NotAuthentic, match="another call"):
+            reports_to(int(server.getsockname()[1]))._call()
+
+
 def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers every call as the supervisor would, to have all ranks killed; the host agent takes it for silence."""
     ended: list[str | None] = []
-    monkeypatch.setattr(host_agent, "end_starts", lambda supervisor, keep=None: ended.append(keep))
+    monkeypatch.setattr(host_reports, "end_starts", lambda supervisor, keep=None: ended.append(keep))
     orders = {"sweep": 9, "keep": None, "try_lock": 0, "leave": True}
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -147,17 +126,16 @@ def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> 
                 while True:
                     connection, _ = server.accept()
                     with connection, suppress(OSError):
-                        AuthenticatedLines(connection, "another", "listener").write(orders)
-                        connection.sendall(json.dumps(orders).encode() + b"\n")
+                        call = json.loads(connection.makefile("rb").readline().partition(b" ")[2])
+                        answer = {"to": [call[name] for name in ("host", "number", "call")], **orders}
+                        connection.sendall(seal("another", "listener", answer))
 
         threading.Thread(target=serve, daemon=True).start()
-        reason = HostAgent(orders_to(int(server.getsockname()[1]))).watch()
+        reason = reports_to(int(server.getsockname()[1])).report()
     assert reason == "the supervisor was not heard of for too long" and len(ended) == 1
 
 
 def test_a_host_agent_that_does_not_understand_its_orders_names_the_commits() -> None:
-    line = as_line(orders_to(1)).replace(b'"timeout_s"', b'"a_name_of_tomorrow"')
-    result = subprocess.run(
-        [sys.executable, "-m", "hetero_mpi.launch.supervisor.host_agent"], input=line, capture_output=True, cwd=ROOT
-    )
+    line = json.dumps({"ask": "report", "source": "another", "a_name_of_tomorrow": 1}).encode() + b"\n"
+    result = subprocess.run([sys.executable, "-m", PROGRAM], input=line, capture_output=True, cwd=ROOT)
     assert result.returncode == 1 and b"bring the same commit here" in result.stderr

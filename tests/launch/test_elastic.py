@@ -20,7 +20,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.agent import launch_agent, remote_command
 from hetero_mpi.launch.supervisor.elastic import without_option
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
-from hetero_mpi.launch.supervisor.host_agent import RunDirectory
+from hetero_mpi.launch.supervisor.host_reports import RunDirectory
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.elastic import (
     PATIENCE_S,
@@ -256,10 +256,15 @@ def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
         ("Open MPI", "--mca plm_rsh_agent /opt/agent --mca pml ob1", {}, "/opt/agent"),
         ("Open MPI", "--prtemca plm_ssh_agent '/opt/agent -v : rsh'", {}, "/opt/agent -v"),
         ("Open MPI", "", {"OMPI_MCA_plm_rsh_agent": "/opt/other"}, "/opt/other"),
-        ("Open MPI", "--mca pml ob1", {"PRTE_MCA_plm_ssh_agent": "ssh : rsh"}, "ssh -o BatchMode=yes"),
+        (
+            "Open MPI",
+            "--mca pml ob1",
+            {"PRTE_MCA_plm_ssh_agent": "ssh : rsh"},
+            "ssh -o BatchMode=yes -o ConnectTimeout=10",
+        ),
         ("MPICH", "-launcher ssh -launcher-exec /opt/agent", {}, "/opt/agent"),
         ("MPICH", "", {"HYDRA_LAUNCHER_EXEC": "/opt/other"}, "/opt/other"),
-        ("MPICH", "", {}, "ssh -o BatchMode=yes"),
+        ("MPICH", "", {}, "ssh -o BatchMode=yes -o ConnectTimeout=10"),
     ],
 )
 def test_hosts_are_reached_as_the_launcher_reaches_them(

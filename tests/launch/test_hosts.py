@@ -19,16 +19,14 @@ from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.hosts_toml import Host, ranks_of, read_hosts
 from hetero_mpi.launch.hosts.interface import LocalAddress
-from hetero_mpi.launch.launcher import hosts_command as building
-from hetero_mpi.launch.launcher import launcher as launching
-from hetero_mpi.launch.launcher.hosts_command import hosts_command
+from hetero_mpi.launch.launcher import command_line as building
+from hetero_mpi.launch.launcher.command_line import hosts_command, relay_script, write_cached
 from hetero_mpi.launch.launcher.launcher import Launcher
-from hetero_mpi.launch.launcher.relay import relay_script, write_relay
-from hetero_mpi.launch.supervisor import heartbeat_server
+from hetero_mpi.launch.supervisor import watched_hosts
 from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
-from hetero_mpi.report.run_files.event_log import START_VARIABLE
 from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE
 from tests.support.elastic import Cluster, Elastic, Running, hosts_of_starts
 from tests.support.environments import second_environment
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
@@ -68,10 +66,9 @@ def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in list(os.environ):
         if name.startswith(("OMPI_", "SLURM_", "FI_TCP", "UCX_", "HYDRA")) or name == "PYTHONPATH":
             monkeypatch.delenv(name)
-    monkeypatch.setattr(heartbeat_server, "resolve", lambda name: name)
-    for module in (building, launching):
-        monkeypatch.setattr(module, "local_addresses", lambda: LOCAL)
-        monkeypatch.setattr(module, "resolve", lambda name: name)
+    monkeypatch.setattr(watched_hosts, "resolve", lambda name: name)
+    monkeypatch.setattr(building, "local_addresses", lambda: LOCAL)
+    monkeypatch.setattr(building, "resolve", lambda name: name)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -200,7 +197,7 @@ def test_another_prefix_brings_our_own_agent_which_calls_the_users(
 def test_the_agent_puts_each_hosts_prefix_into_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     there = "/somewhere/else & more"
-    relay = write_relay(relay_script(["printf", "%s|"], "/opt/it.s", {"hB": there}))
+    relay = write_cached("agent", ".sh", relay_script(["printf", "%s|"], "/opt/it.s", {"hB": there}), "for this test")
     sent = 'P=/opt/it.s;L=/opt/it.s/lib:$L;"/opt/it.s/bin/proxy" /opt/it.sx /opt/itxs/y --prefix /opt/it.s'
 
     def told(*words: str) -> list[str]:
@@ -267,7 +264,7 @@ def test_a_supervisor_keeps_the_entries_of_the_hosts_that_answer(network: None, 
     assert options.hosts() == (HostEntry("10.77.0.1", 2), HostEntry("10.77.0.2", 2))
     program = ["train", "job.toml", "--run-dir", "runs/x"]
     supervisor = Supervisor(options, OPEN_MPI, program, tmp_path / "run", trains=True)
-    box, other = supervisor.heartbeats.watched
+    box, other = supervisor.watching.watched
     line = str(supervisor.command("name.1", [other, box], 3, resume=False, scratch=tmp_path))
     assert line.index("/c/bin/python") < line.index("/a/bin/python") and "/b/bin/python" not in line
     assert f"{START_VARIABLE}=name.1" in line and f"-x {START_VARIABLE}" in line

@@ -14,7 +14,6 @@ import pytest
 from hetero_mpi.cli import add_launch_options, parser
 from hetero_mpi.comm.ranks.library import MpiLibrary
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.command import main
 from hetero_mpi.launch.hosts.hostfile import (
     HostEntry,
     check_slots,
@@ -23,9 +22,12 @@ from hetero_mpi.launch.hosts.hostfile import (
     read_hostfile,
 )
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface, resolve
+from hetero_mpi.launch.launch import main
+from hetero_mpi.launch.launcher import command_line as building
 from hetero_mpi.launch.launcher import launcher as launching
-from hetero_mpi.launch.launcher.error_stream import ErrorStream
-from hetero_mpi.launch.launcher.launcher import Launcher, build_command, launcher_version
+from hetero_mpi.launch.launcher.command_line import build_command
+from hetero_mpi.launch.launcher.launcher import Launcher, launcher_version
+from hetero_mpi.launch.launcher.launcher_process import ErrorStream, run_command
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 
 OPEN_MPI = Launcher(Path("/opt/bin/mpirun"), "Open MPI", MpiLibrary("Open MPI", "Open MPI", "5.0.11"))
@@ -49,9 +51,9 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "local_addresses", lambda: LOCAL)
-    monkeypatch.setattr(launching, "resolve", NAMES.__getitem__)
-    monkeypatch.setattr(launching, "physical_cores", lambda: 2)
+    monkeypatch.setattr(building, "local_addresses", lambda: LOCAL)
+    monkeypatch.setattr(building, "resolve", NAMES.__getitem__)
+    monkeypatch.setattr(building, "physical_cores", lambda: 2)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
 
@@ -308,7 +310,7 @@ def test_a_command_is_needed() -> None:
 def test_real_ranks_start_and_their_exit_code_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     program = [sys.executable, str(ROOT / "tests/programs/comm_failures.py"), "exit-code"]
-    assert launching.run_command(build_command(launcher_or_skip(), 3, None, program)) == 7
+    assert run_command(build_command(launcher_or_skip(), 3, None, program)) == 7
 
 
 def mpich_launcher_or_skip() -> Path:

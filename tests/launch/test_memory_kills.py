@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hetero_mpi.device.memory import memory_kills, memory_kills_text
+from hetero_mpi.device.shortage import memory_kills, memory_kills_text
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.long_run import LongRun
 from tests.training.test_recovery import outliving_or_skip

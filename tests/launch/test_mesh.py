@@ -18,14 +18,15 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, MpiLibrary
 from hetero_mpi.errors import UserError
-from hetero_mpi.launch.hosts.diagnostics import Severity
+from hetero_mpi.launch.doctor.diagnostics import Severity
+from hetero_mpi.launch.doctor.examine import mesh_finding
+from hetero_mpi.launch.doctor.rank_checks import Passed, mesh_findings
 from hetero_mpi.launch.hosts.hosts_toml import ranks_of, read_hosts
 from hetero_mpi.launch.hosts.interface import LocalAddress
-from hetero_mpi.launch.launcher import hosts_command as building
-from hetero_mpi.launch.launcher.hosts_command import hosts_command
-from hetero_mpi.launch.launcher.launcher import CommandLine, Launcher
-from hetero_mpi.launch.wireguard.check import Passed, findings_of
-from hetero_mpi.launch.wireguard.mesh import Mesh, check_up, configuration, init, members, read_mesh
+from hetero_mpi.launch.hosts.mesh import Mesh, configuration, init, members, read_mesh
+from hetero_mpi.launch.launcher import command_line as building
+from hetero_mpi.launch.launcher.command_line import CommandLine, hosts_command
+from hetero_mpi.launch.launcher.launcher import Launcher
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.rack import Rack
 
@@ -233,7 +234,7 @@ def test_launch_refuses_to_go_around_the_mesh(tmp_path: Path) -> None:
 )
 def test_what_the_counters_say(counted: dict[str, tuple[int, int]], severity: Severity, told: str) -> None:
     whole = Passed("b", "a", "wg", {"wg": (100, 100)})
-    findings = findings_of([Passed("a", "b", "wg", counted), whole], Mesh(), message_bytes=100)
+    findings = mesh_findings([Passed("a", "b", "wg", counted), whole], Mesh(), message_bytes=100)
     assert [finding.severity for finding in findings] == [severity] and told in findings[0].text
     assert findings[0].where == (() if severity is Severity.FINE else ("a",)) and bool(findings[0].remedy) == bool(
         findings[0].where
@@ -242,8 +243,8 @@ def test_what_the_counters_say(counted: dict[str, tuple[int, int]], severity: Se
 
 def test_what_the_doctor_says_of_a_mesh_without_ranks() -> None:
     up = {"a": ["127.0.0.1", "10.86.0.1"], "b": ["10.86.0.2"]}
-    assert check_up(Mesh(), up, "mesh/hosts.toml").severity is Severity.NOTE
-    down = check_up(Mesh(), {**up, "c": ["192.168.1.12"]}, "mesh/hosts.toml")
+    assert mesh_finding(Mesh(), up, "mesh/hosts.toml").severity is Severity.NOTE
+    down = mesh_finding(Mesh(), {**up, "c": ["192.168.1.12"]}, "mesh/hosts.toml")
     assert (down.severity, down.where) == (Severity.FAILS, ("c",))
 
 

@@ -21,8 +21,8 @@ import torch
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.accelerators import Accelerator, CudaBackend
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.self_test_process import NF4, Result, SelfTest, self_test, text_of
-from hetero_mpi.launch.doctor.probe import devices_to_test
+from hetero_mpi.device.self_test import NF4, Result, SelfTest, self_test, text_of
+from hetero_mpi.launch.doctor.host_facts import devices_to_test
 from hetero_mpi.runtime.setup import device_test
 from tests.stand_in_gpu import build
 from tests.support.long_run import LongRun
@@ -47,8 +47,11 @@ def test_a_gpu_that_computes_rightly_passes_and_its_copies_are_timed(gpus: pytes
     test = self_test("cuda", 1)
     assert test.passed and not test.problems, text_of(test, "")
     names = [result.check for result in test.results]
-    assert {"AdamW", "model fp32", "attention bf16", "masked attention fp16", "NF4 layer bf16", "copies"} <= set(names)
-    assert len(test.speeds) == 5 and all(speed > 0 for speed in test.speeds.values())
+    assert {"AdamW", "product fp32", "attention bf16", "masked attention fp16", "NF4 product bf16", "copies"} <= set(
+        names
+    )
+    speeds = test.results[-1].speeds
+    assert len(speeds) == 5 and all(speed > 0 for speed in speeds.values())
     text = "\n".join(text_of(test, "driver 580"))
     assert "stand-in GPU 1" in text and torch.__version__ in text and "driver 580" in text
     assert socket.gethostname() not in text.split() and str(Path.home()) not in text and sys.prefix not in text
@@ -61,11 +64,11 @@ def test_a_gpu_that_computes_rightly_passes_and_its_copies_are_timed(gpus: pytes
         pytest.param(
             "aten::_softmax_backward_data nan",
             "attention fp32",
-            "gradient of queries is not finite",
+            "gradient 1 is not finite",
             "pytorch#160787",
             marks=pytest.mark.long,
         ),
-        ("aten::mm wrong", "model fp32", "differs by", "driver"),
+        ("aten::mm wrong", "product fp32", "differs by", "driver"),
         ("aten::_fused_adamw_ crash", "AdamW", "ended by SIGSEGV", "driver"),
     ],
 )
@@ -84,7 +87,7 @@ def test_a_faulty_operator_is_found_and_named(
 def test_an_operator_that_hangs_is_found_and_its_process_killed(gpus: pytest.MonkeyPatch) -> None:
     gpus.setenv(FAULT, "0 aten::mm hang")
     test = self_test("cuda", 0, ["fp32"], patience_s=45)
-    assert test.problems == ["model fp32: no result within 45 s; its process was killed"]
+    assert test.problems == ["product fp32: no result within 45 s; its process was killed"]
 
 
 def test_a_device_that_does_not_open_is_a_result() -> None:
@@ -93,14 +96,16 @@ def test_a_device_that_does_not_open_is_a_result() -> None:
 
 
 def test_shortage_of_memory_is_no_fault_and_no_pass() -> None:
-    test = SelfTest("cuda", 0, results=(Result("model fp32", "model", error="CUDA out of memory", short=True),))
+    test = SelfTest("cuda", 0, results=(Result("product fp32", error="CUDA out of memory", short=True),))
     assert not test.problems and not test.passed
     assert "no memory left to try it" in text_of(test, "")[1]
 
 
 def test_a_gpu_without_kernels_needs_another_torch() -> None:
     said = "CUDA error: no kernel image is available for execution on the device"
-    assert "which GPU" in SelfTest("cuda", 0, results=(Result("attention fp32", "attention", error=said),)).remedy()
+    results = (Result("attention fp32", error=said),)
+    assert "which GPU" in SelfTest("cuda", 0, results=results).remedy()
+    assert "HSA_OVERRIDE_GFX_VERSION" in SelfTest("rocm", 0, results=results).remedy(), "a GPU inside a processor"
 
 
 def test_directories_of_a_message_are_not_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -216,7 +221,10 @@ def test_the_start_of_a_run_refuses_a_faulty_gpu_or_computes_on_the_processor(
     result = job.finish(tmp_path / "auto", 2, "--set", "train.dtype=fp32")
     said = f"cuda:0 of rank 0 on {socket.gethostname()}"
     assert result.returncode == 0 and said in result.stdout, result.stdout + result.stderr
-    assert "model fp32: loss is not finite" in result.stdout and "the rank computes on the CPU instead" in result.stdout
+    assert (
+        "product fp32: output is not finite" in result.stdout
+        and "the rank computes on the CPU instead" in result.stdout
+    )
     monkeypatch.setenv("HETERO_MPI_DEVICE", "cuda")
     result = job.finish(tmp_path / "asked", 2, "--set", "train.dtype=fp32")
     assert result.returncode == 2 and said in result.stderr and "doctor --selftest" in result.stderr

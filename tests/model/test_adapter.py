@@ -23,6 +23,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, tuning_of
+from tests.support.stages import stage_of
 from tests.support.training_cases import Case
 
 CASE = Case("plain", "llama", True, 0.0, True, 2, "even")
@@ -38,7 +39,7 @@ def job(quantization: str = "none", **adapter: object) -> JobConfig:
 
 
 def stage(tuning: Tuning, first: int, last: int, dtype: str = "fp32") -> Stage:
-    return Stage(chain(), first, last, Backend(), dtype, SeededStart(1), 7, tuning)
+    return stage_of(chain(), first, last, Backend(), dtype, SeededStart(1), 7, tuning)
 
 
 def test_targets_that_match_nothing() -> None:
@@ -162,7 +163,7 @@ def test_adapter_directories_round_trip_and_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set \\[adapter\\] targets, layers and parameters as"):
         check_adapter(tmp_path / "a", tuning_of(job(targets=["q_proj"]), chain()))
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"short")
-    with pytest.raises(UserError, match=r"adapter_model.safetensors: truncated or not a safetensors file"):
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: truncated, too long or not a safetensors file"):
         check_adapter(tmp_path / "a", tuning)
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     with pytest.raises(UserError, match="missing or damaged"):

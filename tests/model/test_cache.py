@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import constants, errors
 from safetensors.torch import load_file, save_file
 
-from hetero_mpi.data import hub_records
+from hetero_mpi.data import source_files
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import DirectoryContents, ModelFiles
@@ -230,8 +230,8 @@ def online(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socke
 def test_a_hub_behind_a_firewall_that_drops_packets_is_given_up(
     online: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_records, "SILENT_S", 0.3)
-    monkeypatch.setattr(hub_records, "SILENT_AT_MOST_S", 0.6)
+    monkeypatch.setattr(source_files, "SILENT_S", 0.3)
+    monkeypatch.setattr(source_files, "SILENT_AT_MOST_S", 0.6)
     told: list[str] = []
     with contextlib.ExitStack() as stack:
         for _ in range(3):

@@ -27,8 +27,8 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training, in_eight_bit
 from hetero_mpi.planning.decision.decide import fits
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.decision.shortage import in_eight_bit as estimated
-from hetero_mpi.planning.decision.shortage import remedies
+from hetero_mpi.planning.decision.remedies import in_eight_bit as estimated
+from hetero_mpi.planning.decision.remedies import remedies
 from hetero_mpi.planning.memory import with_copies
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile

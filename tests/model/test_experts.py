@@ -24,13 +24,13 @@ from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.quantize import fused_experts, is_empty, unpack_experts
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from hetero_mpi.model.tuning import adapter_tuning, expert_delta, lora_config
 from tests import family_trial
 from tests.model.test_split_backward import NormalStart
 from tests.support.family_configs import tiny_keys
+from tests.support.stages import stage_of, streamed_stage_of
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 WIDE = {"hidden_size": 64, "moe_intermediate_size": 64, "tie_word_embeddings": False}
@@ -166,7 +166,7 @@ def test_costs_of_packed_experts() -> None:
         tuning = adapter_tuning(chain, adapter, True, True)
         block = model_cost(chain, tuning, "bf16", 16, dict.fromkeys(chain.kinds, 1.0)).layers[1]
         assert block.workspace_bytes == copies * experts * 2
-        stage = Stage(chain, 1, 2, Backend(), "bf16", SeededStart(1), 7, tuning)
+        stage = stage_of(chain, 1, 2, Backend(), "bf16", SeededStart(1), 7, tuning)
         held = [(p, getattr(p, "quant_state", None)) for p in stage.model.parameters()]
         scales = sum(s.absmax.nbytes + s.state2.absmax.nbytes for _, s in held if s is not None)
         packed = sum(p.nbytes for p, _ in held if not is_empty(p)) + scales
@@ -184,11 +184,11 @@ def test_streamed_and_rebuilt_stages_have_the_same_bits(mapped: bool, tmp_path: 
     chain = chain_of("gpt_oss")
     tuning = adapter_tuning(chain, EXPERTS, True, True)
     start, device = NormalStart(), Backend()
-    plain = Stage(chain, 0, chain.layer_count, device, "fp32", start, 7, tuning)
+    plain = stage_of(chain, 0, chain.layer_count, device, "fp32", start, 7, tuning)
     folder = tmp_path if mapped else None
-    streamed = StreamedStage(chain, 0, chain.layer_count, device, "fp32", start, 7, tuning, folder=folder)
+    streamed = streamed_stage_of(chain, 0, chain.layer_count, device, "fp32", start, 7, tuning, folder=folder)
     kept = plain.frozen_layers(range(1, 4))
-    rebuilt = Stage(chain, 0, chain.layer_count, device, "fp32", start, 7, tuning, kept=kept)
+    rebuilt = stage_of(chain, 0, chain.layer_count, device, "fp32", start, 7, tuning, kept=kept)
     tokens, targets = family_trial._batch()
     seen = []
     for stage in (plain, streamed, rebuilt):

@@ -22,6 +22,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart, Start
 from hetero_mpi.model.tuning import adapter_tuning
+from tests.support.stages import stage_of
 
 BLOCKS = 4
 LAYERS = BLOCKS + 2
@@ -64,7 +65,7 @@ def whole_model(family: str, tied: bool) -> PreTrainedModel:
 
 
 def cut(chain: TransformersChain, start: Start, cuts: tuple[int, ...] = CUTS) -> list[Stage]:
-    return [Stage(chain, first, last, Backend(), "fp32", start) for first, last in pairwise(cuts)]
+    return [stage_of(chain, first, last, Backend(), "fp32", start) for first, last in pairwise(cuts)]
 
 
 def chain_of(family: str, tied: bool) -> TransformersChain:
@@ -171,7 +172,7 @@ def test_keys_are_repeated_where_attention_would_else_keep_all_scores(
     whole = cut(chain, SeededStart(0), (0, chain.layer_count))
     loss = run_stages(whole)
     monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
-    stage = Stage(chain, 0, chain.layer_count, backend, "fp32", SeededStart(0))
+    stage = stage_of(chain, 0, chain.layer_count, backend, "fp32", SeededStart(0))
     assert run_stages([stage]) == pytest.approx(loss, rel=1e-6)
     assert calls == [(heads_of_keys, heads_of_keys, heads_of_keys == 2)] * BLOCKS
     expected = gradients(whole, chain)
@@ -188,7 +189,7 @@ def test_recomputing_keeps_states_of_random_numbers_only_where_some_are_drawn(
     if adapter_dropout is not None:
         tuning = adapter_tuning(chain, AdapterTable(method="lora", rank=2, dropout=adapter_dropout), False, False)
     kept, once = (
-        Stage(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(0), tuning=tuning, recompute=recompute)
+        stage_of(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(0), tuning=tuning, recompute=recompute)
         for recompute in (False, True)
     )
     loss, states, state_of = run_stages([kept]), [], torch.get_rng_state

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.model.custom.layers import CustomChain
+from hetero_mpi.model.custom.custom_chain import CustomChain
 from hetero_mpi.model.group.division import Holding, divisions, is_of_experts, key_value_heads, refusal
+from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
-from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.layer.micro_batch import Comparison
@@ -42,6 +42,7 @@ from tests.support.group_cases import (
     whole_stages,
     widen,
 )
+from tests.support.stages import stage_of
 from tests.support.thread_group import ThreadGroup, gradients_of, links, parameters_of
 
 LIMIT = 1e-6
@@ -445,9 +446,9 @@ def test_a_head_on_the_rank_of_the_embedding_shares_its_part() -> None:
     chain = group_chain("gemma")
     for link in links(2):
         own = [DividedLayers(chain, full_training(chain), StageGroup((4, 2), link)) for _ in range(2)]
-        first = Stage(chain, 0, 2, Backend(), "fp32", NamedStart(), divided=own[0])
+        first = stage_of(chain, 0, 2, Backend(), "fp32", NamedStart(), divided=own[0])
         embedding = first.model_parameter(chain.tied[1]) if chain.tied else None
-        last = Stage(chain, 5, LAYERS, Backend(), "fp32", NamedStart(), embedding=embedding, divided=own[1])
+        last = stage_of(chain, 5, LAYERS, Backend(), "fp32", NamedStart(), embedding=embedding, divided=own[1])
         assert embedding is not None and last.tied_head is not None
         assert last.tied_head.data_ptr() == embedding.data_ptr() and last.tied_head.shape == embedding.shape
 

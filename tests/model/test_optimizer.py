@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, _short, learning_rate
-from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.state.stored_state import rate_change
 from tests.support.family_configs import tiny_keys
+from tests.support.stages import stage_of
 
 
 def test_the_decision_does_not_depend_on_who_fills_which_slot() -> None:
@@ -136,7 +136,7 @@ def test_what_decays_is_what_transformers_decays_in_every_family() -> None:
 def test_the_optimizer_decays_neither_wide_biases_nor_spares_what_is_narrow() -> None:
     """The experts of gpt-oss have biases of two dimensions, its attention sinks have one."""
     chain = TransformersChain(read_config(tiny_keys("gpt_oss")))
-    stage = Stage(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(1))
+    stage = stage_of(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(1))
     optimizer = Optimizer(stage, TrainTable(weight_decay=0.25))
     decays = {id(p): group["weight_decay"] for group in optimizer.adamw.groups for p in group["params"]}
     found = {name: decays[id(target)] for name, target in optimizer.targets.items()}

@@ -23,6 +23,7 @@ from hetero_mpi.model.transformers.initial_values import materialize
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
 from tests.model.test_all_families import UNLIKE
 from tests.support.family_configs import VOCABULARY, dropout_rates, tiny_keys
+from tests.support.stages import stage_of
 
 ROWS = (2, 2, 1)
 """Sequences of the micro-batches: the last one is short."""
@@ -57,7 +58,7 @@ def build(
     chain: TransformersChain, dtype: str = "fp32", cut: int = 3, tuning: Tuning | None = None, **options: Any
 ) -> list[Stage]:
     bounds = ((0, cut), (cut, chain.layer_count))
-    return [Stage(chain, a, b, Backend(), dtype, NormalStart(), 7, tuning, **options) for a, b in bounds]
+    return [stage_of(chain, a, b, Backend(), dtype, NormalStart(), 7, tuning, **options) for a, b in bounds]
 
 
 def data(index: int) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
@@ -242,7 +243,7 @@ def test_gradients_of_a_layer_lie_in_one_buffer(dtype: str, split: bool) -> None
     plain = step(build(chain, dtype, split_backward=split), split)
     bounds = (((0, 3), [0, 2]), ((3, chain.layer_count), [5]))
     stages = [
-        Stage(
+        stage_of(
             chain, *edges, Backend(), dtype, NormalStart(), 7, split_backward=split,
             shared={layer: halves_of(chain, layer) for layer in layers},
         )

@@ -25,6 +25,7 @@ from tests.model.test_all_families import UNLIKE
 from tests.model.test_split_backward import NormalStart, chain_of
 from tests.support.family_configs import VOCABULARY, dropout_rates
 from tests.support.mpi import ROOT
+from tests.support.stages import stage_of, streamed_stage_of
 
 ROWS, SLICE, TOKENS = (4, 4, 3), 2, 24
 """Sequences of the micro-batches, of which the last is short; sequences of a slice; tokens of a sequence."""
@@ -45,9 +46,9 @@ def build(
     for i, is_streamed in enumerate(streamed):
         given: Any = chain, cuts[i], cuts[i + 1], Backend(), dtype, NormalStart(), 7, tuning
         found.append(
-            StreamedStage(*given, slice_sequences=SLICE, folder=folder)
+            streamed_stage_of(*given, slice_sequences=SLICE, folder=folder)
             if is_streamed
-            else Stage(*given, recompute=True, slice_sequences=SLICE)
+            else stage_of(*given, recompute=True, slice_sequences=SLICE)
         )
     return found
 
@@ -147,8 +148,8 @@ def test_gradients_of_full_training_leave_the_process_on_a_cpu() -> None:
             from hetero_mpi.job.schema import TrainTable
             from hetero_mpi.model.optimizer import Optimizer
             from hetero_mpi.model.stage import MicroBatch
-            from hetero_mpi.model.streamed_stage import StreamedStage
             from tests.model.test_split_backward import NormalStart, chain_of
+            from tests.support.stages import streamed_stage_of
 
         def resident():
             lines = Path("/proc/self/status").read_text().splitlines()
@@ -156,14 +157,13 @@ def test_gradients_of_full_training_leave_the_process_on_a_cpu() -> None:
 
         torch.set_num_threads(1)
         chain = chain_of("llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
-        stage = StreamedStage(chain, 0, chain.layer_count, Backend(), "fp32", NormalStart())
+        stage = streamed_stage_of(chain, 0, chain.layer_count, Backend(), "fp32", NormalStart())
         optimizer = Optimizer(stage, TrainTable(steps=2))
         before, tokens = resident(), torch.ones((1, 8), dtype=torch.int64)
         for step in range(2):
             stage.forward(MicroBatch(0, step, 0, 8), tokens, tokens)
             stage.backward(0)
-            optimizer.step(step, 1.0)
-            optimizer.zero()
+            optimizer.end_step(step, 1.0)
         print(resident() - before, 4 * sum(p.numel() for p in stage.parameters.values()))
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -39,8 +39,7 @@ from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.codec import decode, encode
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.state.redistribute import deliveries, held_under, parcels
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.types.plan_report import FLUID, IdleRank, PlanReport, RankMemory
+from hetero_mpi.planning.types.plan import IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import Curve
 from hetero_mpi.planning.types.toml_files import (
     load_plan,
@@ -63,7 +63,6 @@ def test_plan_survives_toml_and_json(tmp_path: Path) -> None:
         plan,
         predicted_step_s=1e-7,
         bound_step_s=math.inf,
-        bound=FLUID,
         memory=(RankMemory(1, 10**12, 2),),
         idle=(IdleRank(2, "slow"),),
         reasons=("a long sentence that goes on a line of its own", "short"),
@@ -75,22 +74,22 @@ def test_plan_survives_toml_and_json(tmp_path: Path) -> None:
 
 def test_a_plan_that_nobody_can_count_is_refused_with_all_its_problems(tmp_path: Path) -> None:
     plan, path = make_plan_of((0, 2, 4), (1, 0), 4), tmp_path / "plan.toml"
-    save_plan(PlanReport(plan, 1.0, 0.5, FLUID), path)
+    save_plan(PlanReport(plan, 1.0, 0.5), path)
     text = path.read_text().replace("micro_batch = 1", "micro_batch = 0").replace("ranks = [0]", "ranks = []")
-    path.write_text(text.replace('bound = "fluid"', "bond = 1"))
+    path.write_text(text.replace("bound_step_s", "bond_step_s"))
     with pytest.raises(UserError) as caught:
         load_plan(path)
     assert str(caught.value).splitlines() == [
         f"{path}: pipelines[0].micro_batch = 0: must be at least 1",
         f"{path}: pipelines[0].stages[1].ranks = []: a stage is held by a rank",
-        f"{path}: report.bond = 1: unknown key; did you mean bound?",
-        f"{path}: report.bound: missing key",
+        f"{path}: report.bond_step_s = 0.5: unknown key; did you mean bound_step_s?",
+        f"{path}: report.bound_step_s: missing key",
     ]
 
 
 def test_a_plan_is_read_without_what_is_predicted_of_it(tmp_path: Path) -> None:
     plan, path = make_plan_of((0, 2, 4), (1, 0), 4), tmp_path / "plan.toml"
-    save_plan(PlanReport(plan, 1.0, 0.5, FLUID), path)
+    save_plan(PlanReport(plan, 1.0, 0.5), path)
     path.write_text(path.read_text().partition("\n[report]")[0])
     assert load_plan(path) == plan == plan_from_dict(json.loads(json.dumps(plan_to_dict(plan))))
     with pytest.raises(UserError, match=r"plan.toml: has no table \[report\]"):

@@ -16,7 +16,7 @@ from hetero_mpi.commands import plan
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.profile import LinkProfile
 from hetero_mpi.planning.types.toml_files import load_profile, plan_from_dict, save_plan, save_profile
-from hetero_mpi.report.inspection import residuals
+from hetero_mpi.report.profile_text import residuals
 from tests.support import past_runs
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.mpi import run_mpi
@@ -76,7 +76,7 @@ def test_profile_measures_under_mpirun_and_its_file_is_planned_with_offline(
 def test_inspect_shows_a_profile_with_residuals_and_spread(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "inspect", "profile.toml")
     assert "Rank 2: x12 (cpu)" in text and "5.0 %" in text and "Picture: profile.png" in text
-    assert "0 -> 1 50.0 ms 20.0 kB/s 5.0 % 10 % 2" in text
+    assert "0 -> 1 between hosts 50.0 ms 20.0 kB/s 5.0 % 10 % 2" in text
     assert Path("profile.png").stat().st_size > 20_000
     run(capsys, "inspect", "profile.toml", "-o", "elsewhere/other.png")
     assert Path("elsewhere/other.png").is_file()
@@ -91,7 +91,7 @@ def test_residuals_are_relative_to_the_measured_times() -> None:
 def test_inspect_shows_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_plan(make_plan(cluster(), REQUEST), "what.toml")
     text = run(capsys, "inspect", "what.toml")
-    assert "embedding + blocks" in text and "rank 2 idles" in text and "because: " in text
+    assert "embedding, blocks" in text and "rank 2 idles" in text and "because: " in text
 
 
 def test_inspect_shows_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from hetero_mpi.planning.memory import (
 )
 from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.schedule import Action, Op, holdings, parse_action, schedule_of
-from hetero_mpi.planning.types.plan_report import HostMemory
+from hetero_mpi.planning.types.plan import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict

@@ -16,9 +16,9 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.durations import exchange_s
 from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
-from hetero_mpi.planning.types.network import THREADED, Network, with_shared_nics
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
+from hetero_mpi.planning.types.request import THREADED, Network, with_shared_nics
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan
 
 SLOW = 1000.0

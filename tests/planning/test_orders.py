@@ -19,7 +19,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
-from hetero_mpi.report.tables import schedule_text
+from hetero_mpi.report.plan_text import schedule_text
 from tests.planning import two_backwards
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, with_split
 

@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.dry_run import interpret, validate
+from hetero_mpi.planning.dry_run import stuck_at, validate
 from hetero_mpi.planning.schedule import Action, Schedule, parse_action, schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from tests.support.planning_samples import SEQUENCE, grid, make_model, make_plan_of, random_plan
@@ -222,4 +222,4 @@ def test_sums_before_the_last_backward_are_refused() -> None:
 
 
 def test_a_receive_nobody_sends_for_is_stuck() -> None:
-    assert interpret({0: actions("0RECV_B0 0STEP"), 1: actions("1STEP")}).stuck == (0, 1)
+    assert stuck_at({0: actions("0RECV_B0 0STEP"), 1: actions("1STEP")}) == {0: 0, 1: 0}

@@ -22,9 +22,9 @@ from hetero_mpi.planning.schedule import (
     tied_heads,
 )
 from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
-from hetero_mpi.planning.types.network import Network
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
+from hetero_mpi.planning.types.request import Network
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan, with_split
 
 

@@ -23,13 +23,14 @@ from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.job.schema import AdapterTable, TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import full_training
+from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.profile import LayerTimes
-from hetero_mpi.profiling import bench, device, time_cache
+from hetero_mpi.profiling import bench, benchmark_spec, device
 from hetero_mpi.profiling.bench import Bench
+from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec, DeviceTimes, cold_by_itself, layer_groups, sampled_rows
 from hetero_mpi.profiling.cluster import _model_cost
-from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
+from hetero_mpi.profiling.device import DeviceBenchmark
 from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles
-from hetero_mpi.profiling.subject import Subject, cold_by_itself, layer_groups, sampled_rows
 from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
 from tests.support.planning_samples import make_device, make_profile
 
@@ -53,9 +54,9 @@ def chain() -> TransformersChain:
 
 
 @pytest.fixture
-def subject(chain: TransformersChain) -> Subject:
+def subject(chain: TransformersChain) -> BenchmarkSpec:
     train = TrainTable(dtype="fp32", steps=3)
-    return Subject(chain, full_training(chain), train, SEQUENCE, (1, 2, 4), 1.0, 1, None)
+    return BenchmarkSpec(chain, full_training(chain), train, SEQUENCE, (1, 2, 4), 1.0, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_stages_that_are_timed_show_every_kind(
     assert {kind for group in groups for first, last in group for kind in chain[first:last]} == set(chain)
 
 
-def test_blocks_larger_than_caches_are_timed_one_by_one(subject: Subject) -> None:
+def test_blocks_larger_than_caches_are_timed_one_by_one(subject: BenchmarkSpec) -> None:
     assert not cold_by_itself(subject)
     wide = TransformersChain(
         AutoConfig.for_model(
@@ -152,7 +153,7 @@ def test_memory_of_a_host_counts_once() -> None:
     assert memories == [(10, f"{given} to each of 2"), (5, given), (8, "free")], "on c only a GPU's is given"
 
 
-def test_the_clock_gives_every_layer_its_own_time(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_gives_every_layer_its_own_time(subject: BenchmarkSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block i takes 10 + i s forward and 100 + i s backward of a made-up time, the head's matrix 7 s and 70 s."""
     now = [0.0]
     monkeypatch.setattr(backend, "time", SimpleNamespace(thread_time=lambda: now[0]))
@@ -178,7 +179,7 @@ def test_the_clock_gives_every_layer_its_own_time(subject: Subject, monkeypatch:
     assert set(timed.backward_weights(0)) == {*layers, head}
 
 
-def test_recomputing_is_part_of_a_blocks_backward(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputing_is_part_of_a_blocks_backward(subject: BenchmarkSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(backend, "time", SimpleNamespace(thread_time=lambda: now[0]))
     timed = Bench(subject, Backend(), 0, 3)
@@ -194,7 +195,7 @@ def test_recomputing_is_part_of_a_blocks_backward(subject: Subject, monkeypatch:
     assert timed.backward(1)[0] == {0: 0.0, 1: 0.0, 2: 0.0}
 
 
-def test_a_device_is_measured_in_every_way_planning_asks_for(subject: Subject) -> None:
+def test_a_device_is_measured_in_every_way_planning_asks_for(subject: BenchmarkSpec) -> None:
     times = DeviceBenchmark(subject, Backend(), 1).run("today")
     tokens = tuple(rows * SEQUENCE for rows in (1, 2, 3, 4))
     assert times.rows == (1, 2, 3, 4)
@@ -215,11 +216,11 @@ def test_a_device_is_measured_in_every_way_planning_asks_for(subject: Subject) -
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_half_of_the_heads_is_timed_where_a_group_can_hold_the_model(
-    subject: Subject, dtype: Literal["fp32", "bf16"]
+    subject: BenchmarkSpec, dtype: Literal["fp32", "bf16"]
 ) -> None:
     subject = replace(subject, train=TrainTable(dtype=dtype, steps=3))
 
-    def of_members(subject: Subject) -> tuple[dict[str, LayerTimes], dict[str, LayerTimes]]:
+    def of_members(subject: BenchmarkSpec) -> tuple[dict[str, LayerTimes], dict[str, LayerTimes]]:
         times = DeviceBenchmark(subject, Backend(), 1).run("today", members=True)
         return times.halved, times.without_experts
 
@@ -236,7 +237,7 @@ def test_half_of_the_heads_is_timed_where_a_group_can_hold_the_model(
 
 
 def test_a_member_without_experts_is_timed_where_layers_have_some(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    subject: BenchmarkSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {**SIZES, "num_hidden_layers": 1, "num_local_experts": 5, "num_experts_per_tok": 2}
     chain = TransformersChain(AutoConfig.for_model("mixtral", **sizes))
@@ -255,7 +256,7 @@ def test_a_member_without_experts_is_timed_where_layers_have_some(
     assert held == [2], "half of five experts, then none at all"
 
 
-def test_what_one_device_keeps_more_is_its_own(subject: Subject) -> None:
+def test_what_one_device_keeps_more_is_its_own(subject: BenchmarkSpec) -> None:
     """Attention without a fused kernel keeps its scores."""
     times = DeviceBenchmark(subject, Backend(), 1).run("today")
     with sdpa_kernel(SDPBackend.MATH):
@@ -266,7 +267,7 @@ def test_what_one_device_keeps_more_is_its_own(subject: Subject) -> None:
     assert cost.layers[1].activation_bytes_per_token == times.activation_bytes[block]
 
 
-def test_adapters_are_measured_without_splitting(chain: TransformersChain, subject: Subject) -> None:
+def test_adapters_are_measured_without_splitting(chain: TransformersChain, subject: BenchmarkSpec) -> None:
     from hetero_mpi.job.schema import JobConfig
     from hetero_mpi.model.tuning import tuning_of
 
@@ -280,7 +281,7 @@ def test_adapters_are_measured_without_splitting(chain: TransformersChain, subje
     assert times.layers["head"].backward_s.seconds[0] > 0, "the gradient passes through the frozen head"
 
 
-def test_token_counts_without_memory_are_left_out(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_counts_without_memory_are_left_out(subject: BenchmarkSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     most, forward = 2, Bench.forward
 
     def short(self: Bench, rows: int, index: int = 0) -> Any:
@@ -298,7 +299,7 @@ def test_token_counts_without_memory_are_left_out(subject: Subject, monkeypatch:
 
 
 def test_a_device_whose_first_pass_takes_too_long_is_timed_once(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    subject: BenchmarkSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = DeviceBenchmark(replace(subject, micro_batches=(1,)), Backend(), 1).run("today")
     passes, forward = [], Bench.forward
@@ -328,24 +329,24 @@ def kept_times() -> DeviceTimes:
 
 def test_device_tables_are_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert time_cache.load_times("key") is None
-    time_cache.save_times("key", kept_times())
-    assert time_cache.load_times("key") == kept_times()
+    assert benchmark_spec.load_times("key") is None
+    benchmark_spec.save("key", encode(kept_times(), infinity_as_text=True))
+    assert benchmark_spec.load_times("key") == kept_times()
     (file,) = (tmp_path / "hetero_mpi" / "profiles").iterdir()
     assert json.loads(file.read_text())["measured"] == "today"
     file.write_text(file.read_text().replace('"rows"', '"lines"'))
-    assert time_cache.load_times("key") is None, "a table of another layout is measured again"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    time_cache.save_times("key", kept_times())  # a file stands where the folder should: no cache, no error
+    assert benchmark_spec.load_times("key") is None, "a table of another layout is measured again"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # a file stands where the folder should: no cache, no error
+    benchmark_spec.save("key", encode(kept_times(), infinity_as_text=True))
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder("profiles") == tmp_path / ".cache" / "hetero_mpi" / "profiles"
 
 
-def test_a_table_belongs_to_device_model_dtype_and_company(subject: Subject) -> None:
+def test_a_table_belongs_to_device_model_dtype_and_company(subject: BenchmarkSpec) -> None:
     def key(world: dict[str, Any] | None = None, repeats: int = 5, **changes: Any) -> str:
         place = {"host": "a", "local_rank": 0, "local_size": 1, "library": "Open MPI 5.0.11", **(world or {})}
-        return time_cache.device_key(SimpleNamespace(**place), Backend(), replace(subject, **changes), repeats)  # type: ignore[arg-type]
+        return benchmark_spec.device_key(SimpleNamespace(**place), Backend(), replace(subject, **changes), repeats)  # type: ignore[arg-type]
 
     others = [
         key({"host": "b"}),

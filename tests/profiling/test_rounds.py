@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_mpi.profiling.rounds import TimingRounds, Way
-from hetero_mpi.profiling.timings import TimedPart, TimingSamples
+from hetero_mpi.profiling.timings import TimedPart, TimingRounds, TimingSamples, Way
 
 
 class Machine:

@@ -28,11 +28,16 @@ def tensor(number: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(torch.bfloat16)
 
 
+def cut_small(transport: MpiTransport) -> MpiTransport:
+    transport.piece_bytes = PIECE_BYTES
+    return transport
+
+
 def passes(world: World, transport: MpiTransport, backend: Backend) -> None:
     """Twice all shapes, in both directions at once; what was sent is forgotten at once."""
     peer = 1 - world.rank
-    inbox = Inbox(transport, peer, 5, backend, torch.bfloat16, 3, PIECE_BYTES)
-    outbox = Outbox(transport, peer, 5, backend, torch.bfloat16, PIECE_BYTES)
+    inbox = Inbox(transport, peer, 5, backend, torch.bfloat16, 3)
+    outbox = Outbox(transport, peer, 5, backend, torch.bfloat16)
     known = 0
     for turn in range(2):
         inbox.begin(SHAPES)
@@ -60,12 +65,12 @@ def passes(world: World, transport: MpiTransport, backend: Backend) -> None:
 def overlaps(world: World, transport: MpiTransport) -> list[float]:
     """Seconds until the first and the last piece of a tensor of 64 have come, of which each takes 1 ms to copy at the sender."""
     if world.rank == 0:
-        outbox = Outbox(transport, 1, 6, LateBackend(), torch.bfloat16, PIECE_BYTES)
+        outbox = Outbox(transport, 1, 6, LateBackend(), torch.bfloat16)
         world.barrier()
         outbox.put(tensor(1, (64, PIECE_BYTES // 2)))
         outbox.flush()
         return []
-    inbox = Inbox(transport, 0, 6, Backend(), torch.bfloat16, 1, PIECE_BYTES)
+    inbox = Inbox(transport, 0, 6, Backend(), torch.bfloat16, 1)
     inbox.begin([(64, PIECE_BYTES // 2)])
     world.barrier()
     begin = time.perf_counter()
@@ -78,12 +83,12 @@ def overlaps(world: World, transport: MpiTransport) -> list[float]:
 def main(world: World) -> int:
     ends: tuple[type[Backend], ...] = (Backend, LateBackend)
     for threaded, kinds in itertools.product((True, False), itertools.product(ends, repeat=2)):
-        with MpiTransport(world.comm, threaded) as transport:
+        with cut_small(MpiTransport(world.comm, threaded)) as transport:
             passes(world, transport, kinds[world.rank]())
             world.barrier()
         if world.rank == 0:
             print(json.dumps([threaded, *(kind.__name__ for kind in kinds)]), flush=True)
-    with MpiTransport(world.comm) as transport:
+    with cut_small(MpiTransport(world.comm)) as transport:
         seconds = overlaps(world, transport)
         if world.rank == 1:
             print(json.dumps(seconds), flush=True)

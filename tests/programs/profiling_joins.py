@@ -26,8 +26,8 @@ with eager_imports():  # as a rank of ``profile`` does
     from hetero_mpi.model.transformers.chain import TransformersChain
     from hetero_mpi.model.tuning import full_training
     from hetero_mpi.profiling import cluster
-    from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-    from hetero_mpi.profiling.subject import Subject
+    from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec, DeviceTimes
+    from hetero_mpi.profiling.device import DeviceBenchmark
 
 SETTINGS = ProfileTable(repeats=1, largest_message_bytes=4096)
 CONFIG = {
@@ -43,7 +43,7 @@ CONFIG = {
 def main(world: World) -> int:
     torch.set_num_threads(1)
     chain = TransformersChain(AutoConfig.for_model("llama", **CONFIG))
-    subject = Subject(chain, full_training(chain), TrainTable(dtype="fp32", steps=1), 8, (1,), 1.0, 1, None, True)
+    subject = BenchmarkSpec(chain, full_training(chain), TrainTable(dtype="fp32", steps=1), 8, (1,), 1.0, 1, None, True)
     measured: list[str] = []
     lines: list[Any] = []
     run = DeviceBenchmark.run

@@ -28,8 +28,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.analysis.drift import LinkBetween, Watched
 from hetero_mpi.planning.analysis.trials import Allowance
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_plan
 from tests.programs.pooled import forget
 from tests.support.planning_samples import reported
@@ -37,7 +36,7 @@ from tests.support.planning_samples import reported
 with eager_imports():  # as a rank of ``train`` does
     import torch
 
-    from hetero_mpi.data.sequences import Batch
+    from hetero_mpi.data.batch import Batch
     from hetero_mpi.device.backend import Memory
     from hetero_mpi.engine import stage_builder, trainer
     from hetero_mpi.engine.host_group import HostGroup
@@ -46,9 +45,9 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
     from hetero_mpi.runtime import build, rebalance, run, trial
+    from hetero_mpi.runtime.rebalance import StepWord
     from hetero_mpi.runtime.run import train
     from hetero_mpi.runtime.setup.context import RunContext, Share, TrainOptions
-    from hetero_mpi.runtime.step_word import StepWord
     from hetero_mpi.state import saving
 
 Breaking = contextlib.AbstractContextManager[None]
@@ -172,7 +171,7 @@ def there_is_no_time_for_another_plan(world: World, entry: dict[str, Any]) -> It
 @contextlib.contextmanager
 def memory_lacks_in_the_trial(world: World, entry: dict[str, Any]) -> Iterator[None]:
     """Rank ``entry["rank"]`` has no memory for the first ``entry["times"]`` plans that are tried."""
-    rehearse, left = trial.rehearse, entry["times"]
+    rehearse, left = trainer.Trainer.rehearse, entry["times"]
 
     def lacking(own: trainer.Trainer, batch: Batch) -> None:
         nonlocal left
@@ -182,7 +181,7 @@ def memory_lacks_in_the_trial(world: World, entry: dict[str, Any]) -> Iterator[N
         with mock.patch.object(Stage, "forward", side_effect=torch.OutOfMemoryError("HIP out of memory. Tried it")):
             return rehearse(own, batch)
 
-    with mock.patch.object(trial, "rehearse", lacking):
+    with mock.patch.object(trainer.Trainer, "rehearse", lacking):
         yield
 
 
@@ -193,7 +192,7 @@ def a_small_device_is_left_clean(world: World, entry: dict[str, Any]) -> Iterato
     """
     from tests.stand_in_gpu import module
 
-    rehearse, steps, room = trial.rehearse, trial._steps, entry["room"]
+    rehearse, steps, room = trainer.Trainer.rehearse, trial._steps, entry["room"]
 
     def limited(own: trainer.Trainer, batch: Batch) -> None:
         small = world.rank == 1 and room is not None
@@ -215,7 +214,7 @@ def a_small_device_is_left_clean(world: World, entry: dict[str, Any]) -> Iterato
         assert (module.device.used(index), module.device.registered_bytes()) == before, "a trial has left something"
         return found
 
-    with mock.patch.object(trial, "rehearse", limited), mock.patch.object(trial, "_steps", watched):
+    with mock.patch.object(trainer.Trainer, "rehearse", limited), mock.patch.object(trial, "_steps", watched):
         yield
 
 

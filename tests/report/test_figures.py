@@ -10,13 +10,12 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, line_chart
 from hetero_mpi.report.figures.style import COLOURS, save, svg
+from hetero_mpi.report.plan_text import headline, plan_lines
 from hetero_mpi.report.progress import overview
-from hetero_mpi.report.tables import headline, plan_lines
 from tests.support.past_runs import cluster, planned, several_stages
 from tests.support.planning_samples import with_split
 
@@ -96,7 +95,7 @@ def test_pipelines_have_strips_of_their_own() -> None:
     layers = len(profile.model.layers)
     one = PipelinePlan((StagePlan((0,), 0, 7, 1), StagePlan((1,), 7, layers, 0)), 1, 4)
     plan = Plan((one, PipelinePlan((StagePlan((5,), 0, layers, 0),), 2, 4)), 8, 10, layers)
-    report = PlanReport(plan, 1.0, 0.9, PACKING)
+    report = PlanReport(plan, 1.0, 0.9)
     emulated = architecture(report, replace(profile, source="emulated, measured"), "a job")
     said = texts(emulated)
     assert "pipeline 0: 4 sequences, 1 at a time" in said and "pipeline 1: 4 sequences, 2 at a time" in said
@@ -105,14 +104,14 @@ def test_pipelines_have_strips_of_their_own() -> None:
     assert any(text.startswith("EMULATED") for text in said)
     assert_apart(emulated, 3)
     alone = tuple(PipelinePlan((StagePlan((rank,), 0, 26, 0),), 1, 2) for rank in range(12))
-    report = PlanReport(Plan(alone, 24, 10, 26), 1.0, 0.9, PACKING)
+    report = PlanReport(Plan(alone, 24, 10, 26), 1.0, 0.9)
     assert_apart(architecture(report, cluster(12), "a job"), 12)
 
 
 def test_ranks_with_several_stages_are_counted_once() -> None:
     profile = with_split(cluster(2))
     plan = several_stages(profile, (0, 1, 1, 0))
-    report = PlanReport(plan, 1.0, 0.9, PACKING, memory=predict_memory(plan, profile, 0.05))
+    report = PlanReport(plan, 1.0, 0.9, memory=predict_memory(plan, profile, 0.05))
     said = texts(architecture(report, profile, "a job"))
     assert any(text.startswith("2 of 2 ranks on 1 host") for text in said)
     assert said.count("no message") == 1 and sum("kB/s" in text for text in said) == 2

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from hetero_mpi import units
 from hetero_mpi.cli import main
-from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PlanReport
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
-from hetero_mpi.report.alike import counted, least_most, mean_idling, utilisation
-from hetero_mpi.report.inspection import inspection_lines
-from hetero_mpi.report.lines import WIDTH
-from hetero_mpi.report.tables import plan_lines, profile_lines
+from hetero_mpi.report.plan_text import plan_lines, utilisation
+from hetero_mpi.report.profile_text import inspection_lines, profile_lines
+from hetero_mpi.report.table import least_most
+from hetero_mpi.terminal import WIDTH
 from tests.support.planning_samples import SEQUENCE, noisy_profile
 
 SCREEN = 100
@@ -37,7 +36,7 @@ def planned(profile: ClusterProfile) -> PlanReport:
         for p in range(48)
     )
     plan = Plan(pipelines, 192, SEQUENCE, 42)
-    return PlanReport(plan, 1.0, 0.7, FLUID, memory=predict_memory(plan, profile))
+    return PlanReport(plan, 1.0, 0.7, memory=predict_memory(plan, profile))
 
 
 def test_a_profile_of_two_hundred_unlike_ranks(profile: ClusterProfile) -> None:
@@ -61,7 +60,9 @@ def test_a_plan_of_two_hundred_ranks(profile: ClusterProfile) -> None:
     report = planned(profile)
     lines = plan_lines(report, profile)
     assert len(lines) < 20 and max(map(len, lines)) <= WIDTH
-    assert any(line.split()[:5] == ["64", "cuda", "GeForce", "RTX", "4090"] and "10 to 12" in line for line in lines)
+    assert any(
+        line.split()[:5] == ["64", "cuda", "GeForce", "RTX", "4090"] and "10 to 12 each" in line for line in lines
+    )
     assert any("`inspect PLAN --all`" in line for line in lines)
     alone = plan_lines(report, None)
     assert len(alone) < 20 and any(line.split()[:2] == ["144", "10"] for line in alone)
@@ -96,7 +97,6 @@ def test_figures_of_many() -> None:
         and least_most([1.01, 1.02], "{:.0f}".format) == "1"
         and least_most([], "{:.0f}".format) == ""
     )
-    assert counted(["a", "b", "a"], " + ") == "2 x (a) + b"
-    assert mean_idling([Idling(1.0, 0.0, 2.0), Idling(3.0)]) == Idling(2.0, 0.0, 1.0)
+    assert units.counted(["a", "b", "a"], " + ") == "2 x (a) + b"
     assert utilisation({0: 0.5, 1: 0.75}) == "rank 0 50 %, rank 1 75 %"
     assert utilisation({rank: rank / 100 for rank in range(1, 100)}).startswith("of 99 ranks the least busy is rank 1 ")

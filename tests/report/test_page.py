@@ -13,16 +13,16 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import FancyArrowPatch
 
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import PipelinePlan, RankMemory, StagePlan
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import COLOURS, svg
 from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import report_html
-from hetero_mpi.report.page.job import job_rows
-from hetero_mpi.report.past_run import SAMPLE_NAME, read_run
+from hetero_mpi.report.page.sections import job_rows
+from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
 from tests.support.past_runs import JOB, cluster, make_run, planned
 
 LORA: dict[str, Any] = {

@@ -18,12 +18,11 @@ from hetero_mpi.planning.schedule import Action, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.toml_files import save_profile
-from hetero_mpi.report.page.document import report_html, write_report
-from hetero_mpi.report.page.sections import key_figures
-from hetero_mpi.report.past_run import USED_PROFILE, describe_run, read_run
-from hetero_mpi.report.run_files.line_files import keep_until
-from hetero_mpi.report.run_files.measured import (
-    STEPS_NAME,
+from hetero_mpi.report.page.document import key_figures, report_html, write_report
+from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.run_files.line_files import STEPS_NAME, keep_until
+from hetero_mpi.report.run_files.metrics import Metrics
+from hetero_mpi.report.run_files.rank_steps import (
     MeasuredEvent,
     RankStep,
     Usage,
@@ -34,8 +33,9 @@ from hetero_mpi.report.run_files.measured import (
     read_rank_steps,
     traffic,
 )
-from hetero_mpi.report.run_files.metrics import Metrics
+from hetero_mpi.report.run_files.run_directory import describe_run
 from hetero_mpi.report.trace import run_trace, save_run_trace
+from hetero_mpi.shipped import USED_PROFILE
 from tests.support.mpi import run_mpi
 from tests.support.past_runs import JOB, cluster, make_run, measured, planned, several_stages
 from tests.support.planning_samples import make_model, make_plan_of, make_profile, with_split

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from hetero_mpi.launch.launcher.launcher import build_command
-from hetero_mpi.report import units
+from hetero_mpi import units
+from hetero_mpi.launch.launcher.command_line import build_command
 from hetero_mpi.report.progress import Now, Overview, ProgressDisplay, RankRow
 from hetero_mpi.report.run_files.logs import write_line
 from hetero_mpi.report.run_files.metrics import StepMetrics

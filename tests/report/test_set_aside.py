@@ -14,8 +14,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.run_files.event_log import own_event
-from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.report.run_files.run_directory import EarlierRun, own_event
 from tests.support.past_runs import cluster, make_run, planned
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +79,7 @@ DIES = """
 import os, sys
 from pathlib import Path
 from typing import Any
-from hetero_mpi.report.run_files.set_aside import EarlierRun
+from hetero_mpi.report.run_files.run_directory import EarlierRun
 moves = 0
 def look(event, arguments):
     global moves

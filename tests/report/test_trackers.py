@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.run_files.trackers import OPENED, Trackers
+from hetero_mpi.report.run_files.metrics import OPENED, Trackers
 from tests.support.mpi import ROOT
 from tests.support.past_runs import cluster, make_run, planned
 
@@ -68,7 +68,7 @@ def test_trackio(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from hetero_mpi.report.run_files.trackers import Trackers
+from hetero_mpi.report.run_files.metrics import Trackers
 trackers = Trackers(["trackio"], Path(sys.argv[1]) / "mine", {"train": {"steps": 3}})
 trackers.evaluation(2, 2.5)
 trackers.close()

@@ -15,8 +15,8 @@ import pytest
 
 from hetero_mpi.cli import main, parser
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.report.lines import table, wrapped
-from hetero_mpi.text import columns
+from hetero_mpi.report.table import Table
+from hetero_mpi.terminal import columns, wrapped
 from tests.support.mpi import ROOT
 from tests.support.past_runs import make_run
 from tests.support.planning_folder import REQUEST, cluster
@@ -79,18 +79,18 @@ def test_help_fits(name: str, width: int, monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_table_that_is_too_wide_is_wrapped_then_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     headers, row = ("rank", "device", "layers", "memory"), ("0", "cuda A100", "embedding, blocks 0-31", "27.7 GB")
     monkeypatch.setenv("COLUMNS", "60")
-    assert table(headers, [row]) == [
+    assert Table.of_texts(headers, [row]).lines() == [
         "  rank  device     layers                   memory",
         "     0  cuda A100  embedding, blocks 0-31  27.7 GB",
     ]
     monkeypatch.setenv("COLUMNS", "42")
-    assert table(headers, [row]) == [
+    assert Table.of_texts(headers, [row]).lines() == [
         "  rank  device     layers           memory",
         "     0  cuda A100  embedding,      27.7 GB",
         "                   blocks 0-31",
     ]
-    monkeypatch.setenv("COLUMNS", "36")
-    assert table(headers, [row]) == [
+    monkeypatch.setenv("COLUMNS", "34")
+    assert Table.of_texts(headers, [row]).lines() == [
         "  rank    0",
         "  device  cuda A100",
         "  layers  embedding, blocks 0-31",
@@ -103,7 +103,7 @@ def test_lines_are_whole_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("COLUMNS", raising=False)
     long = "word " * 60 + "end"
     assert columns() is None and wrapped("because: ", long) == [f"because: {long}"]
-    (line,) = table(("", "why"), [("0", long)])[1:]
+    (line,) = Table.of_texts(("", "why"), [("0", long)]).lines()[1:]
     assert line == f"  0  {long}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero_mpi import units
 from hetero_mpi.cli import main
 from hetero_mpi.planning.analysis.what_if import what_ifs
 from hetero_mpi.planning.decision.alone import alone, best_alone
@@ -15,12 +16,10 @@ from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import Alone
+from hetero_mpi.planning.types.plan import Alone, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_profile
-from hetero_mpi.report import units
-from hetero_mpi.report.tables import headline
+from hetero_mpi.report.plan_text import headline
 from tests.support.past_runs import WHOLE_JOB, make_run
 from tests.support.planning_folder import cluster, fill, run
 from tests.support.planning_samples import SEQUENCE, make_plan_of, make_profile, on_cores, random_instance

@@ -13,8 +13,8 @@ from hetero_mpi.planning.annealing.partitions import dealt, likely, partitions
 from hetero_mpi.planning.annealing.rounds import Budget
 from hetero_mpi.planning.bounds import cycle_bound_s
 from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
-from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

@@ -1,7 +1,5 @@
-"""Several pipelines over many ranks: columns, chains, shares; and the bound that knows links, sums and whole sequences."""
+"""Several pipelines over many ranks: columns, chains, shares."""
 
-import itertools
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +8,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.annealing.anneal import Annealer
-from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
-from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.several.chains import Chain, Chains
 from hetero_mpi.planning.several.cluster import ClusterArrays, levels
 from hetero_mpi.planning.several.columns import Columns, along_hosts, in_hosts
@@ -25,11 +21,8 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from tests.support.planning_samples import (
     SEQUENCE,
-    looks_possible,
     make_model,
     make_profile,
-    random_instance,
-    random_plan,
 )
 
 EQUAL = 1 + 1e-9
@@ -140,7 +133,6 @@ def test_many_ranks_are_planned_into_pipelines_that_fit_and_repeat() -> None:
     alone = several(CLUSTER, replace(REQUEST, max_pipelines=1))
     assert alone is not None and len(alone.pipelines) == 1
     assert step_s < simulate(alone, CLUSTER).step_s
-    assert step_s <= 1.25 * packing_bound_s(CLUSTER, REQUEST, step_s)
 
 
 def test_links_by_hosts_give_the_same_plan() -> None:
@@ -207,85 +199,6 @@ def test_pipelines_that_end_together_are_changed_together() -> None:
     assert fixed is not None and fixed[1] < 0.99 * step_s
     depths = [[stage.warm_up for stage in pipeline.stages] for pipeline in fixed[0].pipelines]
     assert all(own == list(range(len(own)))[::-1] for own in depths)
-
-
-def request_of(plan: Plan) -> PlanRequest:
-    """A request that ``plan`` may be the answer to."""
-    return PlanRequest(
-        plan.global_batch,
-        plan.sequence_length,
-        tuple(sorted({pipeline.micro_batch for pipeline in plan.pipelines})),
-        max_pipelines=len(plan.pipelines),
-        recompute_choices=(False, True),
-        split_choices=(False, True),
-        memory_reserve=0.0,
-    )
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_the_packing_bound_thinks_every_plan_possible(seed: int) -> None:
-    """Any plan, with the memory that it needs and not a byte more."""
-    plan, profile = random_plan(seed)
-    peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile)}
-    devices = tuple(
-        replace(d, memory_bytes=peaks.get(d.rank, d.memory_bytes), dtypes=(profile.model.dtype,))
-        for d in profile.devices
-    )
-    profile = replace(profile, devices=devices)
-    assert looks_possible(profile, request_of(plan), simulate(plan, profile).step_s * EQUAL)
-
-
-@pytest.mark.parametrize("bytes_per_s", [4800.0, 960.0])
-def test_the_packing_bound_counts_sums_that_backward_cannot_hide(bytes_per_s: float) -> None:
-    """Two ranks with the whole model each: 13.8 s of computing, then the embedding's sum and new values at least."""
-    profile = make_profile([1.0, 1.0], make_model(4), bytes_per_s=bytes_per_s)
-    request = PlanRequest(2, SEQUENCE, (1,), max_pipelines=2, memory_reserve=0.0)
-    pipelines = tuple(PipelinePlan((StagePlan((rank,), 0, 6, 0),), 1, 1) for rank in range(2))
-    step_s = simulate(Plan(pipelines, 2, SEQUENCE, 6), profile).step_s
-    bound_s = packing_bound_s(profile, request, 2 * step_s)
-    assert max(14.38, 0.95 * step_s) <= bound_s <= step_s * EQUAL
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_packing_bound_is_at_or_under_the_best_of_all_alike_plans(seed: int) -> None:
-    """Small instances: every order, cut and number of pipelines, at classic depth and deeper."""
-    profile, request = random_instance(seed, 3, 5)
-    request = replace(request, max_pipelines=3, memory_reserve=0.0, recompute_choices=(False, True))
-    best = min((simulate(plan, profile).step_s for plan in all_plans(profile, request)), default=None)
-    if best is not None:
-        bound_s = packing_bound_s(profile, request, 2 * best)
-        assert fluid_bound_s(profile, request) * (1 - 1e-9) <= bound_s <= best * EQUAL
-
-
-def all_plans(profile: ClusterProfile, request: PlanRequest):  # type: ignore[no-untyped-def]
-    layers, size = len(profile.model.layers), min(request.micro_batch_choices)
-    ranks = range(len(profile.devices))
-    for used in range(1, len(profile.devices) + 1):
-        for order in itertools.permutations(ranks, used):
-            for splits in itertools.product((False, True), repeat=used - 1):
-                lengths = [len(list(group)) for _, group in itertools.groupby(itertools.accumulate([0, *splits]))]
-                yield from plans_of(profile, request, order, lengths, layers, size)
-
-
-def plans_of(profile, request, order, lengths, layers, size):  # type: ignore[no-untyped-def]
-    batch = request.global_batch
-    for shares in itertools.product(range(1, batch + 1), repeat=len(lengths)):
-        if sum(shares) != batch or min(shares) < size:
-            continue
-        for cuts in itertools.product(*(itertools.combinations(range(1, layers), n - 1) for n in lengths)):
-            place, pipelines = 0, []
-            for length, inner, share in zip(lengths, cuts, shares, strict=True):
-                edges = [0, *inner, layers]
-                stages = tuple(
-                    StagePlan((order[place + i],), edges[i], edges[i + 1], length - 1 - i) for i in range(length)
-                )
-                pipelines.append(PipelinePlan(stages, size, share))
-                place += length
-            plan = Plan(tuple(pipelines), batch, SEQUENCE, layers)
-            if random.Random(str(plan)).random() < 0.1 and all(
-                m.peak_bytes <= m.usable_bytes for m in predict_memory(plan, profile)
-            ):
-                yield plan
 
 
 @pytest.mark.parametrize("ranks", [3, 5])

@@ -10,17 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_mpi import units
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.decision.explain import beaten
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.packing.bound import packing_bound_s
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cost import EMBEDDING
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PACKING
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.search.pipeline_bound import pipeline_bound_s
@@ -171,7 +170,9 @@ def test_a_slow_rank_is_left_out_with_the_price_of_using_it() -> None:
     with_it = make_plan(profile, PlanRequest(8, SEQUENCE, (1,), allow_idle=False))
     assert with_it.idle == ()
     slow, fast = with_it.predicted_step_s, report.predicted_step_s
-    assert report.idle[0].reason == f"using 3 ranks would take {slow:.3g} s per step instead of {fast:.3g} s"
+    assert report.idle[0].reason == (
+        f"using 3 ranks would take {units.seconds(slow)} per step instead of {units.seconds(fast)}"
+    )
 
 
 def test_reasons_compare_with_the_even_split() -> None:
@@ -292,22 +293,9 @@ def test_a_hand_written_plan_is_completed() -> None:
     report = complete_plan(given_plan, profile, request)
     assert report.plan.pipelines == given_plan.pipelines
     assert report.predicted_step_s == simulate(given_plan, profile).step_s
-    assert (report.bound_step_s, report.bound) == (packing_bound_s(profile, request, report.predicted_step_s), PACKING)
-    beyond = replace(request, recompute_choices=(True,))
-    further = complete_plan(given_plan, profile, beyond)
-    assert (further.bound_step_s, further.bound) == (fluid_bound_s(profile, beyond), FLUID)
+    assert report.bound_step_s == fluid_bound_s(profile, request)
     assert [m.rank for m in report.memory] == [0, 2]
     assert [(idle.rank, idle.reason) for idle in report.idle] == [(1, "not named in the given plan")]
-
-
-def test_a_plan_of_more_than_eight_ranks_has_the_fluid_bound_and_says_so() -> None:
-    given_plan = make_plan_of((0, 2, 5, 8), (0, 1, 2), 4)
-    request = PlanRequest(4, SEQUENCE, (1,), max_pipelines=2)
-    for ranks, name in ((8, PACKING), (9, FLUID)):
-        profile = make_profile([1.0] * ranks, make_model(6))
-        report = complete_plan(given_plan, profile, request)
-        assert report.bound == name
-        assert (report.bound_step_s == fluid_bound_s(profile, request)) == (name == FLUID)
 
 
 @pytest.mark.parametrize(

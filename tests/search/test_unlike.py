@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hetero_mpi.planning.durations import exchange_s
-from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.several.cluster import ClusterArrays
 from hetero_mpi.planning.several.layouts import several
 from hetero_mpi.planning.simulator import simulate

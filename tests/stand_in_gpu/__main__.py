@@ -13,22 +13,23 @@ from collections.abc import Sequence
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # bitsandbytes' plain kernels would be compiled anew for every shape
 from hetero_mpi import cli
-from hetero_mpi.launch.launcher import launcher
+from hetero_mpi.launch.launcher import command_line
+from hetero_mpi.launch.launcher.launcher import Launcher
 from tests.stand_in_gpu import COUNTERS, THROUGH
 
 
 def _launch_with_them() -> None:
     """Ranks that this process starts run this module."""
-    build = launcher.build_command
+    build = command_line.build_command
 
     def build_command(
-        by: launcher.Launcher, np: int, hostfile: str | None, program: Sequence[str], *options: Sequence[str]
-    ) -> launcher.CommandLine:
+        by: Launcher, np: int, hostfile: str | None, program: Sequence[str], *options: Sequence[str]
+    ) -> command_line.CommandLine:
         python, *words = program
         words = words[2:] if words[:2] == ["-m", "hetero_mpi"] else words
         return build(by, np, hostfile, [python, *THROUGH, *words], *options)
 
-    launcher.build_command = build_command
+    command_line.build_command = build_command
 
 
 def _run(arguments: list[str]) -> int:

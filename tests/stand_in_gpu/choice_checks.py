@@ -10,7 +10,7 @@ import torch
 from hetero_mpi.device import accelerators
 from hetero_mpi.device.accelerators import has_kernels, open_backend, usable, visible_devices
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.look import look
+from hetero_mpi.device.device_probe import devices_seen
 from hetero_mpi.errors import UserError
 from tests.stand_in_gpu.backend import StandIn
 
@@ -37,7 +37,7 @@ def test_a_device_that_cannot_be_asked_hides_no_other(standin: Any, monkeypatch:
         return accelerators.Accelerator._free_memory(self)
 
     monkeypatch.setattr(StandIn, "_free_memory", asked)
-    seen = look()
+    seen = devices_seen()
     assert [(device["backend"], device["index"]) for device in seen["devices"]] == [("cuda", 1), ("cpu", 0)]
     assert seen["errors"] == {"cuda:0": "CUDA error: all CUDA-capable devices are busy or unavailable"}
 
@@ -45,7 +45,7 @@ def test_a_device_that_cannot_be_asked_hides_no_other(standin: Any, monkeypatch:
 def test_a_device_without_kernels_is_nobodys(standin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandIn, "unusable", classmethod(lambda cls: {0: "it is too old for this torch"}))
     assert usable("cuda") == (1,) and list(visible_devices("auto")[1]) == [1]
-    assert look()["errors"] == {"cuda:0": "it is too old for this torch"}
+    assert devices_seen()["errors"] == {"cuda:0": "it is too old for this torch"}
     assert open_backend("auto", None).name == "cpu"
     with pytest.raises(UserError, match="'cuda' cannot be used: it is too old for this torch"):
         open_backend("cuda", 0)

@@ -16,8 +16,8 @@ from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
-from hetero_mpi.profiling.device import DeviceBenchmark, DeviceTimes
-from hetero_mpi.profiling.subject import Subject
+from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec, DeviceTimes
+from hetero_mpi.profiling.device import DeviceBenchmark
 from tests.stand_in_gpu import backend, module
 
 CHAIN = {
@@ -55,9 +55,9 @@ def chain(**changes: Any) -> TransformersChain:
     return TransformersChain(read_config({**CHAIN, **changes}))
 
 
-def subject(micro_batches: tuple[int, ...] = (1, 2)) -> Subject:
+def subject(micro_batches: tuple[int, ...] = (1, 2)) -> BenchmarkSpec:
     model = chain()
-    return Subject(
+    return BenchmarkSpec(
         model, full_training(model), TrainTable(steps=1, global_batch=8, dtype="bf16"), 16, micro_batches, 1.0, 1, None
     )
 

@@ -14,7 +14,6 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.schema import AdapterTable
 from hetero_mpi.model.layer import loss
-from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
@@ -24,6 +23,7 @@ from hetero_mpi.profiling.host_profiles import measure_memory
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.saving import Snapshot
 from tests.stand_in_gpu.fixtures import CHAIN, LARGE, measured, subject
+from tests.support.stages import stage_of
 
 
 def test_profiling_leaves_nothing_on_the_device(standin: Any, gpu: Backend, uncollected: None) -> None:
@@ -93,7 +93,7 @@ def test_frozen_weights_reach_the_device_in_the_compute_dtype_only(standin: Any,
     gc.collect()
     standin.reset_peak(1)
     before = standin.used(1)
-    stage = Stage(model, 0, model.layer_count, gpu, "bf16", SeededStart(0), tuning=lora(model))
+    stage = stage_of(model, 0, model.layer_count, gpu, "bf16", SeededStart(0), tuning=lora(model))
     embedding = stage.model.get_parameter("model.embed_tokens.weight")
     assert embedding.dtype == torch.bfloat16 and embedding.device == gpu.device
     assert before < standin.used(1) <= standin.peak(1) < standin.used(1) + embedding.nbytes // 2

@@ -28,6 +28,7 @@ from hetero_mpi.profiling.device import DeviceBenchmark
 from tests.stand_in_gpu.backend import StandIn
 from tests.stand_in_gpu.fixtures import LARGE, chain, subject
 from tests.support.device_copies import copies_there_and_back
+from tests.support.stages import stage_of
 from tests.support.threaded_training import Threads, plan_of
 
 
@@ -145,7 +146,7 @@ def test_gradients_leave_for_their_sum_beside_what_the_device_computes(standin: 
 
     model = chain()
     names = [name for name in model.parameters if model.layer_of(name) == 2]
-    stage = Stage(model, 0, model.layer_count, gpu, "fp32", SeededStart(0), shared={2: [names]})
+    stage = stage_of(model, 0, model.layer_count, gpu, "fp32", SeededStart(0), shared={2: [names]})
     optimizer = Optimizer(stage, TrainTable(steps=1, global_batch=4))
     flat = optimizer.flat[2].gradients
     optimizer.zero()

@@ -32,6 +32,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
 from tests.stand_in_gpu import module
 from tests.support.planning_samples import make_device, make_profile
+from tests.support.stages import stage_of, streamed_stage_of
 
 CONFIG = {
     "model_type": "llama",
@@ -96,14 +97,14 @@ def test_full_training_gives_the_bits_of_a_resident_stage(
 ) -> None:
     chain = TransformersChain(read_config({**CONFIG, "tie_word_embeddings": tied, "attention_dropout": 0.1}))
     given: Any = chain, 0, chain.layer_count, gpu, dtype, SeededStart(0), 7, None
-    resident = Stage(*given, recompute=True, slice_sequences=slices)
-    check_waits_for_copies(resident, StreamedStage(*given, slice_sequences=slices), gpu, 2, 0.01)
+    resident = stage_of(*given, recompute=True, slice_sequences=slices)
+    check_waits_for_copies(resident, streamed_stage_of(*given, slice_sequences=slices), gpu, 2, 0.01)
 
 
 def test_of_full_training_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:
     gc.collect()
     before = module.device.used(1)
-    stage = StreamedStage(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7)
+    stage = streamed_stage_of(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7)
     optimizer = Optimizer(stage, TrainTable(steps=1))
     gc.collect()
     block = max(sum(spec.count for spec in chain.specs(layer, layer + 1)) for layer in range(chain.layer_count))
@@ -118,8 +119,8 @@ def test_of_full_training_few_layers_are_on_the_device(chain: TransformersChain,
 @pytest.mark.parametrize("nf4", [False, True])
 def test_copies_that_take_long_are_waited_for(chain: TransformersChain, gpu: Backend, nf4: bool) -> None:
     given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, nf4)
-    resident = Stage(*given, recompute=True, slice_sequences=SLICE)
-    check_waits_for_copies(resident, StreamedStage(*given, slice_sequences=SLICE), gpu, 1, 0.02)
+    resident = stage_of(*given, recompute=True, slice_sequences=SLICE)
+    check_waits_for_copies(resident, streamed_stage_of(*given, slice_sequences=SLICE), gpu, 1, 0.02)
 
 
 def test_an_integrated_gpu_streams_from_mapped_files(
@@ -127,9 +128,9 @@ def test_an_integrated_gpu_streams_from_mapped_files(
 ) -> None:
     """In the memory that it computes in, a copy of the weights would spare nothing."""
     given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, True)
-    resident = Stage(*given, recompute=True, slice_sequences=SLICE)
+    resident = stage_of(*given, recompute=True, slice_sequences=SLICE)
     monkeypatch.setattr(gpu, "shares_host_memory", lambda: True)
-    streamed = StreamedStage(*given, slice_sequences=SLICE, folder=tmp_path)
+    streamed = streamed_stage_of(*given, slice_sequences=SLICE, folder=tmp_path)
     assert all(layer._file is not None for layer in streamed.weights.layers.values())
     check_waits_for_copies(resident, streamed, gpu, 1, 0.02)
 
@@ -137,7 +138,7 @@ def test_an_integrated_gpu_streams_from_mapped_files(
 def test_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:
     gc.collect()
     before = module.device.used(1)
-    stage = StreamedStage(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, False))
+    stage = streamed_stage_of(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, False))
     gc.collect()
     layers = stage.weights.layers.values()
     trained = sum(value.nbytes for value in (*stage.parameters.values(), *stage.masters.values()))
@@ -149,7 +150,7 @@ def test_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) ->
 def test_weights_are_copied_once_for_all_slices(
     chain: TransformersChain, gpu: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = StreamedStage(
+    stage = streamed_stage_of(
         chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, True), slice_sequences=1
     )
     begun: list[int] = []
@@ -172,7 +173,7 @@ def test_copies_are_priced_that_are_made(
 ) -> None:
     """Where nothing but copies takes time, and each a second, a step lasts as many seconds as the longer queue has copies."""
     trained, layers = full_training(chain) if whole else tuning(chain, False), chain.layer_count
-    stage = StreamedStage(chain, 0, layers, gpu, "bf16", SeededStart(0), 7, trained)
+    stage = streamed_stage_of(chain, 0, layers, gpu, "bf16", SeededStart(0), 7, trained)
     optimizer, tokens = Optimizer(stage, TrainTable(steps=2)), torch.ones((1, TOKENS), dtype=torch.int64).to(gpu.device)
     queues = [one for one in (stage.weights, stage.offloaded) if one is not None]
     made: Counter[tuple[Op, int]] = Counter()
@@ -210,7 +211,9 @@ def test_copies_are_priced_that_are_made(
 
 
 def test_weights_stay_until_they_have_been_computed_with(chain: TransformersChain, gpu: Backend) -> None:
-    weights = StreamedStage(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, False)).weights
+    weights = streamed_stage_of(
+        chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, False)
+    ).weights
     weights.need(1)
     weights.prefetch(2, keeping=1)
     weights.need(2)
@@ -225,7 +228,7 @@ def test_weights_stay_until_they_have_been_computed_with(chain: TransformersChai
 
 
 def test_gradients_leave_when_they_have_been_computed(chain: TransformersChain, gpu: Backend) -> None:
-    gradients = StreamedStage(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7).offloaded
+    gradients = streamed_stage_of(chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7).offloaded
     assert gradients is not None
     gradients.zero()
     gradients.begin(2)

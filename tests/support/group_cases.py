@@ -18,6 +18,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, adapter_tuning
 from tests.support.family_configs import VOCABULARY, tiny_keys
+from tests.support.stages import stage_of
 
 HEADS = 6
 """Key/value heads of every model here."""
@@ -102,7 +103,7 @@ def whole_stages(
     cuts: Iterable[tuple[int, int]] = CUTS,
     spread: float = 0.2,
 ) -> list[Stage]:
-    return [Stage(chain, first, last, Backend(), dtype, NamedStart(spread), tuning=tuning) for first, last in cuts]
+    return [stage_of(chain, first, last, Backend(), dtype, NamedStart(spread), tuning=tuning) for first, last in cuts]
 
 
 def widen(stages: Sequence[Stage]) -> None:

@@ -8,8 +8,7 @@ import time
 
 import torch
 
-from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.copying import Copied, Copying
+from hetero_mpi.device.backend import Backend, Copied, Copying
 
 LATE_S = 1e-3
 """How long each copy takes."""

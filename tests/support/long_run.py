@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from hetero_mpi.launch.launcher.launcher import build_command
+from hetero_mpi.launch.launcher.command_line import build_command
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics

@@ -14,21 +14,14 @@ from hetero_mpi import toml
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PACKING, IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
-from hetero_mpi.report.past_run import describe_run, predicted_step
-from hetero_mpi.report.run_files.line_files import LineFile
-from hetero_mpi.report.run_files.measured import (
-    STEPS_NAME,
-    MeasuredEvent,
-    RankStep,
-    Usage,
-    rank_step_line,
-    rank_step_to_dict,
-)
+from hetero_mpi.report.past_run import predicted_step
+from hetero_mpi.report.run_files.line_files import STEPS_NAME, LineFile
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
+from hetero_mpi.report.run_files.rank_steps import MeasuredEvent, RankStep, Usage, rank_step_to_dict
+from hetero_mpi.report.run_files.run_directory import describe_run
 from tests.support.planning_samples import JOB_TOML, make_model, make_plan_of, make_profile
 
 JOB: dict[str, Any] = {
@@ -66,7 +59,7 @@ def make_run(
             if step % 20 == 0:
                 writer.evaluation(step, loss + 0.2)
     records = measured(plan, profile, steps, slower)
-    LineFile(directory / STEPS_NAME).write(*(rank_step_line(rank_step_to_dict(one)) for one in records))
+    LineFile(directory / STEPS_NAME).write(*(rank_step_to_dict(one) for one in records))
     event = {"unix_s": 1.7e9, "event": "silent", "text": "no word from host beta for 14 s", "hosts": ["beta"]}
     (directory / "events.jsonl").write_text(json.dumps(event) + "\n")
     (directory / "checkpoints").mkdir(exist_ok=True)
@@ -129,7 +122,7 @@ def planned(profile: ClusterProfile, ranks: int | None = None, micro_batches: in
     )
     step_s = simulate(plan, profile).step_s
     memory = predict_memory(plan, profile, 0.05)
-    return PlanReport(plan, step_s, 0.9 * step_s, PACKING, memory=memory, idle=idle, reasons=("a & b",))
+    return PlanReport(plan, step_s, 0.9 * step_s, memory=memory, idle=idle, reasons=("a & b",))
 
 
 def several_stages(profile: ClusterProfile, ranks: Sequence[int], micro_batches: int = 8) -> Plan:

@@ -19,7 +19,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
 
 from hetero_mpi.data.batch import IGNORED, Batch
-from hetero_mpi.data.sequences import Dataset, build_sequences
+from hetero_mpi.data.dataset import Dataset, SequenceSettings
+from hetero_mpi.data.text_sequences import build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
@@ -41,7 +42,8 @@ class Reference:
 def dataset_of(case: Case, tokenizer: Path, text: Path) -> Dataset:
     """The sequences that our program trains on."""
     documents = [line for line in text.read_text().split("\n") if line.strip()]
-    return build_sequences(documents, load_tokenizer(tokenizer), SEQUENCE, case.packing, 0.1, SEED)
+    settings = SequenceSettings(SEQUENCE, case.packing, 0.1, SEED)
+    return build_sequences(documents, load_tokenizer(tokenizer), settings)
 
 
 def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.nn.Module:

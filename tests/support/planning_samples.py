@@ -7,13 +7,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetero_mpi.planning.dry_run import interpret
-from hetero_mpi.planning.packing.counted import Counted, Shares
-from hetero_mpi.planning.packing.relaxed import Facts
-from hetero_mpi.planning.schedule import Schedule
+from hetero_mpi.planning.dry_run import awaited
+from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Schedule
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PlanReport
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -126,8 +123,8 @@ def make_plan_of(
 
 
 def reported(plan: Plan, step_s: float = 1.0) -> PlanReport:
-    """``plan`` as if it took ``step_s``, of which a fluid bound says next to nothing."""
-    return PlanReport(plan, step_s, step_s / 2, FLUID)
+    """``plan`` as if it took ``step_s``, with a bound of half of it."""
+    return PlanReport(plan, step_s, step_s / 2)
 
 
 def random_instance(seed: int, ranks: int, layers: int) -> tuple[ClusterProfile, PlanRequest]:
@@ -209,12 +206,6 @@ def random_plan(seed: int, most_pipelines: int = 3) -> tuple[Plan, ClusterProfil
     return Plan(tuple(pipelines), total, SEQUENCE, layers), profile
 
 
-def looks_possible(profile: ClusterProfile, request: PlanRequest, step_s: float) -> bool:
-    """What the search for the packing bound asks of one step time; much quicker than the search."""
-    counted = Counted(Facts(profile, request))
-    return any(Shares(counted, least).possible(step_s) for least in (1, 2) if least <= request.max_pipelines)
-
-
 def noisy_profile(hosts: int, per_host: int = 8, seed: int = 0) -> ClusterProfile:
     """As it is measured: hosts of one of three kinds of cards each, no two ranks quite alike, every link measured for itself."""
     draw = random.Random(seed)
@@ -237,7 +228,7 @@ def noisy_profile(hosts: int, per_host: int = 8, seed: int = 0) -> ClusterProfil
 
 def grid(schedule: Schedule) -> str:
     """A table of clocks and ranks, as drawn in ``schedule.schedule_of``: who computes what, one clock each."""
-    computed = interpret(schedule).computed
+    computed = _clocks(schedule)
     clocks = 1 + max((clock for cells in computed.values() for clock, _ in cells), default=-1)
     rows = [["clock", *(str(clock) for clock in range(clocks))]]
     for rank in sorted(schedule):
@@ -246,6 +237,25 @@ def grid(schedule: Schedule) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join("  ".join(line) for line in lines)
+
+
+def _clocks(schedule: Schedule) -> dict[int, list[tuple[int, Action]]]:
+    """Rank -> (clock, what it computes then), every forward and every part of a backward one clock long and all else none."""
+    clock, sent = dict.fromkeys(schedule, 0), dict[Action, int]()
+    left = {rank: [action for action in actions if action.op not in WHOLE_STEP] for rank, actions in schedule.items()}
+    computed: dict[int, list[tuple[int, Action]]] = {rank: [] for rank in schedule}
+    while any(left.values()):
+        for rank, own in left.items():
+            while own and ((message := awaited(own[0])) is None or message in sent):
+                action = own.pop(0)
+                if message is not None:
+                    clock[rank] = max(clock[rank], sent[message])
+                elif action.op in COMPUTE:
+                    computed[rank].append((clock[rank], action))
+                    clock[rank] += 1
+                else:
+                    sent[action] = clock[rank]
+    return computed
 
 
 def renumbered(profile: ClusterProfile, order: list[int]) -> ClusterProfile:

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from hetero_mpi.launch.launcher.launcher import build_command
+from hetero_mpi.launch.launcher.command_line import build_command
 from tests.support.mpi import ROOT, SHARING, launcher_or_skip
 
 START_S, LEAVING_S = 120.0, 20.0

@@ -11,13 +11,14 @@ import torch
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.group.division import Holding, divisions
+from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
-from hetero_mpi.model.group.link import StageGroup
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, full_training
+from tests.support.stages import stage_of
 
 _PATIENCE_S = 120.0
 """After which a member that waits alone is an error: some other one made another exchange, or failed."""
@@ -107,7 +108,7 @@ class ThreadGroup:
         cuts = list(cuts)
         self.members: Members = [
             [
-                Stage(
+                stage_of(
                     chain,
                     first,
                     last,

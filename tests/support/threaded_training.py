@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.engine.rank_setup import RankSetup
 from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.schema import TrainTable
@@ -83,19 +84,14 @@ class Threads:
         schedule = schedule_of(plan, cost_of(chain, tuning))
         self.trainers = [
             Trainer(
-                rank,
-                cast(World, ThreadWorld(rank, meeting)),
-                self.transports[rank],
-                chain,
-                tuning,
+                setup,
+                cast(World, ThreadWorld(setup.rank, meeting)),
                 plan,
                 schedule,
-                device,
-                train,
-                StageBuilder(chain, tuning, device, train, SeededStart(train.seed)),
+                StageBuilder(setup, SeededStart(train.seed)),
             )
-            for rank in range(self.size)
-            for device in [backend()]
+            for rank, transport in enumerate(self.transports)
+            for setup in [RankSetup(rank, transport, chain, tuning, backend(), train)]
         ]
         self._meeting = meeting
 

@@ -26,12 +26,14 @@ from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import load_report, save_plan, save_profile
-from hetero_mpi.report.run_files.measured import STEPS_NAME, read_rank_steps
+from hetero_mpi.report.run_files.line_files import STEPS_NAME
 from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.report.run_files.rank_steps import read_rank_steps
 from tests.support import training_cases
 from tests.support.made_up_profile import write_profile
 from tests.support.planning_samples import make_model, make_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.support.stages import stage_of
 from tests.training.test_equality import IN_GROUPS
 
 BLOCKS, STEPS = 4, 8
@@ -322,7 +324,7 @@ def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: 
             super().fill(chain, model, layer)
 
     def stage(first: int, last: int, kept: Kept | None = None) -> Stage:
-        return Stage(chain, first, last, Backend(), "bf16", Asked(1), 7, tuning, kept=kept)
+        return stage_of(chain, first, last, Backend(), "bf16", Asked(1), 7, tuning, kept=kept)
 
     before, fresh = stage(0, 5), stage(1, 6)
     packed = before.model.get_submodule(chain.module_names(2)[0]).mlp.up_proj.weight.data_ptr()
@@ -339,4 +341,4 @@ def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: 
 
 def test_nothing_is_kept_where_all_weights_are_trained() -> None:
     chain = TransformersChain(read_config(dict(training_cases.NORMAL[0].config)))
-    assert Stage(chain, 0, 3, Backend(), "fp32", SeededStart(1)).frozen_layers(range(6)) == {}
+    assert stage_of(chain, 0, 3, Backend(), "fp32", SeededStart(1)).frozen_layers(range(6)) == {}

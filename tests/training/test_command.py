@@ -24,18 +24,18 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi import __version__
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_report, save_plan, save_profile
 from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.plan_text import idle_lines
 from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.report.tables import idle_lines
 from tests.support.made_up_profile import write_profile
 from tests.support.mpi import ROOT, on_ranks, run_mpi
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.support.stages import stage_of
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s"}
 CONFIG = {
@@ -255,7 +255,7 @@ def test_bf16_np3(outcomes: dict[str, Outcome], three: Three) -> None:
 def test_start_weights_depend_on_seed_and_names_alone_np3(outcomes: dict[str, Outcome], three: Three) -> None:
     # No padding token although the tokenizer names one: it is the end token, whose embedding has to learn.
     chain = TransformersChain(read_config({**CONFIG, "pad_token_id": None}))
-    expected = Stage(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(7)).parameters
+    expected = stage_of(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(7)).parameters
     for name in ("seeded", "seeded-alone"):
         found = {key: array for (kind, key), array in tensors(three.run(name), 1).items() if kind == "parameters"}
         assert found.keys() == expected.keys()

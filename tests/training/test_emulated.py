@@ -13,17 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_mpi.comm.clocks import compare_clocks
-from hetero_mpi.comm.precise_sleep import Sleeper
-from hetero_mpi.emulation.emulated_links import EmulatedTransport
-from hetero_mpi.emulation.emulated_nics import Nics
-from hetero_mpi.emulation.pace import ActionPacer
+from hetero_mpi.comm.links import compare_clocks
+from hetero_mpi.emulation.paced_stage import ActionPacer, Sleeper
+from hetero_mpi.emulation.paced_transport import LinkTimes, MessageTimes, Nics, PacedTransport
 from hetero_mpi.planning.durations import finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.network import THREADED, Network
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.types.request import THREADED, Network
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import StepMetrics, read_metrics
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
@@ -259,13 +257,12 @@ def test_what_cannot_be_emulated_is_refused_on_all_ranks(np3: Runs, name: str, t
     assert all(text in outcome.texts[0] for text in texts), outcome.texts[0]
 
 
-def pair(delay_s: float, cards: Nics | None = None) -> list[EmulatedTransport]:
+def pair(delay_s: float, cards: Nics | None = None) -> list[PacedTransport]:
     """Two emulated transports that reach each other."""
     ends: tuple[LoopbackTransport, ...] = LoopbackNetwork(2).transports
-    return [
-        EmulatedTransport(end, rank, lambda a, b, size: delay_s, cards, [0.0, 0.0], Sleeper(False))
-        for rank, end in enumerate(ends)
-    ]
+    line = MessageTimes(lambda a, b, size: delay_s, cards)
+    times = LinkTimes(lambda tag: line, lambda number, sums: 0.0, cards)
+    return [PacedTransport(end, rank, times, [0.0, 0.0], Sleeper(False)) for rank, end in enumerate(ends)]
 
 
 def test_messages_of_a_pair_queue_behind_each_other() -> None:

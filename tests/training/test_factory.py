@@ -19,7 +19,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
-from hetero_mpi.data.samples import Samples
+from hetero_mpi.data.dataset import Samples
 from hetero_mpi.job.load import load_job
 from hetero_mpi.model.layer.interface import as_input
 from hetero_mpi.model.layer.seeds import seed_from

@@ -15,13 +15,12 @@ from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import Alone, IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.report.run_files.measured import MeasuredEvent
+from hetero_mpi.report.run_files.rank_steps import MeasuredEvent
 from hetero_mpi.runtime.measuring import Expected, OwnStep, Together, compared, with_others
-from hetero_mpi.runtime.step_word import StepWord
+from hetero_mpi.runtime.rebalance import StepWord
 from hetero_mpi.runtime.trial import clearly_faster
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
@@ -148,7 +147,7 @@ def test_other_programs_are_told_from_slow_work(cores: float, waits: float, othe
 
 
 def test_a_trial_takes_a_small_share_of_the_run() -> None:
-    report = PlanReport(PLAN, 1.0, 1.0, "")
+    report = PlanReport(PLAN, 1.0, 1.0)
     assert allowance(report, PROFILE, 10_000, False).counted == MOST_COUNTED
     assert allowance(report, PROFILE, round(LONG_S), False).counted > 0
     for steps in (1, 15):
@@ -159,7 +158,7 @@ def test_a_trial_takes_a_small_share_of_the_run() -> None:
 
 
 def test_no_other_plan_is_looked_for_where_the_run_is_too_short_for_it() -> None:
-    report = PlanReport(PLAN, 1.0, 1.0, "")
+    report = PlanReport(PLAN, 1.0, 1.0)
     assert allowance(report, PROFILE, 1000, False).most_s == pytest.approx(LONG_SHARE * 1000)
     assert allowance(report, PROFILE, 1000, True).most_s == allowance(report, PROFILE, 1, True).most_s == math.inf
 
@@ -172,10 +171,10 @@ ALONE = Plan((PipelinePlan((StagePlan((2,), 0, 6, 0),), 1, 4),), 4, SEQUENCE, 6)
 def test_the_reasons_of_a_tried_plan_belong_to_its_corrected_figures() -> None:
     """What the planner said by the profile as it was is kept only where it says so of the other plan by the corrected one, too."""
     odd = IdleRank(1, "its device does not offer bf16")
-    before = PlanReport(PLAN, 0.427, 0.4, "", idle=(IdleRank(2, STALE), odd), reasons=("an even cut: 0.5 s", "copies"))
+    before = PlanReport(PLAN, 0.427, 0.4, idle=(IdleRank(2, STALE), odd), reasons=("an even cut: 0.5 s", "copies"))
     taken = complete_plan(PLAN, THREE, PlanRequest(4, SEQUENCE, (1,), max_pipelines=1))
     taken = replace(taken, tried_step_s=1.55, idle=(*taken.idle, IdleRank(1, "made up")), alone=Alone(2, 0.0))
-    other = PlanReport(ALONE, 1.2, 1.0, "", idle=(odd,), reasons=("an even cut: 1.4 s", "copies"), tried_step_s=1.6)
+    other = PlanReport(ALONE, 1.2, 1.0, idle=(odd,), reasons=("an even cut: 1.4 s", "copies"), tried_step_s=1.6)
     told = explained(taken, "another plan was tried and took 1.60 s", (before, other), other)
     assert told.reasons[0] == "tried: 1.55 s per step; another plan was tried and took 1.60 s"
     assert told.reasons[1].startswith("busiest: ") and told.reasons[-1] == "copies" and len(told.reasons) == 3

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from hetero_mpi import units
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.shipped import USED_PROFILE
 from tests.stand_in_gpu import THROUGH, build

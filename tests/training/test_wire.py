@@ -16,7 +16,7 @@ import torch
 
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.engine.wire import Int8Format
+from hetero_mpi.engine.wire_format import Int8Format
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_of_tables
 from hetero_mpi.model.layer.seeds import seed_from

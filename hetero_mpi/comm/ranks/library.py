@@ -19,7 +19,7 @@ from pathlib import Path
 OPEN_MPI = "Open MPI"
 MPICH = "MPICH"
 JOINED_VARIABLE = "HETERO_MPI_JOINED"
-"""Environment variable: to this file a rank writes a line when it has joined the others (``launch.launcher.launcher``)."""
+"""Environment variable: to this file a rank writes a line when it has joined the others (``launch.launcher.command_line``)."""
 ENDED_LINE = "\x1ehetero_mpi: the job has come to its end"
 """The last line on stderr of rank 0, where ``JOINED_VARIABLE`` was set. A launcher that lets ranks die tells by nothing else
 whether somebody was left.
@@ -107,7 +107,7 @@ def foreign_launcher_problem(launched: LaunchedAs | None, library: MpiLibrary) -
 
 
 def world_size_problem(launched: LaunchedAs | None, library: MpiLibrary, world_size: int) -> str | None:
-    """What is wrong with a world of ``world_size`` ranks under this launcher, or ``None``."""
+    """The problem with a world of ``world_size`` ranks under this launcher, or ``None``."""
     if launched is None or launched.size == world_size:
         return None
     return _mismatch(launched, f"the loaded MPI library ({library}) sees a world of {world_size}")

@@ -1,5 +1,6 @@
 """How a process becomes a rank of the job, and how it leaves: a command, which ends with its work (``run_guarded``), or a user's
-program, which goes on after it (``collectively``).
+program, which goes on after it (``collectively``). And how the ranks that are left after a death meet, and become the world
+(``comm.ranks.ulfm`` says how ranks learn of a death).
 
 A wrong launcher or a missing library is found before MPI starts. Whatever happens later, all ranks end together and the cause is
 printed once (``leave`` does that).
@@ -14,6 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
@@ -37,7 +39,7 @@ from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, PACKAGE, own_source, ver
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.host_limits import usable_cores
-from hetero_mpi.text import printable, write_text
+from hetero_mpi.terminal import printable, write_text
 
 T = TypeVar("T")
 _LAUNCHED_BY_US: list[str] = []
@@ -181,7 +183,7 @@ def join() -> World:
 
 
 def _tell_joined() -> None:
-    """Tell the launcher's shell that this rank has joined (``launch.launcher.launcher``). From now on its death can be
+    """Tell the launcher's shell that this rank has joined (``launch.launcher.command_line``). From now on its death can be
     outlived.
     """
     file = os.environ.pop(JOINED_VARIABLE, None)
@@ -291,3 +293,62 @@ def check_versions(world: World, own: Mapping[str, str]) -> None:
     problem = version_problem(world.all_gather_json({MPI_LIBRARY: world.library, **own}), world.hosts)
     if problem is not None:
         raise CollectiveUserError(problem)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The ranks that have died, and how the others were numbered before."""
+
+    gone: tuple[tuple[int, str], ...]
+    """(rank, host) of those that have died, in the old numbering."""
+    before: tuple[int, ...]
+    """For each rank that is left: its number in the old numbering."""
+
+
+def settled(world: World, well: bool) -> bool:
+    """Have all ranks that are alive come to the end of their common work, and has it gone well on all? The same answer on all.
+    Collective over those that are alive. Where it is no, each of them must call ``survivors``.
+    """
+    if not well:
+        ulfm.revoke()
+    return ulfm.agree(world.comm, well)
+
+
+def survivors(world: World, may_lead: bool = True) -> Loss:
+    """Make ``world`` the world of the ranks that are left, numbered anew in their old order. The first rank that may lead becomes
+    rank 0. Collective over them.
+
+    Whatever was made of the old world (subsets, transports, heartbeats) can no longer be used. Ranks that die meanwhile are left
+    out too.
+    """
+    ulfm.revoke()
+    comm = world.comm
+    while True:
+        comm = ulfm.shrink(comm)
+        try:
+            met = _meet(comm, world.rank, may_lead)
+            whole = True
+        except ulfm.RankLost:
+            whole = False
+        # Some ranks may have come through where others have met the next death: all take the same way.
+        if ulfm.agree(comm, whole):
+            break
+        ulfm.revoke()
+    world.comm, world.guard, before = met
+    gone = tuple((old, world.hosts[old]) for old in range(world.size) if old not in before)
+    world.rank, world.size = world.comm.Get_rank(), world.comm.Get_size()
+    world.hosts, world.numbers = tuple(world.hosts[old] for old in before), ()
+    world.bereaved, world.activity.waits_for = True, None
+    return Loss(gone, before)
+
+
+def _meet(comm: Any, old_rank: int, may_lead: bool) -> tuple[Any, Any, tuple[int, ...]]:
+    """(communicator, guard, old numbers in the new order) of the ranks of ``comm`` that are left."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    words = Collectives(comm, rank, size).all_gather_json([old_rank, may_lead])
+    before = [int(old) for old, _ in words]
+    leader = next((number for number, (_, may) in enumerate(words) if may), 0)
+    if leader != 0:
+        before.insert(0, before.pop(leader))
+        comm = ulfm.made(comm, lambda: comm.Split(0, -1 if rank == leader else rank))
+    return comm, ulfm.duplicate(comm), tuple(before)

@@ -106,7 +106,7 @@ def duplicate(comm: Any) -> Any:
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Does ``error``, or an error that caused it, say that a rank has died?"""
+    """Whether ``error``, or an error that caused it, says that a rank has died."""
     if isinstance(error, RankLost):
         return True
     mpi = sys.modules.get("mpi4py.MPI")

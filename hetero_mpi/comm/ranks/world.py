@@ -37,11 +37,11 @@ Outcome = list[Any] | None
 
 @dataclass
 class Activity:
-    """What a rank is doing. All worlds that a rank belongs to share one, as it does one thing at a time."""
+    """A rank's present activity. All worlds that a rank belongs to share one, as it does one thing at a time."""
 
     text: str = "starting"
     waits_for: str | None = None
-    """What the current collective call waits for; None: there is none."""
+    """The reason for which the current collective call waits; None: there is none."""
     marks: int = 0
     """A counter of progress within the present activity."""
     busy: int = 0
@@ -66,7 +66,7 @@ class World(Collectives):
     guard: Any = None
     """A communicator used only at the end of the job."""
     bereaved: bool = False
-    """Ranks have died, and this is the world of the survivors (``comm.ranks.shrink``)."""
+    """Ranks have died, and this is the world of the survivors (``comm.ranks.mpi_start``)."""
 
     @property
     def host(self) -> str:

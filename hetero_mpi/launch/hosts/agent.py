@@ -1,20 +1,33 @@
-"""The launch agent: the program that runs a command on another machine; ssh, unless the user names another.
+"""Running something on another machine and hearing it: the launch agent (ssh, unless the user names another) and the host agent.
 
-The supervisor uses the same agent as the launcher, so that everyone who can start a job can supervise it.
+``doctor`` and the supervisor use the same launch agent as the launcher: who can start a job can examine and supervise its hosts. It
+starts one program there, the host agent, which answers requests over stdin and stdout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
+import queue
 import shlex
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from typing import IO, Any, cast
 
+from hetero_mpi.background import lines_of
 from hetero_mpi.comm.ranks.library import OPEN_MPI
+from hetero_mpi.comm.ranks.versions import own_source
 
-_SSH = ("ssh", "-o", "BatchMode=yes")
+PROGRAM = "hetero_mpi.launch.host_agent"
+MARK = "hetero_mpi agent: "
+"""Before every answer, as a login shell may print things of its own."""
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+"""A host that is off is given up after ten seconds, not two minutes."""
 _PARAMETERS = ("plm_rsh_agent", "plm_ssh_agent")
 _PARAMETER_OPTIONS = ("--mca", "-mca", "--prtemca", "-prtemca", "--gmca", "-gmca")
 _HYDRA_OPTIONS = ("-launcher-exec", "--launcher-exec", "-bootstrap-exec", "--bootstrap-exec")
@@ -64,14 +77,17 @@ def remote_command(
     return [*agent, host, shlex.join(["sh", "-c", inner])]
 
 
-class Helper:
-    """A Python module of this package running on a host, here or through the launch agent, with a pipe to its stdin.
+class AgentError(RuntimeError):
+    """A host agent did not answer; the text is what it, or the launch agent, printed instead."""
+
+
+class HostAgent:
+    """A host agent (``PROGRAM``) on a host, started here or through the launch agent. Requests and answers are lines of JSON.
 
     Args:
-        name: of the host, as the agent takes it.
+        name: of the host, as the launch agent takes it.
         directory: to start in, if it exists; "": the path of the one here.
         variables: environment variables beside ``PYTHONPATH``, which is that of this process.
-        stdout: as ``subprocess.Popen`` takes it.
     """
 
     def __init__(
@@ -79,24 +95,22 @@ class Helper:
         agent: Sequence[str],
         name: str,
         local: bool,
-        python: str,
-        module: str,
+        python: str = sys.executable,
         directory: str = "",
         variables: Mapping[str, str] | None = None,
-        stdout: int = subprocess.DEVNULL,
     ) -> None:
-        words, directory = [python, "-m", module], directory or os.getcwd()
+        words, directory = [python, "-m", PROGRAM], directory or os.getcwd()
         own = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | dict(variables or {})
         if not local:
             words = remote_command(agent, name, directory, own, *words)
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
-        self.process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         """None: it could not be started here, and the complaint says why."""
         try:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 words,
                 stdin=subprocess.PIPE,
-                stdout=stdout,
+                stdout=subprocess.PIPE,
                 stderr=self._complaints,
                 env={**os.environ, **own},
                 cwd=directory if local and os.path.isdir(directory) else None,
@@ -104,35 +118,56 @@ class Helper:
             )
         except OSError as error:
             self._complaints.write(f"{words[0]}: {error.strerror}".encode())
+        started = self._process
+        self._stdin = cast(IO[bytes], started.stdin) if started is not None else io.BytesIO()
+        self._lines = lines_of(cast(IO[bytes], started.stdout) if started is not None else io.BytesIO())
 
-    def write(self, line: bytes) -> None:
-        """Write a line to its stdin; without effect where it has ended."""
-        if self.process is not None and self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.write(line)
-                self.process.stdin.flush()
+    def __enter__(self) -> HostAgent:
+        return self
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for its end. ``complaint`` has nothing to tell afterwards."""
-        if self.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout_s)
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, request: str, **values: Any) -> None:
+        """Send a request whose answer nobody waits for; without effect where the agent has ended."""
+        line = json.dumps({"ask": request, "source": own_source(), **values}).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self._stdin.write(line)
+            self._stdin.flush()
+
+    def ask(self, request: str, timeout_s: float, **values: Any) -> dict[str, Any]:
+        """Send a request and return the answer. Raises AgentError: it ends, or does not answer in time."""
+        self.send(request, **values)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AgentError(self.complaint(f"no answer within {timeout_s:g} s")) from None
+            if line is None:
+                self._lines.put(None)
+                if self._process is not None:  # what it complains of is whole then
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._process.wait(max(0.0, deadline - time.monotonic()))
+                raise AgentError(self.complaint("it ended without an answer"))
+            if line.startswith(MARK.encode()):
+                return dict(json.loads(line.decode(errors="replace").removeprefix(MARK)))
 
     def ended(self) -> bool:
-        return self.process is None or self.process.poll() is not None
+        return self._process is None or self._process.poll() is not None
 
     def complaint(self, otherwise: str) -> str:
-        """The last line that the agent or the process has written to stderr; else ``otherwise``."""
+        """The last line that the launch agent or the host agent has written to stderr; else ``otherwise``."""
         self._complaints.seek(0)
         text = self._complaints.read(_COMPLAINT_BYTES).decode(errors="replace")
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), otherwise)
         return "".join(letter for letter in last if letter.isprintable())[:300]
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            for stream in filter(None, (self.process.stdin, self.process.stdout)):
-                with contextlib.suppress(OSError):
-                    stream.close()
+        """End the process that was started here. What it has printed is left to its reader: others may hold that pipe open."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        with contextlib.suppress(OSError):
+            self._stdin.close()
         self._complaints.close()

@@ -34,7 +34,7 @@ _AS_IT_IS = {
     True: re.compile(rf"[ \t]*({_NAME}([ \t]+(slots|max[_-]slots)[ \t]*=[ \t]*\d+)*)?[ \t]*(#.*)?"),
     False: re.compile(rf"({_NAME}(:\d+)?( +(ifname|binding)=\S+)*)?[ \t]*(#.*)?"),
 }
-"""Is it Open MPI? -> lines that its launcher reads; MPICH's reads no user before the name."""
+"""True for Open MPI -> lines that its launcher reads; MPICH's reads no user before the name."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
 
 
 def _text(path: str | Path) -> str:
-    """What the file holds; it may begin with a mark of its encoding, as editors of Windows write it."""
+    """The text of the file; it may begin with a mark of its encoding, as editors of Windows write it."""
     require_regular(Path(path))
     try:
         content = Path(path).read_bytes()
@@ -111,7 +111,7 @@ def _slots(text: str, place: str) -> int:
 
 
 def read_by_launcher(path: str | Path, family: str) -> bool:
-    """Does the launcher of an MPI family (``Open MPI`` or ``MPICH``) read a host file as ``read_hostfile`` does?
+    """True where the launcher of an MPI family (``Open MPI`` or ``MPICH``) reads a host file as ``read_hostfile`` does.
 
     Not in the other's style, with line ends or marks of Windows, or where a host has several lines.
     """

@@ -41,7 +41,7 @@ class Host(BaseModel):
     slots: Annotated[int, Field(ge=1)] = 1
     """Ranks of this entry."""
     name: str | None = None
-    """What messages call the entry; empty: its address."""
+    """The entry's name in messages; empty: its address."""
     python: str | None = None
     """The Python of this entry on its host, an absolute path; empty: the path of the one that runs ``launch``."""
     prefix: str | None = None

@@ -1,7 +1,7 @@
 """The supervisor of ``launch --elastic``: a process outside MPI that starts the job again on the machines that are left.
 
 MPI does not survive the loss of a machine: its launcher ends the job, or waits for minutes, or for ever. So this process starts the
-launcher and watches the hosts itself (``heartbeat_server``, ``host_agent``). When a host falls silent or the job breaks::
+launcher and watches the hosts itself (``watched_hosts``, ``host_reports``). When a host falls silent or the job breaks::
 
     end what is left on all hosts -> see which hosts answer -> start again on those, from the newest state they have
 
@@ -25,26 +25,18 @@ from pathlib import Path
 from types import FrameType
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
-from hetero_mpi.device.memory import memory_kills_text
+from hetero_mpi.device.shortage import memory_kills_text
 from hetero_mpi.disk import write_whole
 from hetero_mpi.errors import AT_ONCE, ExitCode
 from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import format_hostfile
-from hetero_mpi.launch.hosts.processes import end_starts
-from hetero_mpi.launch.launcher.launcher import (
-    ASKED_TEXT,
-    AT_ONCE_TEXT,
-    CommandLine,
-    Launcher,
-    announce,
-    ask_to_end,
-    begin,
-    build_command,
-    handling,
-)
+from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
+from hetero_mpi.launch.launcher.launcher import Launcher
+from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXT, AT_ONCE_TEXT, announce, ask_to_end, begin, handling
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
-from hetero_mpi.launch.supervisor.heartbeat_server import HeartbeatServer, WatchedHost
-from hetero_mpi.report.run_files.event_log import START_VARIABLE, EventLog
+from hetero_mpi.launch.supervisor.host_reports import end_starts
+from hetero_mpi.launch.supervisor.watched_hosts import WatchedHost, WatchedHosts
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE, EventLog
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
@@ -84,12 +76,12 @@ class Supervisor:
         self.run_dir = run_dir
         agent, _ = launch_agent(launcher.family, options.mpirun_args, os.environ)
         entries = {entry.address: entry for entry in reversed(self.entries)}
-        self.heartbeats = HeartbeatServer(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, entries)
+        self.watching = WatchedHosts(self.hosts, agent, self.name, options.heartbeat_timeout_s, run_dir, entries)
         self.events = EventLog(run_dir, self.name)
         self.signals: list[int] = []
         self.starts = 0
         self.stepped = False
-        """Has any start of this supervisor done a step? Before that, the user's own ``--resume`` stands."""
+        """True once a start of this supervisor has done a step. Before that, the user's own ``--resume`` stands."""
         self._noticed_s: float | None = None
         self._unfit: list[str] = []
         """Hosts that came to lead and could not: what only the lost one had, such as the data, cannot be read there."""
@@ -98,7 +90,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the job to its end. Returns its exit code, ``GIVEN_UP``, or 128 + a signal."""
-        with self.heartbeats, handling(self._note), tempfile.TemporaryDirectory() as scratch:
+        with self.watching, handling(self._note), tempfile.TemporaryDirectory() as scratch:
             return self._run(Path(scratch))
 
     def _run(self, scratch: Path) -> int:
@@ -138,8 +130,8 @@ class Supervisor:
 
     def _probe(self, silent: Sequence[WatchedHost]) -> list[WatchedHost]:
         began = time.monotonic()
-        watched = self.heartbeats.probe([host.number for host in silent], self.options.probe_timeout_s)
-        missing = {host.name: host.complaint() for host in self.heartbeats.watched if host not in watched}
+        watched = self.watching.probe([host.number for host in silent], self.options.probe_timeout_s)
+        missing = {host.name: host.complaint() for host in self.watching.watched if host not in watched}
         names = [host.name for host in watched]
         text = f"{', '.join(names) or 'no host'} answered within {time.monotonic() - began:.1f} s"
         text += "".join(f"; without {name} ({why})" for name, why in missing.items())
@@ -163,7 +155,7 @@ class Supervisor:
         self.events.tell("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
         if self.options.verbose or self.starts == 1:
             announce(command, self.options.verbose)
-        self.heartbeats.keep(start)
+        self.watching.keep(start)
         kills = {host.number: host.memory_kills for host in watched}
         process, errors = begin(command, subprocess.DEVNULL)
         progress = _Progress(watched, self._tell_first_step)
@@ -201,8 +193,7 @@ class Supervisor:
         given = [*self.options.mpirun_args, *(["-x", START_VARIABLE] if self.launcher.family == OPEN_MPI else [])]
         if (path := self.options.hosts_file) is not None:
             from hetero_mpi.launch.hosts.hosts_toml import ranks_of  # brings pydantic
-            from hetero_mpi.launch.launcher.hosts_command import hosts_command
-            from hetero_mpi.launch.wireguard.mesh import read_mesh
+            from hetero_mpi.launch.hosts.mesh import read_mesh
 
             there = [entry for host in watched for entry in self.entries if entry.address == host.name]
             # Rank 0 may start in another directory than this process, which looks for the run's files here.
@@ -219,7 +210,7 @@ class Supervisor:
         return command
 
     def _cannot_lead(self, outcome: StartOutcome, progressed: bool, watched: Sequence[WatchedHost]) -> bool:
-        """Was the start refused because a new host leads, and is there another host that may lead?
+        """True where the start was refused because a new host leads, and another host may lead.
 
         Where the run has taken steps before, the job is sound: most likely something is missing on this host.
         """
@@ -266,7 +257,7 @@ class Supervisor:
                 if code not in _FINAL and not self.signals:
                     self.events.tell("broken", f"the job ended with exit code {code}", code=code)
                 return StartOutcome(code)
-            if silent := self.heartbeats.silent(watched):
+            if silent := self.watching.silent(watched):
                 self._noticed_s = time.monotonic()
                 names = [host.name for host in silent]
                 text = f"{', '.join(names)} not heard of for {self.options.heartbeat_timeout_s:g} s: taken for dead"
@@ -289,7 +280,7 @@ class Supervisor:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         end_starts(self.name)
-        unreachable = self.heartbeats.sweep(watched, _SWEEP_S)
+        unreachable = self.watching.sweep(watched, _SWEEP_S)
         text = f"nothing of start {self.starts} is left on the hosts that can be reached ({time.monotonic() - began:.1f} s)"
         if unreachable:
             text = (
@@ -322,7 +313,7 @@ class Supervisor:
     def _wait_for_lock(self, leader: WatchedHost) -> None:
         """Wait until no lost rank holds a shared run directory: its host agent ends it, or the file server drops its locks."""
         told, deadline = False, time.monotonic() + _LOCK_S
-        while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.heartbeats.locked(leader):
+        while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.watching.locked(leader):
             if not told:
                 self.events.tell("locked", "a lost rank still holds the run directory: waiting until it has ended")
                 told = True

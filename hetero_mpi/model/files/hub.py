@@ -13,7 +13,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants
 
-from hetero_mpi.data import hub_records
+from hetero_mpi.data import source_files
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ModelFiles
 
@@ -50,7 +50,7 @@ def is_hub_id(text: str, path: Path) -> bool:
 
 def cached(name: str) -> Path | None:
     """Directory of the model in this machine's Hugging Face cache, perhaps incomplete; None when there is nothing of it."""
-    return hub_records.cached(name, "model", "config.json")
+    return source_files.cached(name, "model", "config.json")
 
 
 def directory_of(name: str) -> Path:
@@ -84,12 +84,12 @@ def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -
         raise UserError(_not_here(name, path, f"{reason}; {rule}"))
     tell(f"fetching {name} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     try:
-        hub_records.reach_hub(tell)
+        source_files.reach_hub(tell)
         wanted, unwanted = list(WANTED), list(UNWANTED)
         directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
         raise UserError(
-            _not_here(name, path, f"{reason}; {hub_records.why_not(name, 'model', 'model.path', error)}")
+            _not_here(name, path, f"{reason}; {source_files.why_not(name, 'model', 'model.path', error)}")
         ) from None
     damage = _damage(directory)  # without a network, what is there may come back as it was
     if damage is not None:

@@ -16,14 +16,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from hetero_mpi.disk import SPARE_BYTES, atomic_write, free_bytes, write_whole
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, file_parts, read_header, read_tensor
-
-if TYPE_CHECKING:
-    import torch
+from hetero_mpi.model.files.model_files import ListedTensor, read_tensors, write_tensors
 
 _CHUNK_BYTES = 1 << 20
 
@@ -40,7 +38,7 @@ class ShardCache:
         self.directory = root / identity[:16]
         self.identity = identity
         self.remarks: list[str] = []
-        self._found: dict[int, Mapping[str, StoredTensor]] = {}
+        self._found: dict[int, Mapping[str, torch.Tensor]] = {}
         with self._usable():
             self.directory.mkdir(parents=True, exist_ok=True)
 
@@ -63,8 +61,7 @@ class ShardCache:
 
     def read(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """The tensors of an entry that ``holds`` has found sound."""
-        found = self._found[layer]
-        return {name: read_tensor(name, found[name]) for name in names}
+        return {name: self._found[layer][name].clone() for name in names}
 
     def prepare(self, coming_bytes: int) -> None:
         """Make sure, before anything is sent, that so much can be kept.
@@ -88,13 +85,10 @@ class ShardCache:
         """
         path, manifest = self._paths(layer)
         with self._usable():  # nothing is forced to the disk: what a power loss spoils is found by its hash
-            with atomic_write(path) as temporary, open(temporary, "wb") as file:
-                digest = hashlib.sha256()
-                for part in file_parts(tensors):
-                    file.write(part)
-                    digest.update(part)
+            with atomic_write(path) as temporary:
+                write_tensors(temporary, tensors)
             described = {
-                "sha256": digest.hexdigest(),
+                "sha256": _sha256(path),
                 "model": self.identity,
                 "layer": layer,
                 "bytes": path.stat().st_size,
@@ -112,8 +106,9 @@ class ShardCache:
             return f"{size} bytes, and its manifest says {described['bytes']}"
         if _sha256(path) != described["sha256"]:
             return "its bytes do not give the manifest's sha256"
-        found = read_header(path)
-        if {n: (t.dtype, t.shape) for n, t in found.items()} != {n: (t.dtype, t.shape) for n, t in wanted.items()}:
+        found = read_tensors(path)
+        own, needed = ({n: (t.dtype, tuple(t.shape)) for n, t in some.items()} for some in (found, wanted))
+        if own != needed:
             return "it holds other tensors than are needed now"
         self._found[layer] = found
         return None

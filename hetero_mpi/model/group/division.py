@@ -49,7 +49,7 @@ _FINENESS = 64
 
 
 class Holding(Enum):
-    """What of a tensor the members hold."""
+    """The part of a tensor that members hold."""
 
     CUT = "cut"
     """Each a range of one dimension."""
@@ -63,7 +63,7 @@ class Holding(Enum):
 
 @dataclass(frozen=True)
 class Division:
-    """Of one tensor.
+    """The division of one tensor among the members.
 
     Attributes:
         dim: the dimension that is cut.
@@ -75,7 +75,7 @@ class Division:
     bounds: tuple[int, ...] = ()
 
     def part(self, whole: torch.Tensor, member: int) -> torch.Tensor:
-        """What a member holds of it: contiguous memory of its own, or all of it as it is."""
+        """A member's part of it: contiguous memory of its own, or all of it as it is."""
         if self.held is not Holding.CUT:
             return whole
         first, end = self.bounds[member : member + 2]
@@ -90,7 +90,7 @@ class Division:
 
     @property
     def of_blocks(self) -> Division:
-        """Of what has a number for each NF4 block of a tensor: (rows, blocks of a row)."""
+        """The division of a tensor that has a number for each NF4 block of this one: (rows, blocks of a row)."""
         return self if self.dim == 0 else replace(self, bounds=tuple(bound // BLOCK for bound in self.bounds))
 
     def exists(self, member: int) -> bool:
@@ -100,12 +100,12 @@ class Division:
         return self.held is not Holding.LEADER or member == 0
 
     def trains(self, member: int) -> bool:
-        """Does it have a gradient there?"""
+        """Whether it has a gradient there."""
         return self.held in (Holding.CUT, Holding.SUMMED) or member == 0
 
 
 class Trained(Protocol):
-    """What is asked of a ``Tuning``."""
+    """The attributes of a ``Tuning`` that are used here."""
 
     @property
     def trainable(self) -> Mapping[str, ParameterSpec]: ...
@@ -241,7 +241,7 @@ def experts_to_share(chain: TransformersChain) -> int | None:
 
 
 def is_attention(container: str) -> bool:
-    """Is a module of a block attention?"""
+    """Whether a module of a block is attention."""
     return "attn" in container or "attention" in container
 
 

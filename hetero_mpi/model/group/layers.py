@@ -1,15 +1,23 @@
-"""A member's share of a stage: its parts of the tensors, and the exchanges where shares begin and end."""
+"""A member's share of a stage: its parts of the tensors, its experts, its words of the loss, and the exchanges where shares begin
+and end.
+
+Experts: each member runs its own on all tokens that chose them. Everybody computes the router, as in transformers' own expert
+parallelism; unlike devices may round near ties differently, so the leader's choices count.
+
+Loss: each member has the logits of some words only. Of every target the members exchange three numbers: the largest logit, the
+sum of the exponentials, and the target's own logit. The gradient of the logits needs no exchange.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from hetero_mpi.model.group.absent import replace_forward
 from hetero_mpi.model.group.division import (
     Holding,
     Trained,
@@ -20,16 +28,14 @@ from hetero_mpi.model.group.division import (
     refusal,
     rowwise,
 )
-from hetero_mpi.model.group.experts import ExpertShare
-from hetero_mpi.model.group.link import GroupLink, StageGroup
-from hetero_mpi.model.group.loss import divided_summed_loss, divided_target_losses
-from hetero_mpi.model.group.sums import entered, left
+from hetero_mpi.model.group.exchanges import GroupLink, StageGroup, anchored, entered, left, replace_forward
+from hetero_mpi.model.layer.loss import IGNORED, piece_size
 from hetero_mpi.model.layer.quantize import double_scales, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain
 
 
 class DividedLayers:
-    """What a stage of a group asks: which part of a tensor is its own, where to exchange, and what the loss is."""
+    """The answers for a stage of a group: which part of a tensor is its own, where to exchange, and what the loss is."""
 
     def __init__(self, chain: TransformersChain, tuning: Trained, group: StageGroup) -> None:
         reason = refusal(chain, tuning, group.shares, group.experts)
@@ -57,7 +63,7 @@ class DividedLayers:
         return self._divisions[name].exists(self._link.member)
 
     def trains(self, name: str) -> bool:
-        """Does a trained tensor have a gradient here?"""
+        """Whether a trained tensor has a gradient here."""
         return self._divisions[name].trains(self._link.member)
 
     def double_scales(self, block: str, module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -185,12 +191,12 @@ class _Entrance:
 
 
 def _leave(link: GroupLink, module: nn.Module, arguments: object, output: Any) -> Any:
-    """What a share of attention or an MLP gives becomes the whole's. Attention gives its weights, too, which nobody reads."""
+    """The output of a share of attention or an MLP becomes the whole's. Attention gives its weights, too, which nobody reads."""
     return (left(output[0], link), *output[1:]) if isinstance(output, tuple) else left(output, link)
 
 
 def _zeros(last: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a layer cut by columns gives without any: its bias, if this member adds it."""
+    """The output of a layer cut by columns, without any: its bias, if this member adds it."""
     zeros, bias = torch.zeros_like(x), last.bias
     return zeros if bias is None else zeros + bias
 
@@ -202,3 +208,106 @@ def _looked_up(
     own = ids - first
     foreign = (own < 0) | (own >= words)
     return left(lookup(own.clamp(0, words - 1)).masked_fill(foreign.unsqueeze(-1), 0.0), link)
+
+
+class ExpertShare:
+    """The experts [first, first + count) of a layer, which are called with hidden states (N, D), the experts that each token chose
+    (N, K), and their weights (N, K)."""
+
+    def __init__(self, first: int, count: int, link: GroupLink) -> None:
+        self._first, self._count, self._link = first, count, link
+
+    def connect(self, experts: nn.Module) -> None:
+        experts.register_forward_pre_hook(self._choose)
+        experts.register_forward_hook(_anchor)
+        if self._count == 0:
+            replace_forward(experts, torch.zeros_like)
+
+    def _choose(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Choices of other members' experts become number ``count``, which transformers' kernels skip."""
+        hidden_states, chosen, weights, *rest = given
+        chosen, weights = _agreed(chosen, weights, self._link)
+        own = chosen - self._first
+        foreign = (own < 0) | (own >= self._count)
+        return hidden_states, own.masked_fill(foreign, self._count), weights.masked_fill(foreign, 0.0), *rest
+
+
+def _agreed(chosen: torch.Tensor, weights: torch.Tensor, link: GroupLink) -> tuple[torch.Tensor, torch.Tensor]:
+    """The leader's choices and weights. (Numbers of experts are exact in fp32.)"""
+    with torch.no_grad():
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        both = torch.stack((chosen.to(wide), weights.to(wide)))
+        both = link.sum(both if link.member == 0 else torch.zeros_like(both))
+        difference = both[1].to(weights.dtype) - weights
+    return both[0].to(chosen.dtype), weights + difference
+
+
+def _anchor(module: nn.Module, given: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    """Perhaps no token chose this member's experts."""
+    return anchored(output, given[0], given[2])
+
+
+def divided_summed_loss(logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
+    """Sum of the losses of all targets that are not ``IGNORED``, a scalar (fp32), differentiable; the same on all members.
+
+    Args:
+        logits: (B, T, V'), of this member's words.
+        targets: (B, T) int64, words of the whole vocabulary.
+        first: this member's first word.
+    """
+    losses = divided_target_losses(logits, targets, first, link).flatten()
+    # The order of additions of ``summed_loss``: each row is a vocabulary of one word.
+    words = targets.flatten().clamp(max=0)
+    return F.nll_loss(-losses.unsqueeze(1), words, ignore_index=IGNORED, reduction="sum")
+
+
+def divided_target_losses(logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
+    """Loss of each target, (B, T) in fp32, differentiable; 0 where it is ``IGNORED``. Takes what ``divided_summed_loss`` does."""
+    losses: torch.Tensor = _Losses.apply(logits.flatten(0, 1), targets.flatten(), first, link)
+    return losses.view_as(targets)
+
+
+class _Losses(torch.autograd.Function):
+    """The losses of all targets, a few rows of logits at a time (``layer.loss``)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
+        largest = torch.full((len(logits),), -torch.inf, device=logits.device)
+        for rows in _rows(logits):
+            largest[rows] = logits[rows].max(1).values.float()
+        largest = link.maximum(largest)
+        exponentials, of_targets = torch.zeros_like(largest), torch.zeros_like(largest)
+        words, here = _own_words(targets, first, logits.shape[1])
+        for rows in _rows(logits):
+            shifted = logits[rows].float() - largest[rows].unsqueeze(1)
+            of_targets[rows] = shifted.gather(1, words[rows].unsqueeze(1)).squeeze(1) * here[rows]
+            exponentials[rows] = shifted.exp_().sum(1)
+        summed, of_targets = link.sum(torch.stack((exponentials, of_targets))).unbind()
+        logarithms = summed.log()
+        ctx.save_for_backward(logits, words, here, targets, largest + logarithms)
+        return torch.where(targets == IGNORED, 0.0, logarithms - of_targets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, words, here, targets, norms = ctx.saved_tensors
+        factors = (gradient * (targets != IGNORED)).unsqueeze(1)
+        result = torch.empty_like(logits)
+        for rows in _rows(logits):
+            likelihoods = (logits[rows].float() - norms[rows].unsqueeze(1)).exp_().mul_(factors[rows])
+            likelihoods.scatter_add_(1, words[rows].unsqueeze(1), -factors[rows] * here[rows].unsqueeze(1))
+            result[rows] = likelihoods
+        return result, None, None, None
+
+
+def _own_words(targets: torch.Tensor, first: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(each target's place among this member's words, any place for a word of another one; is it this member's?)"""
+    places = targets - first
+    return places.clamp(0, words - 1), (places >= 0) & (places < words)
+
+
+def _rows(logits: torch.Tensor) -> Iterator[slice]:
+    """Rows that are computed at once; none of a member without words."""
+    if logits.shape[1] == 0:
+        return
+    size = max(1, piece_size(logits.numel(), logits.is_cpu) // logits.shape[1])
+    yield from (slice(begin, begin + size) for begin in range(0, len(logits), size))

@@ -1,1 +1,1 @@
-"""What every kind of model shares: the interface of its layers, loss, seeds, gradient hooks, split backward, NF4."""
+"""Parts that every kind of model shares: the interface of its layers, loss, seeds, gradient hooks, split backward, NF4."""

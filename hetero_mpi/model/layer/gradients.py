@@ -20,8 +20,8 @@ from torch.autograd.graph import Node
 from hetero_mpi.model.layer.interface import LayerChain
 
 Finished = Callable[[int], None]
-"""Is told the number of a layer whose parameters' gradients are whole. On accelerators autograd calls it from a thread of its own,
-in which work for the device follows that of the gradients; the caller of backward waits meanwhile."""
+"""A function that is told the number of a layer whose parameters' gradients are whole. On accelerators autograd calls it from a
+thread of its own, in which work for the device follows that of the gradients; the caller of backward waits meanwhile."""
 
 
 class Beginnings:
@@ -80,7 +80,7 @@ Entry = tuple[nn.Parameter, torch.Tensor, torch.Tensor]
 
 
 class WeightGradients:
-    """What the weight parts of a stage's micro-batches still need."""
+    """The tensors that the weight parts of a stage's micro-batches still need."""
 
     def __init__(self) -> None:
         self.adders: dict[nn.Parameter, Callable[[torch.Tensor], object]] = {}

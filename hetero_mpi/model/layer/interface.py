@@ -1,4 +1,4 @@
-"""What a stage, the benchmark, the planner's costs and a run ask of a model: a chain of layers that is cut between any two.
+"""The interface of a model for stages, the benchmark, the planner's costs and a run: a chain of layers that is cut between any two.
 
 Two kinds of model answer. ``TransformersChain`` is transformers' language models: embedding, blocks, head. ``CustomChain`` is a
 list of a user's own layers. What travels between layers is one tensor, whose first dimension counts sequences (or samples).
@@ -93,16 +93,16 @@ class LayerChain(ABC):
         return compute
 
     def changed_since(self, described: Mapping[str, Any]) -> str | None:
-        """What is in no checkpoint and has other values than when ``to_dict`` gave ``described``, in words; None: nothing."""
+        """Values that are in no checkpoint and others than when ``to_dict`` gave ``described``, in words; None: nothing."""
         return None
 
     @abstractmethod
     def decays(self, name: str) -> bool:
-        """Is weight decay applied to a trained tensor?"""
+        """Whether weight decay is applied to a trained tensor."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """What the model is, for checkpoints, as JSON-able values."""
+        """The model's description, for checkpoints, as JSON-able values."""
 
     @abstractmethod
     def module_names(self, layer: int) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ class LayerChain(ABC):
 
     @abstractmethod
     def example(self, first: int, last: int, rows: int, length: int, dtype: torch.dtype) -> Example:
-        """What the benchmark gives the layers ``[first, last)``, in host memory."""
+        """Example input for the layers ``[first, last)``, in host memory."""
 
     @abstractmethod
     def length(self, inputs: NDArray[Any]) -> int:
@@ -164,7 +164,7 @@ class LayerChain(ABC):
 
     @abstractmethod
     def counted(self, targets: NDArray[Any]) -> int:
-        """By how many targets the summed loss of a batch is divided."""
+        """The number of targets by which the summed loss of a batch is divided."""
 
 
 def embedding_matrices(module: nn.Module) -> set[str]:

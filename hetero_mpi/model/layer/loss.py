@@ -128,12 +128,12 @@ class Routers:
 
 @dataclass(frozen=True)
 class Routed:
-    """What the loss counts of B sequences."""
+    """The part of B sequences that routers' losses count."""
 
     lengths: torch.Tensor
     """(B,) int64: tokens of each, from its first on; 0: it does not count."""
     weight: float
-    """Of each sequence that counts."""
+    """The weight of each sequence that counts."""
 
     def of_rows(self, rows: slice) -> Routed:
         return Routed(self.lengths[rows], self.weight)
@@ -167,7 +167,7 @@ class RouterLoss:
         return hidden
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the next stage receives."""
+        """The output for the next stage."""
         joined: torch.Tensor = _Join.apply(hidden, self._taken(), self.routers)
         return joined
 

@@ -102,7 +102,7 @@ def quantize(
 
 
 def is_empty(parameter: torch.Tensor) -> bool:
-    """Does it only stand for packed experts?"""
+    """Whether it only stands for packed experts."""
     return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() < parameter.nbytes
 
 

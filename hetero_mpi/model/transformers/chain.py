@@ -21,7 +21,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, embedding_matrices
 from hetero_mpi.model.layer.loss import IGNORED, Routers, summed_loss
 from hetero_mpi.model.layer.quantize import unpack_experts
-from hetero_mpi.model.transformers import record_attention, record_rotary
+from hetero_mpi.model.transformers import packed_records
 from hetero_mpi.model.transformers.initial_values import initialise, materialize, restore_buffers
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
@@ -60,7 +60,7 @@ def _constants_to_parameters(model: PreTrainedModel) -> None:
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Does any layer draw random numbers in training: a dropout module, or a rate (``hidden_dropout``, a router's jitter)?"""
+    """Whether any layer draws random numbers in training: a dropout module, or a rate (``hidden_dropout``, a router's jitter)."""
     return any(
         (isinstance(module, nn.Dropout) and module.p > 0)
         or any(
@@ -141,7 +141,7 @@ class TransformersChain(LayerChain):
         return torch.float32 if name in self._fp32_names[compute] else compute
 
     def decays(self, name: str) -> bool:
-        """By names, as transformers' ``Trainer.get_decay_parameter_names`` decides it: neither biases nor norms."""
+        """Decided by names, as transformers' ``Trainer.get_decay_parameter_names`` decides it: neither biases nor norms."""
         return _NOT_DECAYED.search(name.lower()) is None and not name.startswith(self._layer_norms)
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class TransformersChain(LayerChain):
 
     def frame(self) -> PreTrainedModel:
         model = build_on_meta(self.config)
-        record_rotary.install(model)
+        packed_records.install_rotary(model)
         return model
 
     def vacate(self, model: nn.Module, layer: int) -> None:
@@ -164,7 +164,7 @@ class TransformersChain(LayerChain):
         restore_buffers(model, device)
 
     def recompute(self, model: nn.Module, enabled: bool) -> None:
-        """By transformers' own checkpointing, of blocks; later versions call it that of activations. States of random numbers are
+        """Uses transformers' own checkpointing, of blocks; later versions call it that of activations. States of random numbers are
         kept only where some are drawn. Packed experts are repeated with their block, or by themselves."""
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         draws = uses_dropout(model)
@@ -187,7 +187,7 @@ class TransformersChain(LayerChain):
     def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
         if positions is None:
             return {}
-        record_attention.install()
+        packed_records.install_attention()
         keywords: dict[str, Any] = {"position_ids": positions}
         if self.name in MASKED_FAMILIES:
             hidden = x if x.is_floating_point() else torch.empty((*x.shape, 0), device=x.device)

@@ -72,7 +72,7 @@ class FileStart:
         self.files = files
         self.mapping = get_model_conversion_mapping(chain.model)
         self.dtypes: dict[str, torch.dtype] = {}
-        """Of each tensor of the model, in the files."""
+        """The dtype in the files, of each tensor of the model."""
         self.keys_of_layer = self._assign(chain)
 
     def fill(self, chain: TransformersChain, model: PreTrainedModel, layer: int) -> None:
@@ -104,7 +104,7 @@ class FileStart:
             # Anything else (a tied copy, a rotary buffer of old files) is not a weight of ours: ``stored_model.py`` has judged it.
             if name in chain.parameters or name in chain.constants:
                 keys[chain.layer_of(name)].append(key)
-                self.dtypes[name] = getattr(torch, self.files.names[key].dtype)
+                self.dtypes[name] = self.files.names[key].dtype
         return keys
 
 

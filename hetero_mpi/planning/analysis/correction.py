@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from hetero_mpi.planning.fit import like_ranks
+from hetero_mpi.planning.fit import like_ranks, median_error, sigma_of
 from hetero_mpi.planning.types.cluster_changes import AnyLink, with_slowness
 from hetero_mpi.planning.types.cost import GRADIENT_BYTES
 from hetero_mpi.planning.types.plan import Plan
@@ -24,7 +24,7 @@ LEAST_ERROR = 0.01
 CLEAR = 1.5
 """A ratio within so many standard errors of what it would be otherwise changes nothing."""
 LEAST_LINK = 0.1
-"""Of a message's predicted seconds on its link so much stays at least, where copies at its ends seem to leave it nothing."""
+"""Least share of a message's predicted seconds that stays on its link, where copies at its ends seem to leave it nothing."""
 
 Key = TypeVar("Key", bound=Hashable)
 Pair = tuple[int, int]
@@ -73,8 +73,7 @@ def _believed(
     logs = {key: [math.log(one) for one in ratios if 0 < one < math.inf] for key, ratios in measured.items()}
     middles = {key: statistics.median(own) for key, own in logs.items() if own}
     sigma = _step_noise([own for own in logs.values() if own])
-    # The median of n normal values scatters by 1.25 sigma / sqrt(n).
-    errors = {key: max(LEAST_ERROR, 1.25 * sigma / math.sqrt(len(logs[key]))) for key in middles}
+    errors = {key: max(LEAST_ERROR, median_error(sigma, len(logs[key]))) for key in middles}
     classes: dict[Hashable, list[Key]] = {}
     for key in every:
         classes.setdefault(like(key), []).append(key)
@@ -91,7 +90,7 @@ def _believed(
 
 
 def _clear(away: float, error: float) -> float:
-    """What is left of a difference that is known up to ``error``: nothing of a small one, nearly all of a large one."""
+    """The part that counts of a difference known up to ``error``: nothing of a small one, nearly all of a large one."""
     return away * max(0.0, 1 - (CLEAR * error / away) ** 2) if away else 0.0
 
 
@@ -102,7 +101,7 @@ def _step_noise(logs: Sequence[Sequence[float]]) -> float:
         middle, count = statistics.median(own), len(own)
         off = sorted(abs(one - middle) for one in own)[count % 2 :]  # the middle one of an odd number is no deviation
         away += [one * math.sqrt(count / (count - 1)) for one in off]
-    return statistics.median(away) / 0.674 if away else 0.0
+    return sigma_of(away)
 
 
 def _hosts(profile: ClusterProfile) -> list[str]:
@@ -152,7 +151,7 @@ def _with_links(profile: ClusterProfile, plan: Plan, measured: Mapping[Pair, Rat
 
 
 def _of_link(profile: ClusterProfile, plan: Plan, pair: Pair, ratios: Ratios) -> list[float]:
-    """Of messages -> of the link: copies at both ends are what they were."""
+    """Ratios of the link, from those of messages: copies at both ends are what they were."""
     size = _message_bytes(profile, plan, pair)
     link = profile.link(*pair)
     link_s = link.latency_s + size / link.bytes_per_s

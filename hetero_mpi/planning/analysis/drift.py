@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero_mpi.planning.analysis.correction import Measured, Pair
+from hetero_mpi.planning.fit import median_error
 from hetero_mpi.planning.owners import owned_units
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
@@ -43,16 +44,16 @@ PATIENCE = 3
 LEAST_GAIN = 0.05
 """A step must become shorter by this share, or nothing moves: predictions are not better than that."""
 MARGIN = 2.0
-"""What the remaining steps gain must be so many times what moving costs."""
+"""Least gain of the remaining steps, in parts of what moving costs."""
 _VALUE_BYTES, _MOMENTS_BYTES = 4, 8
-"""Of a trained parameter on its way: itself and two moments, in fp32."""
+"""Bytes of a trained parameter on its way: itself and two moments, in fp32."""
 _Way = tuple[int, int, int]
 """(from rank, to rank, layer)"""
 
 
 @dataclass(frozen=True)
 class GroupSums:
-    """What the ranks of a group add up in their host's memory."""
+    """Sums that the ranks of a group make in their host's memory."""
 
     ranks: tuple[int, ...]
 
@@ -65,7 +66,7 @@ class LinkBetween:
 
 
 Watched = int | GroupSums | LinkBetween
-"""What has a speed: a rank's computing, or one of these."""
+"""A thing with a speed: a rank's computing, or one of these."""
 
 
 def as_measured(ratios: Mapping[Watched, float]) -> Measured:
@@ -80,7 +81,7 @@ def as_measured(ratios: Mapping[Watched, float]) -> Measured:
 
 @dataclass
 class _Record:
-    """What is known of one speed."""
+    """All that is known of one speed."""
 
     planned: float = 1.0
     """The ratio that the plan was made with."""
@@ -90,7 +91,7 @@ class _Record:
     side: int = 0
     """1: the newest medians were over the band, -1: under it."""
     medians: int = 0
-    """So many in a row."""
+    """The number of these in a row."""
     steps: int = 0
     """Steps since the speed went to that side."""
 
@@ -107,7 +108,7 @@ class SpeedWatch:
             _take(self._records.setdefault(one, _Record()), ratio)
 
     def changed(self) -> dict[Watched, int]:
-        """For how many steps now, of those whose speed has left its band for good enough reasons."""
+        """Speeds that have left their bands for good enough reasons -> for how many steps now."""
         return {one: record.steps for one, record in self._records.items() if record.medians >= PATIENCE}
 
     def ratios(self) -> dict[Watched, float]:
@@ -115,14 +116,14 @@ class SpeedWatch:
         return {one: _median(record) for one, record in self._records.items()}
 
     def far_from(self, ratios: Mapping[Watched, float]) -> bool:
-        """Have speeds moved on by more than the band from these, which a plan is being made with?"""
+        """True where a speed has moved on by more than its band from these, which a plan is being made with."""
         return any(
             abs(math.log(_median(record) / ratios.get(one, record.planned))) > _band(record)
             for one, record in self._records.items()
         )
 
     def look_again(self) -> None:
-        """What seemed changed must show itself ``PATIENCE`` times once more."""
+        """Changes must show themselves ``PATIENCE`` times once more."""
         for record in self._records.values():
             record.medians = 0
 
@@ -158,13 +159,12 @@ def _band(record: _Record) -> float:
     """As a logarithm."""
     if not record.jumps or not record.recent:
         return math.log1p(BAND)
-    # Of normal values the median jump is 0.954 sigma, and the median of n of them scatters by 1.25 sigma / sqrt(n).
-    error = 1.25 / 0.954 * statistics.median(record.jumps) / math.sqrt(len(record.recent))
-    return max(math.log1p(BAND), SPREADS * error)
+    sigma = statistics.median(record.jumps) / 0.954  # of normal values
+    return max(math.log1p(BAND), SPREADS * median_error(sigma, len(record.recent)))
 
 
 def _newest_beyond(record: _Record, side: int) -> int:
-    """So many of the newest steps, one after the other, were themselves outside ``BAND`` on this side."""
+    """The number of newest steps, one after the other, that were themselves outside ``BAND`` on this side."""
     beyond = [side * math.log(value / record.planned) > math.log1p(BAND) for value in reversed(record.recent)]
     return beyond.index(False) if False in beyond else len(beyond)
 
@@ -175,14 +175,14 @@ def _median(record: _Record) -> float:
 
 @dataclass(frozen=True)
 class Prospect:
-    """What a change of plans would bring."""
+    """The gain and the cost of a change of plans."""
 
     now_s: float
     """A step under the plan as it is, at the new speeds."""
     then_s: float
     """A step under the new plan."""
     cost_s: float
-    """What moving costs."""
+    """Seconds that moving takes."""
 
     @property
     def gain_s(self) -> float:
@@ -194,12 +194,12 @@ class Prospect:
         return self.gain_s < LEAST_GAIN * self.now_s or self.gain_s * remaining_steps < MARGIN * self.cost_s
 
     def pays(self, steps_since: int, remaining_steps: int) -> bool:
-        """Should layers move now, ``steps_since`` steps after the speeds have changed?"""
+        """True if layers should move now, ``steps_since`` steps after the speeds have changed."""
         return not self.hopeless(remaining_steps) and self.gain_s * steps_since >= self.cost_s
 
 
 class Move(enum.Enum):
-    """What to do after a step."""
+    """The decision after a step."""
 
     STAY = "stay"
     ASK = "ask"
@@ -234,7 +234,7 @@ class Decider:
             self._settle(moved=False)
 
     def decide(self, remaining_steps: int) -> Move:
-        """What to do now, with so many steps to come."""
+        """The decision now, with so many steps to come."""
         changed = self._watch.changed()
         if self.asked is not None:
             if not self._answered:
@@ -260,7 +260,7 @@ class Decider:
         self._settle(moved=True)
 
     def sentence(self, hosts: Sequence[str]) -> str:
-        """Whose speed has changed, for a person. ``hosts``: of the ranks."""
+        """A sentence about the speeds that have changed. ``hosts``: of the ranks."""
         ratios = self._watch.ratios()
         return ", ".join(
             f"{_subject(one, hosts)} at {1 / ratios[one]:.2g} of {'its' if isinstance(one, int) else 'the'} profiled speed "
@@ -310,7 +310,7 @@ def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
 
 
 def _parts(plan: Plan, model: ModelCost) -> dict[_Way, float]:
-    """What members of groups give their first rank: of what is cut, their share."""
+    """Bytes that members of groups give their first rank: their share of what is cut."""
     found = {}
     for _, _, stage in plan.numbered:
         for place, rank in enumerate(stage.ranks[1:], 1):
@@ -323,7 +323,7 @@ def _parts(plan: Plan, model: ModelCost) -> dict[_Way, float]:
 
 
 def _moments_bytes(layer: LayerCost) -> float:
-    """Of a trained parameter."""
+    """Bytes of a trained parameter's moments."""
     return _MOMENTS_BYTES - layer.eight_bit_saving_bytes / max(1, layer.trainable_parameters)
 
 

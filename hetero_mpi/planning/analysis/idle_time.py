@@ -21,7 +21,7 @@ class Idling:
     gradients_s: float = 0.0
     """The stage behind has not computed the awaited gradients yet."""
     link_s: float = 0.0
-    """What is awaited has been computed and is queued or under way, or a send keeps the rank from computing."""
+    """The awaited message has been computed and is queued or under way, or a send keeps the rank from computing."""
     sums_s: float = 0.0
     """Gradients are being summed with those of other ranks, or brought to the other end of a tied matrix."""
     end_s: float = 0.0

@@ -15,21 +15,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.correction import Measured, corrected
 from hetero_mpi.planning.analysis.drift import Prospect, moving_s
-from hetero_mpi.planning.annealing.anneal import Annealer
+from hetero_mpi.planning.contention import while_computing
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.groups import improved
 from hetero_mpi.planning.decision.planner import complete_plan
-from hetero_mpi.planning.shared_cores import while_computing
-from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.codec import decode, encode
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan
-from hetero_mpi.planning.types.plan_report import IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -43,15 +40,15 @@ become fast again."""
 
 @dataclass(frozen=True)
 class ReplanQuestion:
-    """What is to be planned for."""
+    """A plan that runs, and the machines as they are now."""
 
     profile: ClusterProfile
     """As measured before the run."""
     measured: Measured
-    """By how much longer than profiled things last now."""
+    """How many times as long as profiled things last now."""
     request: PlanRequest
     report: PlanReport
-    """Of the plan that runs."""
+    """The plan that runs."""
     remaining_steps: int
     rebuild_s: float
     """Part of the cost of a change that does not depend on what moves."""
@@ -74,7 +71,7 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
     profile = corrected(question.profile, now, replace(question.measured, computing=computing))
 
     def step_s(plan: Plan) -> float:
-        return simulate(plan, profile).step_s
+        return outlined(plan, profile).step_s
 
     def cost_s(plan: Plan) -> float:
         return question.rebuild_s + moving_s(profile, question.report.plan, plan)
@@ -102,7 +99,7 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
 
 
 def _why_idle(rank: int, question: ReplanQuestion) -> str:
-    """What was said before counts as far as it has nothing to do with times."""
+    """The reason given before, as far as it has nothing to do with times; else what was found now."""
     known = {idle.rank: idle.reason for idle in question.report.idle}
     model, device = question.profile.model, question.profile.devices[rank]
     if rank in known and model.dtype not in device.dtypes:
@@ -134,36 +131,25 @@ def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[P
     if plan.leader_of:
         yield improved(plan, profile, question.request)
     busy = while_computing(profile, plan.ranks)
-    pipelines = tuple(_alone(pipeline, plan, busy, question.request) for pipeline in plan.pipelines)
-    yield replace(plan, pipelines=pipelines)
+    recut = replace(plan, pipelines=tuple(_recut(one, busy, question.request) for one in plan.pipelines))
+    yield recut
     if len(plan.pipelines) > 1:
         return
     (pipeline,) = plan.pipelines
     request = replace(question.request, thorough=False, max_pipelines=1, micro_batch_choices=(pipeline.micro_batch,))
-    active = sorted(pipeline.held)
-    staying = _decided(restricted(profile, active), replace(request, allow_idle=False))
-    if staying is not None:
-        staying = renumbered(staying, active)
-        yield staying
     free = _decided(profile, request)
     if free is None:
         return
-    if set(active) <= set(free.ranks):
-        yield free
-        return
-    kept_s = min(simulate(one, profile).step_s for one in (plan, staying) if one is not None)
-    if simulate(free, profile).step_s < (1 - IDLE_GAIN) * kept_s:
+    kept_s = min(outlined(one, profile).step_s for one in (plan, recut))
+    if set(pipeline.held) <= set(free.ranks) or outlined(free, profile).step_s < (1 - IDLE_GAIN) * kept_s:
         yield free
 
 
-def _alone(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
-    """One pipeline with other cuts, another order of its ranks and other depths, if that helps; else as it is."""
+def _recut(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
+    """One pipeline with other cuts, another order of its ranks and other depths, if one is found; else as it is."""
     ranks = sorted(pipeline.held)
-    number = {rank: (index,) for index, rank in enumerate(ranks)}
-    stages = tuple(replace(stage, ranks=number[stage.ranks[0]]) for stage in pipeline.stages)
     # A short last micro-batch is taken to be a whole one.
     whole = -(-pipeline.sequences // pipeline.micro_batch) * pipeline.micro_batch
-    alone = replace(plan, pipelines=(replace(pipeline, stages=stages, sequences=whole),), global_batch=whole)
     request = replace(
         request,
         global_batch=whole,
@@ -173,18 +159,8 @@ def _alone(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request:
         allow_idle=False,
         thorough=False,
     )
-    # Annealing knows no streamed stages, and one stage on each rank that it has for itself.
-    unknown = pipeline.interleaved or any(stage.streamed or stage.grouped for stage in pipeline.stages)
-    searched = _decided if unknown else partial(_annealed, alone)
-    found = searched(restricted(profile, ranks), request)
+    found = _decided(restricted(profile, ranks), request)
     return pipeline if found is None else replace(renumbered(found, ranks).pipelines[0], sequences=pipeline.sequences)
-
-
-def _annealed(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan | None:
-    annealer = Annealer(profile, request)
-    fitting = annealer.fitter.fitted(plan)
-    found = annealer.best([(fitting, annealer.fitter.step_s(fitting))]) if fitting is not None else None
-    return found[0] if found is not None else None
 
 
 def _decided(profile: ClusterProfile, request: PlanRequest) -> Plan | None:

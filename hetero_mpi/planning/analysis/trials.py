@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from hetero_mpi import units
 from hetero_mpi.planning.schedule import holders
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import Alone, IdleRank, PlanReport
+from hetero_mpi.planning.types.plan import Alone, IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.words import describe_seconds
 
 SHARE = 0.05
 """The trial of a plan takes at most this share of what the run is predicted to take ..."""
@@ -34,7 +33,7 @@ class Allowance:
     counted: int
     """Steps that count; 0: the plan is not tried."""
     seconds: float
-    """What a trial takes, about."""
+    """Length of a trial, about."""
     most_s: float = math.inf
     """No other plan is looked for and tried where that would end later than so many seconds after the first one's trial began."""
 
@@ -51,7 +50,7 @@ def allowance(report: PlanReport, profile: ClusterProfile, steps: int, wanted: b
 
 
 def trial_s(report: PlanReport, profile: ClusterProfile, counted: int) -> float:
-    """What a trial takes of which so many steps count, about."""
+    """Seconds of a trial of which so many steps count, about."""
     return _building_s(report.plan, profile) + (_UNCOUNTED + counted) * report.predicted_step_s
 
 
@@ -83,7 +82,7 @@ def explained(
         beyond = told if other is None or one.rank in other.plan.ranks else _NOT_FOUND
         why.append(IdleRank(one.rank, held.get(one.rank, beyond)))
     own = taken.reasons[1:]
-    first = f"tried: {describe_seconds(taken.expected_step_s)} per step; {told}"
+    first = f"tried: {units.seconds(taken.expected_step_s)} per step; {told}"
     return replace(
         taken,
         alone=_alone(taken, told, other),

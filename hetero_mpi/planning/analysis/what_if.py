@@ -14,8 +14,8 @@ from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.alone import alone, fastest
 from hetero_mpi.planning.decision.decide import Decision
 from hetero_mpi.planning.durations import whole_model_s
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.memory import fits_memory
-from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
     restricted,
@@ -26,8 +26,7 @@ from hetero_mpi.planning.types.cluster_changes import (
     with_wire,
 )
 from hetero_mpi.planning.types.cost import INT8
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -84,7 +83,7 @@ class WhatIf:
 
 
 def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: PlanRequest) -> Losses:
-    """What ``plan`` loses to what. ``own``: the planner's plan for the same request (often ``plan`` itself)."""
+    """The losses of ``plan`` by their causes. ``own``: the planner's plan for the same request (often ``plan`` itself)."""
     free = with_free_links(profile)
     roomy = with_plenty_of_memory(free)
     found = _decided(roomy, request)
@@ -153,12 +152,12 @@ def _with_other_links(own: Plan, profile: ClusterProfile) -> Iterator[tuple[str,
 
 
 def faster_networks(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:
-    """What the usual next Ethernet would be, for each that the plan's messages between hosts run over now."""
+    """The cluster with the usual next Ethernet, for each that the plan's messages between hosts run over now."""
     used = {ethernet_gbit(profile.link(*pair)) for a, b in link_pairs(plan) for pair in ((a, b), (b, a))}
     for now in sorted(speed for speed in used if speed is not None):
         after = NEXT_GBIT.get(now)
         if after is not None:
-            alike = partial(_is_ethernet, now)
+            alike = partial(lambda speed, link: ethernet_gbit(link) == speed, now)
             faster = with_faster_links(profile, times=after / now, latency=False, where=alike)
             yield f"{after:g} GbE instead of {now:g}", faster
 
@@ -167,10 +166,6 @@ def ethernet_gbit(link: LinkProfile | HostLinkProfile) -> float | None:
     """The Ethernet that a link between hosts looks like by its speed; None: none of the usual ones."""
     measured = 8 * link.bytes_per_s / 1e9
     return None if link.same_host else next((g for g in NEXT_GBIT if SHARE_OF_NOMINAL * g <= measured <= g), None)
-
-
-def _is_ethernet(gbit: float, link: LinkProfile | HostLinkProfile) -> bool:
-    return ethernet_gbit(link) == gbit
 
 
 def link_pairs(plan: Plan) -> list[tuple[int, int]]:

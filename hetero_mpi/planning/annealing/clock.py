@@ -1,4 +1,4 @@
-"""Step times of annealed pipelines: as ``outline`` has them but for rounding, without making a plan of them first."""
+"""Step times of annealed pipelines: as ``fast_simulation`` has them but for rounding, without making a plan of them first."""
 
 from __future__ import annotations
 

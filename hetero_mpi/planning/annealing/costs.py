@@ -11,7 +11,7 @@ import numpy as np
 
 from hetero_mpi.planning.annealing.lines import Fitting, Line, LineTimes, falling
 from hetero_mpi.planning.bounds import cycle_bound_s
-from hetero_mpi.planning.pacing import paced_each, period_s, scheduled_depths
+from hetero_mpi.planning.orders.warm_up import paced_each, period_s, scheduled_depths
 from hetero_mpi.planning.several.cluster import ClusterArrays
 from hetero_mpi.planning.tables import may_split
 

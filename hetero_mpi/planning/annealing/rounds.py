@@ -17,7 +17,7 @@ from hetero_mpi.planning.annealing.changes import Changes, What, nearest, with_r
 from hetero_mpi.planning.annealing.costs import ROUNDING, Costs
 from hetero_mpi.planning.annealing.estimate import Estimate
 from hetero_mpi.planning.annealing.lines import Fitting, Line, Lines, used
-from hetero_mpi.planning.pacing import scheduled_depths
+from hetero_mpi.planning.orders.warm_up import scheduled_depths
 from hetero_mpi.planning.types.request import PlanRequest
 
 SOONER, LEFT = 0.99, (1.0, 0.1)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hetero_mpi import units
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import optimizer_s, whole_model_s
 from hetero_mpi.planning.memory import fits_memory, stage_trainable, with_copies
 from hetero_mpi.planning.tables import rank_contents
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
-from hetero_mpi.planning.types.plan_report import Alone
+from hetero_mpi.planning.types.plan import Alone
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import describe_bytes
 
 
 def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
@@ -24,7 +24,7 @@ def alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
     except UserError as error:
         return Alone(rank, problem=str(error).splitlines()[0])
     if decision is None:
-        return Alone(rank, problem=f"does not fit into its {describe_bytes(profile.devices[rank].memory_bytes)}")
+        return Alone(rank, problem=f"does not fit into its {units.size(profile.devices[rank].memory_bytes)}")
     return Alone(rank, decision.step_s)
 
 
@@ -87,7 +87,7 @@ def _sizes(request: PlanRequest) -> tuple[int, ...]:
 
 
 def _least_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
-    """What ``rank`` computes by itself at least, had it memory enough."""
+    """Least seconds that ``rank`` computes by itself, had it memory enough."""
     device = profile.devices[rank]
     sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in _sizes(request))
     stepping_s = optimizer_s(profile, device, stage_trainable(profile.model, 0, len(profile.model.layers)))

@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.annealing.rounds import always_split
+from hetero_mpi.planning.contention import slowness, spread_out, while_computing
 from hetero_mpi.planning.decision.groups import with_groups
-from hetero_mpi.planning.decision.natural import in_natural_order
-from hetero_mpi.planning.decision.room import closest, with_hosts_divided
+from hetero_mpi.planning.decision.rank_order import in_natural_order
 from hetero_mpi.planning.decision.several_stages import SeveralStages
+from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
 from hetero_mpi.planning.decision.streaming import with_streamed_stages
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
-from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.pacing import scheduled_depths, with_classic_depths
+from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
 from hetero_mpi.planning.several import layouts
 from hetero_mpi.planning.several.fitting import Fitter
-from hetero_mpi.planning.shared_cores import slowness, spread_out, while_computing
 from hetero_mpi.planning.tables import may_split
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.plan import Plan

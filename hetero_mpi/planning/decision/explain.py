@@ -7,25 +7,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from hetero_mpi import units
 from hetero_mpi.planning.bounds import usable_devices
+from hetero_mpi.planning.contention import slowness, while_computing, while_running
 from hetero_mpi.planning.decision.decide import Decision, decide
-from hetero_mpi.planning.durations import Durations, whole_model_s
-from hetero_mpi.planning.pacing import with_classic_depths
+from hetero_mpi.planning.durations import Durations, pass_s, update_s, weights_s, whole_model_s
+from hetero_mpi.planning.memory import host_state_bytes, streamed_bytes
+from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.several.fitting import Fitter
-from hetero_mpi.planning.shared_cores import slowness, while_computing
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import IdleRank
+from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import counted, describe_layers, describe_seconds, ratio
 
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
 MOST_ACTIONS = 20_000
-"""Of plans with more actions, alternatives are not simulated: it takes longer than planning."""
+"""Alternatives to plans with more actions are not simulated: it takes longer than planning."""
+LIMITING = 0.1
+"""Copies that take more than this share of a stage's time are said to limit it."""
 UNTRIED = "the search found no faster plan with it"
 
 
@@ -39,9 +41,9 @@ class Beaten:
     def sentence(self, best_s: float) -> str:
         if self.step_s is None:
             return f"{self.name}: does not fit in memory"
-        times = f"{ratio(self.step_s, best_s):.2f}"
+        times = f"{units.ratio(self.step_s, best_s):.2f}"
         how = "as fast" if float(times) <= 1 else f"{times}x slower"
-        return f"{self.name}: {how} ({describe_seconds(self.step_s)} per step)"
+        return f"{self.name}: {how} ({units.seconds(self.step_s)} per step)"
 
 
 def reasons(
@@ -77,6 +79,38 @@ def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float
         )
 
 
+def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    """Sentences on what each rank streams, and what the copies cost."""
+    profile = while_running(profile, plan)
+    for number, _, stage in plan.numbered:
+        if stage.streamed:
+            yield f"rank {stage.ranks[0]} {_streamed_text(number, plan, profile)}"
+
+
+def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
+    _, index, stage = plan.numbered[number]
+    model, device = profile.model, profile.devices[stage.ranks[0]]
+    if model.trained_whole and device.shares_host_memory:
+        return "computes layer by layer; all that it trains stays in its memory"
+    size_bytes = streamed_bytes(model, stage.first, stage.last)
+    if weights_s(device, size_bytes) == 0.0:
+        return f"streams {units.size(size_bytes)} from mapped files, of which its memory keeps what it has room for"
+    free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf, device_to_host_bytes_per_s=math.inf)
+    without = replace(profile, devices=tuple(free if one is device else one for one in profile.devices))
+    seconds, computing = (
+        pass_s(known, plan.pipelines[index], stage, plan.sequence_length) for known in (profile, without)
+    )
+    share, cost = 1 - computing / seconds, "copies take"
+    if share >= LIMITING:
+        cost = f"copies limit it: {units.size(device.host_to_device_bytes_per_s)}/s,"
+    with_state = ""
+    if model.trained_whole:
+        kept = units.size(host_state_bytes(model, stage.first, stage.last))
+        each = units.seconds(update_s(number, plan, profile))
+        with_state = f" ({kept} there with the rest of what it trains; optimizer {each})"
+    return f"streams {units.size(size_bytes)} from host memory{with_state}, {cost} {share:.0%} of its time"
+
+
 def _listed(numbers: Sequence[int]) -> str:
     """
     >>> _listed([0, 1, 2])
@@ -86,7 +120,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:
-    """What the rank that computes least is there for, where the cluster is small: the best plan without it. (Of two ranks, how
+    """A sentence on the rank that computes least, where the cluster is small: the best plan without it. (Of two ranks, how
     fast the other is by itself is what ``PlanReport.alone`` says.)"""
     used = sorted(simulation.busy_s)
     if len(profile.devices) == 2 or not 2 <= len(used) <= SMALL or not request.allow_idle:
@@ -99,7 +133,7 @@ def _least(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation
     if found is None:
         yield f"{name} the model does not fit in memory"
     else:
-        change = round(ratio(found.step_s, simulation.step_s) - 1, 3)
+        change = round(units.ratio(found.step_s, simulation.step_s) - 1, 3)
         # The search is not exact: the plan without it may be the shorter one.
         how = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'}" if change else "as long"
         yield f"{name} the step is {how}"
@@ -113,18 +147,18 @@ def _stages(plan: Plan, rank: int) -> str:
 def _held(plan: Plan, rank: int) -> str:
     """The layers of a rank."""
     held = (plan.numbered[number][2] for number in plan.of_rank(rank))
-    return ", ".join(describe_layers(stage.first, stage.last, plan.layers) for stage in held)
+    return "; ".join(units.layers(stage.first, stage.last, plan.layers) for stage in held)
 
 
 def _counts(plan: Plan, profile: ClusterProfile) -> str:
     used = sum(len(pipeline.held) for pipeline in plan.pipelines)
-    shares = counted((f"{one.micro_batches} micro-batches of {one.micro_batch}" for one in plan.pipelines), " + ")
+    shares = units.counted((f"{one.micro_batches} micro-batches of {one.micro_batch}" for one in plan.pipelines), " + ")
     many = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
     return f"{used} of {len(profile.devices)} ranks{many}, {shares} = global batch {plan.global_batch}"
 
 
 def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
-    """What else one might have done, planned and simulated likewise: an even split, one pipeline, plain 1F1B."""
+    """Other ways to run the step, planned and simulated likewise: an even split, one pipeline, plain 1F1B."""
     plan, fitter, sizes = (
         decision.plan,
         Fitter(profile, request),
@@ -160,7 +194,7 @@ def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) ->
         yield changed("backward in one part instead of two", whole)
     shallow = with_classic_depths(plan)
     if request.schedule == "auto" and shallow != plan:
-        depths = counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines), ", ")
+        depths = units.counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines), ", ")
         yield changed(f"1F1B's own warm-up instead of {depths}", shallow.pipelines)
 
 
@@ -172,33 +206,24 @@ def _even_split(pipeline: PipelinePlan, layers: int) -> PipelinePlan:
 
 
 def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[PipelinePlan]:
-    """A pipeline for every rank in use, with as much of the batch as it is fast."""
+    """A pipeline for every rank in use: each micro-batch goes to the rank that would be done with it first."""
     ranks = sorted(stage.ranks[0] for _, _, stage in plan.numbered)
     sizes = sorted(set(request.micro_batch_choices), reverse=True)
     devices = while_computing(profile, ranks).devices
     seconds = [whole_model_s(profile, devices[rank], sizes[-1] * request.sequence_length) for rank in ranks]
-    for rank, units in zip(ranks, _dealt(request.global_batch // sizes[-1], seconds), strict=True):
-        share = units * sizes[-1]
+    counts = [1] * len(ranks)
+    for _ in range(request.global_batch // sizes[-1] - len(ranks)):
+        counts[min(range(len(ranks)), key=lambda i: (counts[i] + 1) * seconds[i])] += 1
+    for rank, count in zip(ranks, counts, strict=True):
+        share = count * sizes[-1]
         size = next(size for size in sizes if share % size == 0)
         yield PipelinePlan((StagePlan((rank,), 0, plan.layers, 0),), size, share)
-
-
-def _dealt(parts: int, seconds: Sequence[float]) -> list[int]:
-    """``parts``, at least as many as there are takers, in whole shares of at least one: to each as it is fast."""
-    speeds = [1 / max(each, 1e-12) for each in seconds]
-    exact = [parts * speed / sum(speeds) for speed in speeds]
-    shares = [max(1, math.floor(share)) for share in exact]
-    while sum(shares) != parts:
-        by = 1 if sum(shares) < parts else -1
-        able = [i for i in range(len(shares)) if shares[i] + by >= 1]
-        shares[max(able, key=lambda i: (by * (exact[i] - shares[i]), -i))] += by
-    return shares
 
 
 def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> str:
     """The rank that computes most, or the link that is busier still."""
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
-    share = ratio(simulation.busy_s[rank], simulation.step_s)
+    share = units.ratio(simulation.busy_s[rank], simulation.step_s)
     text = f"busiest: {_stages(plan, rank)} (rank {rank}: {_held(plan, rank)}) computes {share:.0%} of the step"
     costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
     for (number, index, stage), (_, next_index, there) in pairwise(plan.numbered):
@@ -211,7 +236,7 @@ def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> s
             links[pair] = links.get(pair, 0.0) + seconds
     link = max(sorted(links), key=lambda one: links[one], default=None)
     if link is not None and links[link] > simulation.busy_s[rank]:
-        text += f"; the link {link[0]} -> {link[1]} is busy {ratio(links[link], simulation.step_s):.0%} of it"
+        text += f"; the link {link[0]} -> {link[1]} is busy {units.ratio(links[link], simulation.step_s):.0%} of it"
     return text
 
 
@@ -233,11 +258,11 @@ def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest
 
 
 def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, request: PlanRequest) -> str:
-    """What it would cost that ``ranks`` ranks work, which are as many as can be given something."""
+    """The cost of giving work to ``ranks`` ranks, which are as many as can be given something."""
     if decision.at_work_s is None:
         return UNTRIED
     if decision.at_work_s < math.inf:
-        best, other = (describe_seconds(seconds) for seconds in (decision.step_s, decision.at_work_s))
+        best, other = (units.seconds(seconds) for seconds in (decision.step_s, decision.at_work_s))
         if best == other or decision.at_work_s < decision.step_s:
             return f"using {ranks} ranks would not shorten the step ({best} either way)"
         return f"using {ranks} ranks would take {other} per step instead of {best}"
@@ -247,4 +272,4 @@ def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, reque
     again = decide(profile, replace(request, recompute_choices=(False, True)))
     if again is None or again.at_work_s in (None, math.inf):
         return text + ", nor with recompute"
-    return text + f'; with train.recompute = "auto" it fits: {describe_seconds(again.at_work_s)} per step'
+    return text + f'; with train.recompute = "auto" it fits: {units.seconds(again.at_work_s)} per step'

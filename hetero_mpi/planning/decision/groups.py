@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
-from hetero_mpi.planning.decision.group_rules import group_problems
+from hetero_mpi.planning.decision.rules import group_problems
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.group_costs import contracted, member_chain_s
 from hetero_mpi.planning.memory import fits_memory, predict_memory
-from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest

@@ -9,31 +9,31 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from hetero_mpi import units
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alone import best_alone, or_alone
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
-from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons
-from hetero_mpi.planning.decision.group_rules import group_problems
-from hetero_mpi.planning.decision.shortage import explain_shortage
-from hetero_mpi.planning.decision.streaming import streamed_texts
+from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons, streamed_texts
+from hetero_mpi.planning.decision.remedies import explain_shortage
+from hetero_mpi.planning.decision.rules import batch_problems, plan_problems
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.durations import host_optimizer_s
+from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
-from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS, OTHER_ORDERS, SCHEDULES
-from hetero_mpi.planning.outline import outlined
-from hetero_mpi.planning.packing.bound import packing_bound_s
+from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cost import COPY_BYTES
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import FLUID, PACKING, HostMemory, IdleRank, PlanReport, RankMemory
+from hetero_mpi.planning.types.plan import (
+    HostMemory,
+    IdleRank,
+    Plan,
+    PlanReport,
+    RankMemory,
+)
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import describe_bytes
-
-CLOSELY_BOUND = 8
-"""Up to so many ranks the bound of a plan is the packing bound, which takes about a second. Beyond, it is the fluid one."""
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
@@ -42,7 +42,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     Decides which ranks take part in which pipelines and in which order, shares of the batch,
     the layers of every stage, micro-batches, warm-up depths, splitting and where to recompute. How ranks are numbered changes
     nothing, unless the request is indifferent to small differences: then ranks stand in their own order where that costs no
-    more (``natural``). Of equally fast plans, the one with fewer ranks is taken. Copies of the trained state are
+    more (``rank_order``). Of equally fast plans, the one with fewer ranks is taken. Copies of the trained state are
     counted where ranks compute in host memory, unless nothing fits beside them. Raises ``UserError`` when nothing fits: what is
     short by how much, and which changes were found to help.
     """
@@ -64,7 +64,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
         why = "it has no room for copies of the trained state" if request.allow_idle else "plan.allow_idle = false"
         single = replace(single, problem=why)
     plan = decision.plan
-    assert not (problems := [*_chain_problems(plan, profile), *_rank_problems(plan, profile)]), problems
+    assert not (problems := [*plan_problems(plan, profile)]), problems
     simulation = outlined(plan, profile)
     idle = idle_ranks(decision, profile, request)
     told = (*reasons(decision, profile, request, simulation), *streamed_texts(plan, profile), *remarks)
@@ -103,18 +103,18 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     do not exist, occur twice or lack the dtype, batches that do not add up, a schedule that deadlocks, memory that is
     short.
     """
-    problems = [*_chain_problems(plan, profile), *_rank_problems(plan, profile), *_batch_problems(plan, request)]
+    problems = [*plan_problems(plan, profile), *batch_problems(plan, request)]
     if problems:
         raise UserError("\n".join(f"plan: {problem}" for problem in problems))
     validate(schedule_of(plan, profile.model), plan, profile.model)
     simulation = outlined(plan, profile)
     full = _figures(plan, profile, request, simulation)
-    lines = [
-        *(_short(one, f"rank {one.rank} needs", "", "it") for one in full.memory),
-        *(_short(one, f"the ranks of host {one.host} need", "its ", "them") for one in full.hosts),
+    short = [
+        *(_short(f"rank {one.rank} needs", one) for one in full.memory),
+        *(_short(f"the ranks of host {one.host} need", one) for one in full.hosts),
     ]
-    if any(lines):
-        raise UserError("\n".join(filter(None, lines)))
+    if any(short):
+        raise UserError("\n".join(filter(None, short)))
     idle = (device.rank for device in profile.devices if not plan.of_rank(device.rank))
     together = grouped(plan, profile, simulation.step_s, None)
     told = ("given by hand", *together, busiest(plan, profile, simulation), *streamed_texts(plan, profile))
@@ -126,27 +126,27 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     )
 
 
-def _short(one: RankMemory | HostMemory, who: str, whose: str, them: str) -> str:
-    """Of which memory how much is lacking; empty: none is."""
+def _short(who: str, one: RankMemory | HostMemory) -> str:
+    """How much memory is lacking; empty: none is."""
     lacking = one.peak_bytes - one.usable_bytes
     if lacking <= 0:
         return ""
-    needs = f"{describe_bytes(one.peak_bytes)} of {whose}{describe_bytes(one.usable_bytes)} usable"
-    return f"plan: {who} {needs}: short by {lacking} bytes; give {them} fewer layers or less warm_up"
+    needs = f"{units.size(one.peak_bytes)}, and {units.size(one.usable_bytes)} are usable"
+    return f"plan: {who} {needs}: short by {lacking} bytes; take fewer layers or less warm_up there"
 
 
 def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """What the user has given up for shorter messages and for memory."""
+    """Sentences on what the user has given up for shorter messages and for memory."""
     model = profile.model
     if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
     saved = math.floor(sum(layer.eight_bit_saving_bytes for layer in model.layers))
     if saved:
-        yield f"memory: moments in 8 bits take {describe_bytes(saved)} less than in fp32, all owners together"
+        yield f"memory: moments in 8 bits take {units.size(saved)} less than in fp32, all owners together"
 
 
 def differences(plan: Plan, request: PlanRequest) -> list[str]:
-    """What a plan that was given does otherwise than the request would have it; none of it keeps it from being run."""
+    """Sentences on what a given plan does otherwise than the request would have it; none of it keeps it from being run."""
     found = []
     if len(plan.pipelines) > request.max_pipelines:
         found.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")
@@ -174,107 +174,21 @@ def _sizes(plan: Plan, request: PlanRequest) -> list[int]:
 
 
 def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> PlanReport:
-    bound_s, bound = _bound(plan, profile, request, simulation.step_s)
     return PlanReport(
         plan,
         predicted_step_s=simulation.step_s,
-        bound_step_s=bound_s,
-        bound=bound,
+        bound_step_s=_bound_s(plan, profile, request),
         memory=predict_memory(plan, profile, request.memory_reserve),
         hosts=predict_hosts(plan, profile, request.memory_reserve),
     )
 
 
-def _bound(plan: Plan, profile: ClusterProfile, request: PlanRequest, step_s: float) -> tuple[float, str]:
-    """The bound and its name: the packing bound of a plan that it knows of (one stage of one rank, as the request would have it,
-    nothing streamed), for few ranks; else the fluid one."""
+def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> float:
+    """The fluid bound, with the micro-batches that the plan may have and the optimizer wherever it may run."""
     if any(stage.streamed for _, _, stage in plan.numbered):
         quickest = tuple(
             replace(d, optimizer_s_per_parameter=min(d.optimizer_s_per_parameter, host_optimizer_s(d)))
             for d in profile.devices
         )
-        return fluid_bound_s(replace(profile, devices=quickest), request), FLUID
-    unknown = any(pipeline.interleaved for pipeline in plan.pipelines)
-    request = replace(request, micro_batch_choices=tuple(_sizes(plan, request)))
-    if plan.leader_of:
-        return fluid_bound_s(profile, request), FLUID
-    if len(profile.devices) > CLOSELY_BOUND or unknown or differences(plan, request):
-        return fluid_bound_s(profile, request), FLUID
-    return packing_bound_s(profile, request, step_s), PACKING
-
-
-def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    layers = len(profile.model.layers)
-    if plan.layers != layers:
-        yield f"layers = {plan.layers}: the model's chain has {layers} layers (embedding, blocks, head)"
-    if not plan.pipelines:
-        yield "no pipelines: at least one holds the model"
-    for index, pipeline in enumerate(plan.pipelines):
-        if pipeline.order not in ORDERS:
-            yield f"pipelines[{index}].order = {pipeline.order!r}: known are {', '.join(ORDERS)}"
-        expected = 0
-        for place, stage in enumerate(pipeline.stages):
-            where = f"pipelines[{index}].stages[{place}]"
-            if stage.first != expected or stage.last <= stage.first:
-                yield (
-                    f"{where} holds layers [{stage.first}, {stage.last}): it must begin with layer {expected} and hold at least one"
-                )
-            if stage.warm_up < 0:
-                yield f"{where}.warm_up = {stage.warm_up}: must not be negative"
-            if stage.slice_sequences is not None and stage.slice_sequences < 1:
-                yield f"{where}.slice_sequences = {stage.slice_sequences}: must be at least 1"
-            if not 0 < stage.state_weight < math.inf:
-                yield f"{where}.state_weight = {stage.state_weight}: must be a number over 0"
-            if pipeline.split_backward and place > 0 and (stage.streamed or stage.slice_sequences is not None):
-                yield f"{where} is streamed or computed in slices, which goes back in one part: leave out split_backward"
-            expected = stage.last
-        if expected != layers:
-            yield f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {layers - 1}"
-
-
-def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    seen: dict[int, tuple[int, StagePlan]] = {}
-    for number, index, stage in plan.numbered:
-        yield from group_problems(number, stage, plan, profile)
-        for rank in stage.ranks:
-            where = f"stage {number} names rank {rank}"
-            if not 0 <= rank < len(profile.devices):
-                yield f"{where}: the profile has ranks 0 to {len(profile.devices) - 1}"
-            elif rank in seen:
-                yield from _again(f"{where} again", plan.pipelines[index], seen[rank][0] == index, stage, seen[rank][1])
-            elif profile.model.dtype not in profile.devices[rank].dtypes:
-                yield f"{where}, whose device does not offer {profile.model.dtype}"
-            seen[rank] = index, stage
-
-
-def _again(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, earlier: StagePlan) -> Iterator[str]:
-    """What is wrong with a rank's further stage. ``same``: the earlier one is of the same pipeline."""
-    if not same:
-        yield f"{where}: a rank takes part in one pipeline"
-    elif pipeline.order not in INTERLEAVINGS:
-        orders = " or ".join(sorted(INTERLEAVINGS))
-        yield (
-            f"{where}, and the pipeline's order is {pipeline.order!r}: where ranks hold several stages it is {orders}"
-        )
-    if stage.streamed or earlier.streamed:
-        yield f"{where}: a rank with a streamed stage holds no other one"
-    if stage.state_weight != earlier.state_weight:
-        weights = f"{earlier.state_weight} and {stage.state_weight}"
-        yield f"{where}: state_weight is {weights}, but it is the rank's: make them equal"
-
-
-def _batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
-    if plan.global_batch != request.global_batch:
-        yield f"global_batch = {plan.global_batch}: the job says {request.global_batch}"
-    if plan.sequence_length != request.sequence_length:
-        yield f"sequence_length = {plan.sequence_length}: the job says {request.sequence_length}"
-    for index, pipeline in enumerate(plan.pipelines):
-        if not 1 <= pipeline.micro_batch <= pipeline.sequences:
-            yield (
-                f"pipelines[{index}]: micro_batch = {pipeline.micro_batch} of sequences = {pipeline.sequences}: must be at "
-                f"least 1 and no more than its sequences"
-            )
-    shares = [pipeline.sequences for pipeline in plan.pipelines]
-    if sum(shares) != plan.global_batch:
-        terms = " + ".join(map(str, shares))
-        yield f"sequences = {terms}: the pipelines' shares must add up to global_batch = {plan.global_batch}"
+        return fluid_bound_s(replace(profile, devices=quickest), request)
+    return fluid_bound_s(profile, replace(request, micro_batch_choices=tuple(_sizes(plan, request))))

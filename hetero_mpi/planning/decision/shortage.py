@@ -1,278 +1,157 @@
-"""When nothing fits: which memory is short by how much at the plan that comes closest, and which changes would help.
-
-Each change of the job or the cluster is planned for again before it is suggested. One whose costs are known (micro-batch, sequence
-length, recompute, reserve, more ranks) is verified as it stands. One that would need another profile (dtype, adapters, 4 bits) is
-verified on costs estimated from this one, and the text says so.
-"""
+"""The split of a model that comes closest to fitting, or fits best: the one whose worst shortage of memory is least, at the fewest
+micro-batches in flight."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
-from hetero_mpi.planning.decision.decide import decide, fits
-from hetero_mpi.planning.decision.room import closest, with_hosts_divided
-from hetero_mpi.planning.decision.streaming import streamable
-from hetero_mpi.planning.memory import host_state_bytes, memory_of, usable_bytes
-from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
-from hetero_mpi.planning.types.cluster_changes import with_copy_of
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, EIGHT_BIT_SAVING, STREAMED_LAYERS, LayerCost, ModelCost
-from hetero_mpi.planning.types.plan import PipelinePlan
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.planning.orders.warm_up import scheduled_depths
+from hetero_mpi.planning.several.cluster import in_own_order
+from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories, stage_bytes
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import describe_bytes, describe_layers
 
-MOST_RANKS = 6
-"""The message names no more ranks than these, those that lack most."""
-MORE_RANKS = 8
-TOGETHER = "together"
-"""How a row of changes begins."""
-SHORTEST_SEQUENCE = 32
-NF4_BYTES = 0.5625
-"""Bytes per packed weight, scales without double quantisation included."""
-ADAPTER_SHARE = 0.01
-"""Parameters of rank-16 adapters on all matrices of a block, in parts of the block's own (0.3 to 1 % in models of 1B and more)."""
-LORA = 'adapter.method = "lora"'
-ESTIMATED = " (estimated from this profile's figures)"
-NOTHING_HELPS = (
-    "None of these alone makes it fit, nor all that the job can change together: recompute, the smallest micro-batch, shorter "
-    f"sequences, bf16 where it is offered, LoRA over NF4, no memory reserve, {MORE_RANKS} more ranks like the largest. Use a "
-    "smaller model, or ranks with more memory."
-)
+LOOKS, STARTS = 200, 3
+"""Orders looked at besides those sorted by memory, and how many of these are changed."""
+
+Order = tuple[int, ...]
+"""Kinds of ranks, by stage."""
 
 
-def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
-    """The message for a model that fits nowhere."""
-    divided = next(with_hosts_divided(profile))
-    (pipeline,) = closest(divided, request).plan.pipelines
-    count = len(pipeline.stages)
-    lines = [
-        "the model does not fit in memory on these ranks "
-        f"(sequences of {request.sequence_length} tokens, {profile.model.dtype}). "
-        f"The one pipeline that comes closest has {count} stage{'s' if count > 1 else ''} "
-        f"and micro-batches of {pipeline.micro_batch}:"
-    ]
-    short = _short_ranks(pipeline, divided, request)
-    told = sorted(short, reverse=True)[:MOST_RANKS]
-    lines += [text for lacking, text in short if (lacking, text) in told]
-    if len(short) > len(told):
-        rest = len(short) - len(told)
-        lines.append(f"  and {rest} more rank{'s' if rest > 1 else ''}, short by less")
-    for host, ranks in shared_memories(profile):
-        listed = ", ".join(map(str, ranks))
-        lines.append(
-            f"  ranks {listed} share the memory of host {host.name}, {describe_bytes(host.memory_bytes)}, here divided evenly"
+class Closest(NamedTuple):
+    """The split whose worst shortage is least; negative: it fits."""
+
+    shortage_bytes: float
+    plan: Plan
+    """One pipeline; recompute is left to ``Fitter.fitted``."""
+
+
+class _Shortages:
+    """Ranks are of a kind that have as much memory and keep as many bytes of activations. At the smallest micro-batch, which takes
+    least."""
+
+    def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
+        self.profile, self.request = profile, request
+        self.layer_count, self.micro_batch = len(profile.model.layers), min(request.micro_batch_choices)
+        self.tokens = self.micro_batch * request.sequence_length
+        rooms: dict[tuple[int, float], list[int]] = {}
+        for device in in_own_order(profile, self.tokens):
+            usable = rank_usable_bytes(profile, device.rank, request.memory_reserve)
+            rooms.setdefault((usable, device.activation_ratio), []).append(device.rank)
+        self.rooms = sorted(rooms, key=lambda room: (-room[0], room[1]))
+        self.ranks = [rooms[room] for room in self.rooms]
+        self.longest = min(sum(map(len, self.ranks)), self.layer_count)
+        self.shortest = 1 if request.allow_idle else self.longest
+        self._of = lru_cache(maxsize=None)(self._least)
+        self._own = lru_cache(maxsize=None)(self._by_stage)
+
+    def in_flight(self, stages: int) -> int:
+        """Micro-batches that the first of the last ``stages`` stages must keep: one, unless a schedule given by name keeps more."""
+        if self.request.schedule == "auto":
+            return 1
+        count = self.request.global_batch // self.micro_batch
+        return min(scheduled_depths(self.request.schedule, stages, count)[0] + 1, count)
+
+    def _by_stage(self, kind: int, in_flight: int) -> NDArray[np.float64]:
+        """[first, last]: bytes that such a stage lacks, at the cheapest choice of recompute; negative where it fits."""
+        usable, ratio = self.rooms[kind]
+        tables = [
+            stage_bytes(self.profile.model.keeping(ratio), self.tokens, again)
+            for again in self.request.recompute_choices
+        ]
+        return np.asarray(np.minimum.reduce([fixed + in_flight * each for fixed, each in tables]) - usable)
+
+    def _by_cut(self, order: Order) -> NDArray[np.float64]:
+        """[first, last]: the worst shortage of the stages of ``order``, the first of which is this one."""
+        return np.asarray(np.maximum(self._own(order[0], self.in_flight(len(order))), self._of(order[1:])))
+
+    def _least(self, order: Order) -> NDArray[np.float64]:
+        """[first]: that, by the layer that they begin with."""
+        if order:
+            return np.asarray(self._by_cut(order).min(axis=1))
+        nothing = np.full(self.layer_count + 1, np.inf)
+        nothing[self.layer_count] = -np.inf
+        return nothing
+
+    def ranking(self, order: Order) -> tuple[float, int, Order]:
+        return float(self._of(order)[0]), len(order), order
+
+    def closest(self, order: Order) -> Closest:
+        """The best cuts over ``order``."""
+        cuts, waiting = [0], [iter(members) for members in self.ranks]
+        for place in range(len(order)):
+            cuts.append(int(self._by_cut(order[place:])[cuts[-1]].argmin()))
+        stages = tuple(
+            StagePlan((next(waiting[kind]),), cuts[i], cuts[i + 1], self.in_flight(len(order) - i) - 1)
+            for i, kind in enumerate(order)
         )
-    if request.streaming != "never" and streamable(profile) and profile.model.trained_whole:
-        lines.append(_host_shortage(profile, request))
-    helps = list(remedies(profile, request))
-    together = any(text.startswith(TOGETHER) for text in helps)
-    heading = "What would make it fit:" if together else "What would make it fit, each by itself:"
-    lines.append(heading if helps else NOTHING_HELPS)
-    return "\n".join([*lines, *(f"  {text}" for text in helps)])
+        batch, length = self.request.global_batch, self.request.sequence_length
+        plan = Plan((PipelinePlan(stages, self.micro_batch, batch),), batch, length, self.layer_count)
+        return Closest(self.ranking(order)[0], plan)
+
+    def starts(self) -> Iterator[Order]:
+        """The ranks with most memory, of every number of them, the largest first or last."""
+        largest = [kind for kind, members in enumerate(self.ranks) for _ in members]
+        for count in range(self.shortest, self.longest + 1):
+            yield tuple(largest[:count])
+            yield tuple(largest[:count][::-1])
+
+    def near(self, order: Order) -> set[Order]:
+        """Orders one change away: two ranks exchanged, one moved, left out, put to work, or replaced."""
+        spare = [kind for kind, members in enumerate(self.ranks) if order.count(kind) < len(members)]
+        count, found = len(order), set[Order]()
+        for i in range(count):
+            without = order[:i] + order[i + 1 :]
+            found |= {without} if count > self.shortest else set()
+            found |= {(*order[:i], kind, *order[i + 1 :]) for kind in spare}
+            found |= {(*without[:j], order[i], *without[j:]) for j in range(count)}
+            found |= {(*order[:j], order[i], *order[j + 1 : i], order[j], *order[i + 1 :]) for j in range(i)}
+        if count < self.longest:
+            found |= {(*order[:i], kind, *order[i:]) for i in range(count + 1) for kind in spare}
+        return found - {order}
 
 
-def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
-    """What keeps weights that are all trained from being streamed, with all that is trained in the memory of the hosts."""
-    model = profile.model
-    needed = host_state_bytes(model, 0, len(model.layers))
-    names = sorted({device.host for device in profile.devices})
-    known = {host.name: usable_bytes(host.memory_bytes, request.memory_reserve) for host in profile.hosts}
-    text = f"  Streamed, weights, gradients and optimizer state take {describe_bytes(needed)} of the hosts' memory"
-    there = sum(known.get(name, needed) for name in names)
-    if needed > there:
-        return (
-            f"{text}, of which {describe_bytes(there)} are usable ([[hosts]] memory_bytes): short by {needed - there} bytes; so "
-            f"much more memory of hosts would make it fit"
-        )
-    return f"{text}, and the devices' is too small for {STREAMED_LAYERS} layers at a time, or no way was found to divide it"
+def closest(profile: ClusterProfile, request: PlanRequest) -> Closest:
+    """Over orders sorted by memory, and what local search makes of the best of them: the first change that helps is taken."""
+    shortages = _Shortages(profile, request)
+    best = sorted(set(shortages.starts()), key=shortages.ranking)
+    known, left = set(best), LOOKS
+    for start in best[:STARTS]:
+        here: Order | None = start
+        while here is not None and left > 0:
+            new = itertools.islice((there for there in sorted(shortages.near(here)) if there not in known), left)
+            now, here = shortages.ranking(here), None
+            for there in new:
+                known.add(there)
+                left -= 1
+                if shortages.ranking(there) < now:
+                    here = there
+                    break
+    return shortages.closest(min(known, key=shortages.ranking))
 
 
-def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> list[tuple[int, str]]:
-    """(bytes lacking, a line about it) of every rank that the closest split asks too much of, in its order."""
-    result = []
-    for stage in pipeline.stages:
-        (rank,), holding = stage.ranks, (stage.warm_up + 1, 0)
-        ways = (replace(stage, recompute=again) for again in request.recompute_choices)
-        needs = (memory_of(profile, pipeline, way, request.sequence_length, holding) for way in ways)
-        parts, usable = min(needs, key=lambda one: one.total), rank_usable_bytes(profile, rank, request.memory_reserve)
-        if parts.total > usable:
-            text = (
-                f"  rank {rank} ({profile.devices[rank].name}) with "
-                f"{describe_layers(stage.first, stage.last, len(profile.model.layers))} is short by "
-                f"{parts.total - usable} bytes: "
-                f"it needs {describe_bytes(parts.total)} (parameters {describe_bytes(parts.parameters)}, "
-                f"optimizer state and gradients {describe_bytes(parts.state)}, "
-                f"activations {describe_bytes(parts.activations)}, workspace {describe_bytes(parts.workspace)}, "
-                f"buffers {describe_bytes(parts.staging)}) and may use {describe_bytes(usable)}"
-            )
-            result.append((parts.total - usable, text))
-    return result
-
-
-class _Change(NamedTuple):
-    """A changed job or cluster, and what to say of it."""
-
-    what: str
-    settings: tuple[str, ...]
-    """Keys of the job with their new values."""
-    profile: ClusterProfile
-    request: PlanRequest
-    estimated: str = ""
-
-    @property
-    def text(self) -> str:
-        return ": ".join(filter(None, (self.what, " and ".join(self.settings)))) + self.estimated
-
-
-def remedies(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
-    """Single changes that make it fit; when there are none, the shortest row of changes that does together."""
-    found = False
-    for kind in _kinds(profile, request):
-        for change in kind:
-            streams = change.request.streaming != request.streaming
-            if decide(change.profile, change.request) is not None if streams else _fits(change):
-                found = True
-                yield change.text
-                break
-    if not found:
-        yield from _together(profile, request)
-
-
-def _fits(change: _Change) -> bool:
-    return fits(change.profile, change.request)
-
-
-def _kinds(profile: ClusterProfile, request: PlanRequest) -> Iterator[Iterable[_Change]]:
-    """Of every kind of change those that are possible, the least one first."""
-    model, whole = profile.model, profile.model.trained_whole
-    if request.streaming == "never":
-        what = "weights and their state kept in host memory, and streamed" if whole else "frozen weights streamed"
-        asked = replace(request, streaming="auto")
-        yield [_Change(f"{what} from host memory", ('plan.stream = "auto"',), profile, asked)]
-    yield _recompute(profile, request)
-    yield _smaller_micro_batches(profile, request)
-    yield _shorter(profile, request)
-    if request.memory_reserve > 0:
-        asked = replace(request, memory_reserve=0.0)
-        yield [_Change("keeping no memory free", ("plan.memory_reserve = 0.0",), profile, asked)]
-    if model.dtype == "fp32":
-        changed, guess = replace(profile, model=in_bf16(model)), " (estimated from the fp32 figures)"
-        yield [_Change("half the bytes per value", ('train.dtype = "bf16"',), changed, request, guess)]
-    if whole and not model.eight_bit and all(device.backend != "mps" for device in profile.devices):  # no kernel
-        changed = replace(profile, model=in_eight_bit(model))
-        yield [_Change("moments in 8 bits", ('train.optimizer = "adamw_8bit"',), changed, request, ESTIMATED)]
-    if whole:
-        changed = replace(profile, model=with_adapters(model, packed=False))
-        yield [_Change("adapters only", (LORA,), changed, request, ESTIMATED)]
-    yield _four_bits(profile, request)
-    yield _more_ranks(profile, request)
-
-
-def _recompute(profile: ClusterProfile, request: PlanRequest) -> Iterator[_Change]:
-    if True not in request.recompute_choices:
-        what, asked = (
-            "repeating forwards instead of keeping activations",
-            replace(request, recompute_choices=(False, True)),
-        )
-        yield _Change(what, ('train.recompute = "auto"',), profile, asked)
-
-
-def _smaller_micro_batches(profile: ClusterProfile, request: PlanRequest) -> Iterator[_Change]:
-    for size in range(min(request.micro_batch_choices) - 1, 0, -1):
-        if request.global_batch % size == 0:
-            asked = replace(request, micro_batch_choices=(size,))
-            yield _Change("smaller micro-batches", (f"train.micro_batch = {size}",), profile, asked)
-
-
-def _shorter(profile: ClusterProfile, request: PlanRequest) -> Iterator[_Change]:
-    length = request.sequence_length // 2
-    shortest = min(SHORTEST_SEQUENCE, max(1, length))
-    while length >= shortest:
-        asked = replace(request, sequence_length=length)
-        yield _Change("shorter sequences", (f"data.sequence_length = {length}",), profile, asked)
-        length //= 2
-
-
-def _four_bits(profile: ClusterProfile, request: PlanRequest) -> Iterator[_Change]:
-    model, whole = profile.model, profile.model.trained_whole
-    if whole or not is_packed(model):
-        changed, settings = replace(profile, model=with_adapters(model, packed=True)), ('model.quantization = "nf4"',)
-        what = "adapters over weights in 4 bits" if whole else "weights in 4 bits"
-        yield _Change(what, (*settings, LORA) if whole else settings, changed, request, ESTIMATED)
-
-
-def _more_ranks(profile: ClusterProfile, request: PlanRequest) -> Iterator[_Change]:
-    largest = max(profile.devices, key=lambda device: (device.memory_bytes, -device.rank))
-    for count in range(1, MORE_RANKS + 1):
-        profile = with_copy_of(profile, largest.rank)
-        what = f"{count} more rank{'s' if count > 1 else ''} like rank {largest.rank} ({largest.name})"
-        yield _Change(what, (), profile, request)
-
-
-def _together(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
-    """Recompute, the smallest micro-batch, LoRA over NF4 and shorter sequences, one after the other until it fits."""
-    row, estimated = _Change(TOGETHER, (), profile, request), ""
-    for kind in (_recompute, _smaller_micro_batches, _four_bits, _shorter):
-        changes, last = [*kind(row.profile, row.request)], kind is _shorter
-        for change in changes if last else changes[-1:]:
-            longer = change._replace(settings=row.settings + change.settings)
-            if change.estimated:
-                estimated = " (4 bits and adapters estimated from this profile's figures)"
-            if len(longer.settings) > 1 and _fits(longer):
-                yield f"{TOGETHER}: {', '.join(longer.settings)}{estimated}"
-                return
-            row = row if last else longer
-
-
-def is_packed(model: ModelCost) -> bool:
-    return any(layer.parameter_bytes < 1.5 * layer.parameters for layer in model.layers[1:-1])
-
-
-def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
-    """Estimated costs with LoRA on all blocks, which are packed in NF4 if ``packed``; embedding and head are frozen."""
-    size = DTYPE_BYTES[model.dtype]
-
-    def frozen(index: int, layer: LayerCost) -> LayerCost:
-        if not 0 < index < len(model.layers) - 1:
-            return replace(layer, trainable_parameters=0, eight_bit_saving_bytes=0.0)
-        own = layer.parameters - (0 if model.trained_whole else layer.trainable_parameters)
-        adapters = math.ceil(ADAPTER_SHARE * own) if model.trained_whole else layer.trainable_parameters
-        held = math.ceil(own * (NF4_BYTES if packed else size)) + size * adapters
-        # One matrix at a time is unpacked: a third of a block at most.
-        unpacked = math.ceil(size * own / 3) if packed else layer.workspace_bytes
-        return replace(
-            layer,
-            parameters=own + adapters,
-            trainable_parameters=adapters,
-            eight_bit_saving_bytes=0.0,
-            parameter_bytes=held,
-            workspace_bytes=max(layer.workspace_bytes, unpacked),
-        )
-
-    layers = tuple(frozen(index, layer) for index, layer in enumerate(model.layers))
-    return replace(model, layers=layers, tied=False, tied_bytes=0)
-
-
-def in_bf16(model: ModelCost) -> ModelCost:
-    """The fp32 model's costs with 2 bytes per value and an fp32 master weight; workspaces (fp32 logits) stay."""
-    layers = tuple(
-        replace(
-            layer,
-            parameter_bytes=math.ceil(layer.parameter_bytes / 2),
-            activation_bytes_per_token=layer.activation_bytes_per_token / 2,
-            boundary_bytes_per_token=math.ceil(layer.boundary_bytes_per_token / 2),
-        )
-        for layer in model.layers
-    )
-    state = model.state_bytes_per_trainable_parameter + 4
-    return replace(model, dtype="bf16", layers=layers, state_bytes_per_trainable_parameter=state)
-
-
-def in_eight_bit(model: ModelCost) -> ModelCost:
-    """The costs with the moments of all layers but the embedding in 8 bits."""
-    embedding, *others = model.layers
-    packed = (replace(x, eight_bit_saving_bytes=EIGHT_BIT_SAVING * x.trainable_parameters) for x in others)
-    return replace(model, layers=(embedding, *packed))
+def with_hosts_divided(profile: ClusterProfile) -> Iterator[ClusterProfile]:
+    """Hosts whose memory ranks share: divided evenly among them first; then half of it to one of them, or all."""
+    shared = shared_memories(profile)
+    if not shared:
+        yield profile
+        return
+    most = max(len(ranks) for _, ranks in shared)
+    for favoured, share in [(0, 0.0), *((place, share) for share in (0.5, 0.75, 1.0) for place in range(min(most, 4)))]:
+        devices = list(profile.devices)
+        for host, ranks in shared:
+            for place, rank in enumerate(ranks):
+                part = share if place == favoured % len(ranks) else (1 - share) / (len(ranks) - 1)
+                part = part if share else 1 / len(ranks)
+                devices[rank] = replace(
+                    devices[rank], memory_bytes=min(devices[rank].memory_bytes, int(host.memory_bytes * part))
+                )
+        yield replace(profile, devices=tuple(devices))

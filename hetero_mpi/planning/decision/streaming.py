@@ -12,36 +12,31 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from hetero_mpi.planning.copies import with_copying, with_streams
+from hetero_mpi.planning.contention import with_copying
 from hetero_mpi.planning.durations import (
     host_optimizer_s,
     layer_s,
     offload_s,
     optimizer_s,
+    pass_s,
     repeated_s,
-    stage_s,
     weights_s,
 )
 from hetero_mpi.planning.memory import (
-    host_state_bytes,
     hosts_suffice,
     predict_memory,
     stage_trainable,
-    streamed_bytes,
     streamed_memory,
     usable_bytes,
 )
-from hetero_mpi.planning.pacing import with_classic_depths
+from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.several.fitting import Fitter
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.words import describe_bytes, describe_seconds
 
-LIMITING = 0.1
-"""Copies that take more than this share of a stage's time are said to limit it."""
 WORTHWHILE = 0.02
 """A plan with streamed stages must be shorter by this share than one without, unless the job asks for streaming."""
 FULL = 0.8
@@ -246,18 +241,10 @@ def _streamed(plan: Plan, fitter: Fitter, crowded: ClusterProfile, slice_sequenc
 
 def _in_step_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> float:
     """Seconds of a step in which a stage computes."""
-    each_s = _each_s(profile, pipeline, stage, sequence_length)
-    return pipeline.micro_batches * each_s + _update_s(profile, stage)
-
-
-def _each_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> float:
-    """Of a micro-batch, forward and backward."""
-    return sum(stage_s(profile, pipeline, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
-
-
-def _update_s(profile: ClusterProfile, stage: StagePlan) -> float:
+    each_s = pass_s(profile, pipeline, stage, sequence_length)
     parameters = stage_trainable(profile.model, stage.first, stage.last)
-    return optimizer_s(profile, profile.devices[stage.ranks[0]], parameters, stage.streamed)
+    update_s = optimizer_s(profile, profile.devices[stage.ranks[0]], parameters, stage.streamed)
+    return pipeline.micro_batches * each_s + update_s
 
 
 def _ways(stage: StagePlan, request: PlanRequest, size: int | None) -> Iterator[StagePlan]:
@@ -265,31 +252,3 @@ def _ways(stage: StagePlan, request: PlanRequest, size: int | None) -> Iterator[
     for recompute in sorted(set(request.recompute_choices)):
         for at_once in {None, size}:
             yield replace(stage, recompute=recompute, slice_sequences=at_once)
-
-
-def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """For a person: what each rank streams, and what the copies cost."""
-    profile = with_streams(profile, plan)
-    for _, index, stage in plan.numbered:
-        if stage.streamed:
-            yield f"rank {stage.ranks[0]} {_text(plan, plan.pipelines[index], stage, profile)}"
-
-
-def _text(plan: Plan, pipeline: PipelinePlan, stage: StagePlan, profile: ClusterProfile) -> str:
-    model, device = profile.model, profile.devices[stage.ranks[0]]
-    if model.trained_whole and device.shares_host_memory:
-        return "computes layer by layer; all that it trains stays in its memory"
-    size_bytes = streamed_bytes(model, stage.first, stage.last)
-    if weights_s(device, size_bytes) == 0.0:
-        return f"streams {describe_bytes(size_bytes)} from mapped files, of which its memory keeps what it has room for"
-    free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf, device_to_host_bytes_per_s=math.inf)
-    without = replace(profile, devices=tuple(free if one is device else one for one in profile.devices))
-    seconds, computing = (_each_s(known, pipeline, stage, plan.sequence_length) for known in (profile, without))
-    share, speed = 1 - computing / seconds, f"{describe_bytes(device.host_to_device_bytes_per_s)}/s"
-    limits = f"copies limit it: {speed}, {share:.0%} of its time"
-    cost, with_state = f"copies take {share:.0%} of its time" if share < LIMITING else limits, ""
-    if model.trained_whole:
-        kept = describe_bytes(host_state_bytes(model, stage.first, stage.last))
-        each = describe_seconds(_update_s(profile, stage))
-        with_state = f" ({kept} there with the rest of what it trains; optimizer {each})"
-    return f"streams {describe_bytes(size_bytes)} from host memory{with_state}, {cost}"

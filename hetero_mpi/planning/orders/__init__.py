@@ -16,7 +16,7 @@ from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan
 
 
 class Order(Protocol):
-    """What a file here holds."""
+    """The contents of a file here."""
 
     __doc__: str | None
     SPLITS: bool
@@ -30,7 +30,7 @@ class Order(Protocol):
 
 
 class Interleaving(Protocol):
-    """What a file for ranks that hold several stages holds instead."""
+    """The contents of a file for ranks that hold several stages."""
 
     __doc__: str | None
     SPLITS: bool
@@ -73,4 +73,4 @@ SCHEDULES = {
     "split": "1f1b with the gradients of the weights put off (zero bubble, Qi et al. 2023, arXiv:2401.10241)",
     **{name: (order.__doc__ or "").split("\n")[0] for name, order in OTHER_ORDERS.items()},
 }
-"""What ``schedule`` of a request may be; the first four are depths of ``warm_up``."""
+"""Values of a request's ``schedule``; the first four are depths of ``warm_up``."""

@@ -99,7 +99,7 @@ class _Lists:
         return self.lists
 
     def _next(self, rank: int) -> _Candidate | None:
-        """What ``rank`` would take up; None: it must wait for others, or has done."""
+        """The action that ``rank`` would take up; None: it must wait for others, or has done."""
         now, found = self.clock[rank], []
         owed = self.put_off[rank]
         held = len(owed) + sum(self._flying(place) for place in self.held[rank])
@@ -141,9 +141,9 @@ class _Lists:
                 self.gradients[place - 1][micro_batch] = end
 
     def _splits(self, place: int, micro_batch: int, begin: int) -> bool:
-        """Would the holder of the stage before wait for a backward that comes in one part, having nothing else to compute? And none
-        comes so before what its stage owes, since gradients are added in the order of the micro-batches, nor the last one before
-        what its rank owes."""
+        """True where the holder of the stage before would wait for a backward that comes in one part, having nothing else to
+        compute. None comes so before what its stage owes, since gradients are added in the order of the micro-batches, nor the last
+        one before what its rank owes."""
         other = self.ranks[place - 1]
         following = self._next(other)
         busy = following is not None and following.kind < 2 and following.begin + _UNITS["F"] >= begin + _UNITS["B"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_mpi.planning.pacing import classic_depths, paced_each, period_s
+from hetero_mpi.planning.orders.warm_up import classic_depths, paced_each, period_s
 from hetero_mpi.planning.several.cluster import Floats, Indices
 from hetero_mpi.planning.several.columns import Columns
 from hetero_mpi.planning.simulator import spans_of_many_s

@@ -12,6 +12,7 @@ from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import (
     ANY_HOST,
     ITSELF,
+    TABLES,
     ClusterProfile,
     Curve,
     DeviceProfile,
@@ -22,10 +23,8 @@ from hetero_mpi.planning.types.profile import (
 
 AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
-TABLES = "layers", "halved", "without_experts"
-"""Of a device: times of layers."""
 SECONDS = "forward_overhead_s", "backward_overhead_s"
-"""Of a device: what else its computing takes, per micro-batch."""
+"""Figures of a device: what else its computing takes, per micro-batch."""
 STEP_SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter"
 """The same of a step."""
 PLENTY_BYTES = 2**50

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer, as plain numbers: everything planning knows of a model.
+"""The costs of a model, layer by layer, as plain numbers: everything planning knows of a model.
 
 The chain of *layers* is ``embedding, block 0, ..., block L-1, head`` (head = final norm + output projection), indexed
 0 .. L+1. A stage holds the layers ``[first, last)``.
@@ -13,12 +13,12 @@ from functools import lru_cache
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value in each compute dtype."""
 SCALE_BYTES = 4
-"""Of the scale that goes with each row that travels as int8."""
+"""Bytes of the scale that goes with each row that travels as int8."""
 GRADIENT_BYTES = 4
 """Gradients are added up and exchanged in fp32, whatever the compute dtype."""
 INT8 = "int8"
 COPY_BYTES = 12
-"""Of a copy of the trained state, per trained parameter: itself and AdamW's two moments, fp32."""
+"""Bytes of a copy of the trained state, per trained parameter: itself and AdamW's two moments, fp32."""
 MOMENT_BLOCK = 256
 """Moments of a byte each that share an fp32 scale."""
 EIGHT_BIT_SAVING = 8 - 2 - 8 / MOMENT_BLOCK
@@ -56,28 +56,28 @@ class LayerCost:
     workspace_bytes: int = 0
     """Bytes used only while this layer runs, whatever the tokens (one matrix unpacked from 4 bits)."""
     eight_bit_saving_bytes: float = 0.0
-    """By how much the layer's moments in blocks of 8 bits are smaller than in fp32."""
+    """Bytes by which the layer's moments in blocks of 8 bits are smaller than in fp32."""
     divided_parameters: int = 0
-    """Of ``parameters`` those that the members of a group divide; the others each of them holds."""
+    """Those of ``parameters`` that the members of a group divide; the others each of them holds."""
     divided_trainable: int = 0
     """The same of ``trainable_parameters``."""
     expert_parameters: int = 0
-    """Of ``divided_parameters`` those of experts, which the members may divide otherwise than heads."""
+    """Those of ``divided_parameters`` that are experts', which the members may divide otherwise than heads."""
     expert_trainable: int = 0
     """The same of ``divided_trainable``."""
     divided_activations: float = 0.0
-    """Of what is kept from forward until backward the share that is divided likewise."""
+    """The share that is divided likewise of what is kept from forward until backward."""
     divided_workspace: float = 0.0
-    """Of what is used only while the layer runs."""
+    """The same of what is used only while the layer runs."""
     divided_scale_bytes: int = 0
-    """By how much the members' parts of NF4 weights, all together, are larger than the whole: they keep in fp32 the scales that
+    """Bytes by which the members' parts of NF4 weights, all together, are larger than the whole: they keep in fp32 the scales that
     double quantisation left."""
     group_sums: int = 0
     """How often a group adds up as many numbers as the layer's hidden states have, in forward and in backward each; an embedding's
     in forward only, a head's in backward only."""
 
     def part(self, share: float, experts: float) -> LayerCost:
-        """What a member of a group holds that has this share of what is divided, and this one of the experts."""
+        """The layer on a member of a group that has this share of what is divided, and this one of the experts."""
         held = _held(self.parameters, self.divided_parameters, self.expert_parameters, share, experts)
         trained = _held(self.trainable_parameters, self.divided_trainable, self.expert_trainable, share, experts)
         kept, used = (1 - (1 - share) * divided for divided in (self.divided_activations, self.divided_workspace))
@@ -114,18 +114,18 @@ class ModelCost:
     heads: int | None = None
     """Key/value heads of every block, by whose whole numbers a group of ranks shares its layers; None: it cannot."""
     experts: int | None = None
-    """Of each layer that has some, where a group of ranks can share them; None: there are none."""
+    """Experts of each layer that has some, where a group of ranks can share them; None: there are none."""
     wire: str | None = None
     """``int8``: so activations and gradients travel from stage to stage; None: as they are computed."""
 
     @property
     def trained_whole(self) -> bool:
-        """Are layers trained themselves, rather than adapters over them?"""
+        """True where layers are trained themselves, rather than adapters over them."""
         return any(2 * layer.trainable_parameters > layer.parameters for layer in self.layers)
 
     @property
     def eight_bit(self) -> bool:
-        """Are moments kept in blocks of 8 bits?"""
+        """True where moments are kept in blocks of 8 bits."""
         return any(layer.eight_bit_saving_bytes for layer in self.layers)
 
     def state_bytes(self, first: int, last: int) -> float:
@@ -136,13 +136,13 @@ class ModelCost:
         )
 
     def owned_bytes(self, first: int, last: int) -> float:
-        """Of these, moments and master weights, which one of the ranks that hold a parameter keeps."""
+        """The moments and master weights of these, which one of the ranks that hold a parameter keeps."""
         gradients = GRADIENT_BYTES * sum(layer.trainable_parameters for layer in self.layers[first:last])
         return max(0.0, self.state_bytes(first, last) - gradients)
 
     @property
     def copy_bytes_per_trainable_parameter(self) -> float:
-        """Of a copy of the trained state, on average."""
+        """Bytes of a copy of the trained state, on average."""
         trained = sum(layer.trainable_parameters for layer in self.layers)
         return COPY_BYTES - sum(layer.eight_bit_saving_bytes for layer in self.layers) / max(1, trained)
 
@@ -152,7 +152,7 @@ class ModelCost:
 
     @property
     def most_sent_bytes_per_token(self) -> int:
-        """Of the layer whose output is the longest message."""
+        """The same of the layer whose output is the longest message."""
         return max(self.sent_bytes_per_token(layer) for layer in range(len(self.layers)))
 
     def streamed_bytes(self, index: int) -> int:
@@ -183,7 +183,7 @@ def sent_bytes(row_bytes: int, dtype: str, wire: str | None) -> int:
 
 
 def _held(whole: int, divided: int, of_experts: int, share: float, experts: float) -> float:
-    """Of ``whole`` parameters the part that a member of a group holds."""
+    """The part of ``whole`` parameters that a member of a group holds."""
     return 1 - ((1 - share) * (divided - of_experts) + (1 - experts) * of_experts) / max(1, whole)
 
 

@@ -1,4 +1,7 @@
-"""A plan: who holds which layers of the chain, and how a step is run. Kept as TOML, accepted back with ``--plan``."""
+"""A plan: who holds which layers of the chain, and how a step is run; and what is predicted of it, and why it is the plan.
+
+Kept as TOML, accepted back with ``--plan``.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +31,27 @@ class StagePlan:
     slice_sequences: int | None = None
     """A micro-batch is computed in slices of so many sequences; None: at once."""
     state_weight: float = 1.0
-    """Of the optimizer's state of layers that several ranks hold, each owns a part in proportion to this (``owners``)."""
+    """The part of the optimizer's state, of layers that several ranks hold, that each owns is in proportion to this
+    (``owners``)."""
     shares: tuple[int, ...] = ()
-    """Of a group: the whole key/value heads that each rank holds, perhaps none of one that has experts; columns of MLPs and words
+    """The whole key/value heads that each rank of a group holds, perhaps none of one that has experts; columns of MLPs and words
     of the vocabulary are divided in the same proportion. Of one rank: empty."""
     experts: tuple[int, ...] | None = None
-    """Of a group, where layers have experts: how many of them each rank holds, perhaps none; None: in proportion to the shares."""
+    """How many experts each rank of a group holds, where layers have some, perhaps none; None: in proportion to the shares."""
 
     @property
     def grouped(self) -> bool:
-        """Do several ranks hold it?"""
+        """True where several ranks hold it."""
         return len(self.ranks) > 1
 
     @property
     def idles(self) -> bool:
-        """Has some rank of a group neither heads nor experts?"""
+        """True where some rank of a group has neither heads nor experts."""
         experts = self.experts or (0,) * len(self.shares)
         return any(heads == count == 0 for heads, count in zip(self.shares, experts, strict=False))
 
     def share(self, member: int) -> float:
-        """Of what a group divides, but for experts, what one of its ranks has."""
+        """The share of one of its ranks of what a group divides, but for experts."""
         return self.shares[member] / sum(self.shares) if self.grouped else 1.0
 
     def expert_share(self, member: int) -> float:
@@ -82,11 +86,11 @@ class PipelinePlan:
 
     @property
     def interleaved(self) -> bool:
-        """Does some rank hold several stages?"""
+        """True where some rank holds several stages."""
         return any(len(places) > 1 for places in self.held.values())
 
     def together(self, place: int) -> bool:
-        """Are stages ``place`` and ``place + 1`` on one rank? Then no message passes between them."""
+        """True where stages ``place`` and ``place + 1`` are on one rank: no message passes between them."""
         return self.stages[place].ranks == self.stages[place + 1].ranks
 
     @property
@@ -101,7 +105,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision, and nothing that is predicted of it (``plan_report.PlanReport``).
+    """The decision, and nothing that is predicted of it (``PlanReport``).
 
     Pipelines hold the whole model each and share the global batch: the first takes its first ``sequences`` rows, and so
     on. A rank takes part in one pipeline. A pipeline may be a single rank: many such make plain data parallelism.
@@ -120,7 +124,7 @@ class Plan:
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """Of every layer the ranks that hold it, one per pipeline (of a group its first), in plan order."""
+        """The ranks that hold each layer, one per pipeline (of a group its first), in plan order."""
         found: list[list[int]] = [[] for _ in range(self.layers)]
         for _, _, stage in self.numbered:
             for layer in range(max(0, stage.first), min(stage.last, self.layers)):
@@ -129,7 +133,7 @@ class Plan:
 
     @cached_property
     def leader_of(self) -> dict[int, int]:
-        """Of groups: each rank that does not lead -> the one that does."""
+        """Each rank of a group that does not lead -> the one that does."""
         return {rank: stage.ranks[0] for _, _, stage in self.numbered for rank in stage.ranks[1:]}
 
     @property
@@ -154,3 +158,62 @@ class Plan:
         """All stages as (number, index of the pipeline, stage), in plan order: the numbers used by actions."""
         flat = [(index, stage) for index, pipeline in enumerate(self.pipelines) for stage in pipeline.stages]
         return tuple((number, index, stage) for number, (index, stage) in enumerate(flat))
+
+
+@dataclass(frozen=True)
+class IdleRank:
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One rank by itself, with the same tokens per step."""
+
+    rank: int
+    step_s: float | None = None
+    """Predicted; None: it cannot, for the reason ``problem``."""
+    problem: str = ""
+    """Also why it does not train alone although it would be faster."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Predicted peak of one rank, against what it has."""
+
+    rank: int
+    peak_bytes: int
+    usable_bytes: int
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Predicted peak of all ranks that compute in one host's memory, against what it has."""
+
+    host: str
+    peak_bytes: int
+    usable_bytes: int
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan with its prediction, bound and reasons, as ``planner.make_plan`` and ``planner.complete_plan`` work them out."""
+
+    plan: Plan
+    predicted_step_s: float
+    bound_step_s: float
+    """No plan for this instance can be faster than this: the fluid bound (``bounds``), often far below what is possible."""
+    alone: Alone | None = None
+    """The rank that is fastest by itself; None: not known."""
+    tried_step_s: float | None = None
+    """A step as it was measured before the run, with made-up weights and data; None: not tried."""
+    memory: tuple[RankMemory, ...] = ()
+    hosts: tuple[HostMemory, ...] = ()
+    idle: tuple[IdleRank, ...] = ()
+    reasons: tuple[str, ...] = ()
+    """Sentences for a person: why this plan, what was beaten and by how much."""
+
+    @property
+    def expected_step_s(self) -> float:
+        """As tried, else as predicted."""
+        return self.predicted_step_s if self.tried_step_s is None else self.tried_step_s

@@ -1,4 +1,4 @@
-"""What was measured of a cluster: devices, links, and the model they were measured with."""
+"""A cluster as it was measured: devices, links, and the model they were measured with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Curve:
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
     sample_tokens: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    """What ``samples`` were timed with; strictly increasing."""
+    """Tokens that ``samples`` were timed with; strictly increasing."""
     samples: tuple[tuple[float, ...], ...] = field(default=(), compare=False, repr=False)
     """Seconds of the repetitions at each of ``sample_tokens``, which the curve was fitted to (``planning.fit``). Empty: derived or
     written by hand. They are the measurement: curves with the same line are equal, and planning does not look at them."""
@@ -132,9 +132,13 @@ class DeviceProfile:
     """The same of a member that has none of the experts, where layers have some."""
 
 
+TABLES = "layers", "halved", "without_experts"
+"""A device's tables of times by layer kind."""
+
+
 @dataclass(frozen=True)
 class HostProfile:
-    """What the ranks of one host have in common."""
+    """All that the ranks of one host have in common."""
 
     name: str
     memory_bytes: int
@@ -220,11 +224,11 @@ class ClusterProfile:
 
     @property
     def emulated(self) -> bool:
-        """Do ranks only imitate these devices and links?"""
+        """True where ranks only imitate these devices and links."""
         return self.source.startswith(EMULATED)
 
     def model_on(self, rank: int) -> ModelCost:
-        """What the model costs on ``rank``."""
+        """The model's costs on ``rank``."""
         return self.model.keeping(self.devices[rank].activation_ratio)
 
     def link(self, source: int, destination: int) -> LinkProfile:
@@ -247,7 +251,7 @@ class ClusterProfile:
         return {(link.source, link.destination): link for link in reversed(self.links)}
 
     def host_link(self, source: str, destination: str) -> HostLinkProfile | None:
-        """What is told of all links from a host to another, or to itself."""
+        """The link that stands for all from a host to another, or to itself."""
         known, any_other = self._host_link_of, ITSELF if source == destination else ANY_HOST
         return known.get((source, destination)) or known.get((ANY_HOST, any_other))
 
@@ -266,7 +270,7 @@ class ClusterProfile:
         return {(link.source, link.destination): link for link in reversed(self.host_links)}
 
     def host(self, rank: int) -> HostProfile | None:
-        """What is known of the host of ``rank``."""
+        """The host of ``rank``; None: nothing is known of it."""
         return self._host_of.get(self.devices[rank].host)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What makes a profile's values a cluster: the rules that types cannot say.
+"""The rules that make a profile's values a cluster, as far as types cannot say them.
 
 Profiles are edited by hand, so every problem is told, and by its key.
 """
@@ -13,10 +13,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from hetero_mpi.planning.types.codec import encode
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
-from hetero_mpi.planning.types.profile import ANY_HOST, ITSELF, ClusterProfile, Curve, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, EMBEDDING, HEAD
+from hetero_mpi.planning.types.profile import ANY_HOST, ITSELF, TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
 
-DTYPES = ("fp32", "bf16", "fp16")
+DTYPES = tuple(DTYPE_BYTES)
 LONGEST_S = 1e6
 """Seconds of a micro-batch in one layer (eleven days): what takes longer is a slip of the pen."""
 BACKENDS = ("cpu", "cuda", "rocm", "xpu", "mps")
@@ -41,7 +41,7 @@ def profile_problems(profile: ClusterProfile) -> list[str]:
 
 
 def number_problems(value: Any, path: str = "") -> list[str]:
-    """Of plain values: no figure is negative or without end but speeds, which are above zero."""
+    """Problems of plain values: no figure is negative or without end but speeds, which are above zero."""
     if isinstance(value, dict):
         return [p for key, item in value.items() for p in number_problems(item, f"{path}.{key}" if path else key)]
     if isinstance(value, list):
@@ -118,7 +118,7 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
             f"{path}.activation_ratio = {device.activation_ratio}: must be at least 1, as the model's activation bytes are "
             f"those of the device that keeps the fewest"
         )
-    for name in ("layers", "halved", "without_experts"):
+    for name in TABLES:
         table: dict[str, LayerTimes] = getattr(device, name)
         missing = [kind for kind in trained if kind not in table]
         if missing and (table or name == "layers"):

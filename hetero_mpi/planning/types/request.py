@@ -1,8 +1,10 @@
-"""What planning needs to know of a job, as plain values: planning never sees ``Job``."""
+"""All that planning needs to know of a job, as plain values (planning never sees ``Job``), and options of simulation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 
 MEMORY_GIVEN = "given as [cluster] memory_bytes"
 """Why a device may use so much memory, when the job says so."""
@@ -24,18 +26,18 @@ class PlanRequest:
     """How many pipelines may hold the model side by side."""
     recompute_choices: tuple[bool, ...] = (False,)
     split_choices: tuple[bool, ...] = (False,)
-    """May a pipeline split its backward? Full training only."""
+    """Choices for splitting a pipeline's backward; full training only."""
     streaming: str = "never"
-    """May stages be streamed: ``never``, where nothing fits otherwise or a step gets clearly shorter (``auto``), or wherever it
-    gets ``shorter``?"""
+    """Where stages may be streamed: ``never``, where nothing fits otherwise or a step gets clearly shorter (``auto``), or wherever
+    it gets ``shorter``?"""
     schedule: str = "auto"
     """``auto`` leaves depth and splitting to the planner; a name of ``orders.SCHEDULES`` fixes them."""
     stages_per_rank: int = 1
     """Stages of its pipeline that a rank may hold, at most."""
     groups: bool = False
-    """May ranks of one host hold a stage together, each a share of its layers?"""
+    """Ranks of one host may hold a stage together, each a share of its layers."""
     allow_idle: bool = True
-    """May ranks be left out when that is faster (or when there are more ranks than layers)?"""
+    """Ranks may be left out when that is faster (or when there are more ranks than layers)."""
     indifference: float = 0.0
     """Plans within this share of the fastest are as good: of these, the one whose ranks follow one another is taken."""
     thorough: bool = False
@@ -47,3 +49,54 @@ class PlanRequest:
     copy_bytes_per_trainable_parameter: float = 0.0
     """Host memory for copies of the trained state (snapshots of checkpoints, copies for and of peers) that the run makes where
     there is room."""
+
+
+Resource = tuple[str, str | int, int]
+"""A resource that carries one message at a time: ``("link", source, destination)``, ``("out", host, 0)`` or ``("in", host, 0)``."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """How messages meet on the wire, which the profile's links do not say.
+
+    The defaults are this program's own runtime: a communication thread sends while its rank computes, and every directed pair of
+    ranks has a link to itself, unless the profile found that a host's ranks share a NIC. Other runtimes send from the computing
+    stream.
+    """
+
+    blocking_sends: bool = False
+    """A rank computes nothing until its message has left (sends issued from the computing thread or stream)."""
+    shared_nic: bool = False
+    """All messages of *every* host to others pass through one NIC per host, full duplex, first come, first served;
+    otherwise so where the profile says it of a host."""
+    late_all_reduce: bool = False
+    """Gradient all-reduces wait until a rank's backward has ended, instead of starting layer by layer while it runs."""
+
+    def seen_by(self, profile: ClusterProfile) -> ClusterProfile:
+        """The profile with every host's NIC shared, where these options say so."""
+        return with_shared_nics(profile) if self.shared_nic else profile
+
+
+THREADED = Network()
+"""This program's runtime."""
+
+
+def with_shared_nics(profile: ClusterProfile) -> ClusterProfile:
+    """The same cluster, its messages between hosts passing through one NIC per host."""
+    known = {host.name: host for host in profile.hosts}
+    used_bytes = dict.fromkeys(known, 0)
+    for device in profile.devices:
+        used_bytes[device.host] = used_bytes.get(device.host, 0) + device.memory_bytes
+    hosts = [known.get(name, HostProfile(name, n, "not known: that of its ranks")) for name, n in used_bytes.items()]
+    return replace(profile, hosts=tuple(replace(host, shared_nic=True) for host in hosts))
+
+
+def resources(profile: ClusterProfile, source: int, destination: int) -> tuple[Resource, ...]:
+    """The resources that a message from rank ``source`` to rank ``destination`` occupies from its start to its end."""
+    found: list[Resource] = [("link", source, destination)]
+    if profile.devices[source].host != profile.devices[destination].host:
+        for rank, way in ((source, "out"), (destination, "in")):
+            host = profile.host(rank)
+            if host is not None and host.shared_nic:
+                found.append((way, host.name, 0))
+    return tuple(found)

@@ -22,8 +22,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types import plan as plan_types
 from hetero_mpi.planning.types import profile as profile_types
 from hetero_mpi.planning.types.codec import decode, decoded, encode, raise_all
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.profile_rules import number_problems, profile_problems
 from hetero_mpi.shipped import file_of_run, no_such_profile, profile_file
@@ -193,21 +192,20 @@ def save_plan(plan: Plan | PlanReport, path: str | os.PathLike[str]) -> None:
     write_whole(Path(path), PLAN_HEADING + to_toml(plan_to_dict(plan, infinity_as_text=False)), make_folder=True)
 
 
-def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """The plan at a path, or of a run directory. Raises ``UserError`` when the file is not a plan; whether it fits a model is for
-    ``planner.complete_plan``.
-    """
-    file = file_of_run(Path(path), "plan.toml") if Path(path).is_dir() else Path(path)
-    return plan_from_dict(_read(file), str(file))
-
-
 def load_plan_file(path: str | os.PathLike[str]) -> tuple[Plan, PlanReport | None]:
-    """The decision, and what the file says besides. Raises ``UserError`` when the file is not a plan."""
-    return _plan_file(_read(Path(path)), str(path))
+    """The plan at a path, or of a run directory, and what the file says besides. Raises ``UserError`` when the file is not a plan;
+    whether it fits a model is for ``planner.complete_plan``."""
+    file = file_of_run(Path(path), "plan.toml") if Path(path).is_dir() else Path(path)
+    return _plan_file(_read(file), str(file))
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """The decision alone; otherwise as ``load_plan_file``."""
+    return load_plan_file(path)[0]
 
 
 def load_report(path: str | os.PathLike[str]) -> PlanReport:
-    """Raises ``UserError`` when the file is not a plan, or does not say what was predicted of it."""
+    """The decision with what was predicted of it. Raises ``UserError`` when the file is not a plan, or does not say that."""
     return report_from_dict(_read(Path(path)), str(path))
 
 

@@ -20,15 +20,13 @@ from itertools import groupby, pairwise
 
 from matplotlib.figure import Figure
 
+from hetero_mpi import units
 from hetero_mpi.planning.schedule import reduced_layers
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.words import counted
-from hetero_mpi.report import units
-from hetero_mpi.report.alike import fullest_text, place_text
 from hetero_mpi.report.figures.style import Sheet, drawn, host_colours, width_of
-from hetero_mpi.report.tables import heads_text, idle_alike, layers_text
+from hetero_mpi.report.plan_text import fullest_text, heads_text, idle_alike
+from hetero_mpi.report.profile_text import place_text
 
 WIDTH = 1320.0
 """Largest width of a row, pixels."""
@@ -182,7 +180,7 @@ class _Painter:
         for reason, ranks in idle_alike(self.report.idle).items():
             if x + _IDLE_WIDTH > WIDTH - _MARGIN:
                 x, y = _MARGIN, y + _IDLE_HEIGHT + 8
-            name = f"{units.ranks(ranks)}  {counted((place_text(self.profile, rank) for rank in ranks), '; ')}"
+            name = f"{units.ranks(ranks)}  {units.counted((place_text(self.profile, rank) for rank in ranks), '; ')}"
             self.sheet.box(x, y, _IDLE_WIDTH, _IDLE_HEIGHT, "paper", "faint", dashed=True, title=f"{name}: {reason}")
             self.sheet.text(x + 10, y + 18, name, 12, "soft", bold=True, width=_IDLE_WIDTH - 20)
             for line, text in enumerate(textwrap.wrap(reason, int((_IDLE_WIDTH - 20) / (0.56 * 10.5)))[:2]):
@@ -203,7 +201,7 @@ class _Painter:
         kind = units.device_name(device.name, 24)
         kind = f"{heads_text(box.stage)}, {kind}" if box.stage.grouped else kind
         self.sheet.text(x + 10, y + 36, kind, 11.5, width=inside)
-        layers = layers_text(box.stage.first, box.stage.last, self.report.plan.layers)
+        layers = units.layers(box.stage.first, box.stage.last, self.report.plan.layers)
         again = " (recompute)" if box.stage.recompute else ""
         self.sheet.text(x + 10, y + 53, _short(layers) + again, 11.5, "accent", bold=True, width=inside)
         share = self.busy.get(box.rank)

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from hetero_mpi.report import units
+from hetero_mpi import units
 from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, far_apart, fitted, key, new_figure, panel
 
 MOST_POINTS = 400

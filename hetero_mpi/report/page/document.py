@@ -9,13 +9,13 @@ import jinja2
 from markupsafe import Markup
 
 import hetero_mpi
+from hetero_mpi import units
 from hetero_mpi.disk import write_whole, writing
 from hetero_mpi.planning.memory import shared_parameters
-from hetero_mpi.report import units
 from hetero_mpi.report.figures.style import palette_css
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.run_files.measured import newest_step, on_one_clock
+from hetero_mpi.report.run_files.rank_steps import newest_step, on_one_clock
 
 
 def report_html(run: PastRun) -> str:
@@ -28,7 +28,7 @@ def report_html(run: PastRun) -> str:
         name=run.name,
         about=_about(run),
         emulated=run.emulated,
-        tiles=sections.key_figures(run),
+        tiles=key_figures(run),
         sections=told,
         palette=Markup(palette_css()),
         version=hetero_mpi.__version__,
@@ -83,3 +83,32 @@ def _about(run: PastRun) -> str:
             "from, are those of the small model that stands in for it."
         )
     return said
+
+
+def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
+    """(what, figure, remark) of the figures at the top."""
+    found = []
+    steps, evaluations = run.metrics.steps, run.metrics.evaluations
+    if steps:
+        found.append(("loss", f"{steps[-1].loss:.4f}", f"from {steps[0].loss:.4f} at step {steps[0].step}"))
+    if evaluations:
+        found.append(("held-out loss", f"{evaluations[-1].loss:.4f}", f"at step {evaluations[-1].step}"))
+    seconds, speed = run.median_step_s(), run.median_tokens_per_s()
+    kind = "emulated" if run.emulated else "median"
+    if speed is not None:
+        found.append(("tokens per second", f"{speed:,.0f}", kind))
+    if seconds is not None:
+        remark = kind
+        if run.report is not None:
+            predicted_s = run.report.predicted_step_s
+            remark = f"{units.seconds(predicted_s)} predicted ({units.change(seconds / predicted_s - 1)})"
+        found.append(("time per step", units.seconds(seconds), remark))
+    if steps:
+        total_s = sum(step.step_s for step in steps)
+        tokens = sum(step.tokens for step in steps)
+        remark = f"in {units.seconds(total_s)} of steps"
+        if run.emulated:  # what a second is worth is told of the profile's model, what was learnt of the stand-in
+            stood_for = sum(step.tokens_per_s * step.step_s for step in steps)
+            remark = f"the stand-in's; for {units.count(stood_for)} {remark}, emulated"
+        found.append(("learnt from", f"{units.count(tokens)} tokens", remark))
+    return found

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from hetero_mpi import units
+from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
-from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.report import units
-from hetero_mpi.report.alike import least_most, place_text
+from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import RankUsage, Series, StepMark, line_chart
 from hetero_mpi.report.figures.charts import usage as usage_bars
 from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
-from hetero_mpi.report.page.job import job_rows
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.run_files.measured import last_usage, sums, traffic
-from hetero_mpi.report.tables import bound_text, headline, holders_text, idle_lines, layers_text, schedule_text
+from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_table
+from hetero_mpi.report.profile_text import place_text
+from hetero_mpi.report.run_files.rank_steps import last_usage, sums, traffic
+from hetero_mpi.report.table import Column, Table, least_most
 
 USAGE_NOTE = (
     "Shares of the time since training began, or since the plan last changed. "
@@ -66,25 +65,6 @@ _MOST_LINKS = 40
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of texts: headers and rows."""
-
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    right: Sequence[int]
-    """Columns aligned to the right."""
-
-    @classmethod
-    def of(cls, headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Table | None:
-        """A table without the columns that are empty in all rows; None where no column is left."""
-        kept = [column for column in range(len(headers)) if any(row[column] for row in rows)]
-        cells = [[row[column] for column in kept] for row in (headers, *rows)]
-        return (
-            cls(cells[0], cells[1:], [place for place, column in enumerate(kept) if column in right]) if kept else None
-        )
-
-
-@dataclass(frozen=True)
 class Section:
     """A heading, and the contents below it in this order."""
 
@@ -107,38 +87,83 @@ class Section:
         return bool(self.charts or self.picture or self.table or self.remarks or self.points or self.text)
 
 
-def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
-    """(what, figure, remark) of the figures at the top."""
-    found = []
-    steps, evaluations = run.metrics.steps, run.metrics.evaluations
-    if steps:
-        found.append(("loss", f"{steps[-1].loss:.4f}", f"from {steps[0].loss:.4f} at step {steps[0].step}"))
-    if evaluations:
-        found.append(("held-out loss", f"{evaluations[-1].loss:.4f}", f"at step {evaluations[-1].step}"))
-    seconds, speed = run.median_step_s(), run.median_tokens_per_s()
-    kind = "emulated" if run.emulated else "median"
-    if speed is not None:
-        found.append(("tokens per second", f"{speed:,.0f}", kind))
-    if seconds is not None:
-        remark = kind
-        if run.report is not None:
-            predicted_s = run.report.predicted_step_s
-            remark = f"{units.seconds(predicted_s)} predicted ({units.change(seconds / predicted_s - 1)})"
-        found.append(("time per step", units.seconds(seconds), remark))
-    if steps:
-        total_s = sum(step.step_s for step in steps)
-        tokens = sum(step.tokens for step in steps)
-        remark = f"in {units.seconds(total_s)} of steps"
-        if run.emulated:  # what a second is worth is told of the profile's model, what was learnt of the stand-in
-            stood_for = sum(step.tokens_per_s * step.step_s for step in steps)
-            remark = f"the stand-in's; for {units.count(stood_for)} {remark}, emulated"
-        found.append(("learnt from", f"{units.count(tokens)} tokens", remark))
-    return found
-
-
 def job(run: PastRun) -> Section:
     """The job: method, model, data, optimizer."""
-    return Section("The job", table=Table.of(("", "asked for"), job_rows(run)))
+    return Section("The job", table=Table.of_texts(("", "asked for"), job_rows(run)))
+
+
+def job_rows(run: PastRun) -> list[tuple[str, str]]:
+    """(what, setting); rows of which the run says nothing are left out."""
+
+    def told(text: str, table: str, key: str) -> str:
+        said = _said(run.setting(table, key))
+        return text.format(said) if said else ""
+
+    held_out, config = run.setting("data", "held_out"), run.setting("model", "config")
+    own_held_out = f"{units.percent(held_out)} of the sequences held out" if isinstance(held_out, (int, float)) else ""
+    new = (
+        f"a new {_said(config.get('model_type'))} model".replace("  ", " ")
+        if isinstance(config, dict)
+        else _said(config)
+    )
+    by_plan = run.setting("train", "micro_batch") == "auto"
+    adamw = "AdamW in 8 bits" if run.setting("train", "optimizer") == EIGHT_BIT else "AdamW"
+    betas = [_said(beta) for key in ("beta1", "beta2") if (beta := run.setting("train", key)) is not None]
+    asked, used = told("{}", "train", "dtype"), run.profile.model.dtype if run.profile is not None else ""
+    rows = {
+        "method": _method(run, told),
+        "model": [told("{}", "model", "path"), told("made by {}", "model", "factory"), new],
+        "data": [
+            told("text {}", "data", "text"),
+            told("records {}", "data", "records"),
+            told("sequences of {} tokens", "data", "sequence_length"),
+            {True: "packed", False: "one document per sequence"}.get(run.setting("data", "packing"), ""),
+            told("evaluated on {}", "data", "evaluation") or own_held_out,
+        ],
+        "steps": [
+            told("{} steps", "train", "steps"),
+            told("{} sequences per step", "train", "global_batch"),
+            "micro-batches as the plan has them" if by_plan else told("micro-batches of {}", "train", "micro_batch"),
+        ],
+        "optimizer": [
+            told(f"{adamw}, peak learning rate {{}}", "train", "learning_rate"),
+            told("schedule {}", "train", "schedule"),
+            told("{} steps of warm-up", "train", "warmup_steps"),
+            f"betas {' and '.join(betas)}" if betas else "",
+            told("epsilon {}", "train", "epsilon"),
+            told("weight decay {}", "train", "weight_decay"),
+            told("gradients clipped to norm {}", "train", "clip_norm"),
+        ],
+        "dtype": [f"{used} ({asked})" if asked and used and asked != used else asked or used],
+        "seed": [told("{}", "train", "seed")],
+    }
+    joined = {what: ", ".join(filter(None, parts)) for what, parts in rows.items()}
+    return [(what, text) for what, text in joined.items() if text and run.job]
+
+
+def _method(run: PastRun, told: Callable[[str, str, str], str]) -> list[str]:
+    method = run.setting("adapter", "method")
+    if method != "lora":
+        return ["full training of all weights"] if method == "none" else []
+    nf4 = run.setting("model", "quantization") == "nf4"
+    doubled = ", double quantization" if run.setting("model", "double_quantization") else ""
+    return [
+        f"LoRA on NF4 weights{doubled}" if nf4 else "LoRA",
+        told("rank {}", "adapter", "rank"),
+        told("alpha {}", "adapter", "alpha"),
+        told("dropout {}", "adapter", "dropout"),
+        *(key for key in ("rslora", "dora") if run.setting("adapter", key)),
+        told("targets {}", "adapter", "targets"),
+        told("from {}", "adapter", "path"),
+    ]
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(_said, value))
+    if value is None:
+        return ""
+    return format(value, {int: ",", float: "g"}.get(type(value), ""))
 
 
 def sample(run: PastRun) -> Section:
@@ -225,25 +250,19 @@ def _busy(predicted: SimulatedStep | None) -> dict[int, float]:
 def memory(run: PastRun) -> Section:
     """A row per rank: predicted and measured peak of memory, and its limit."""
     used = last_usage(run.rank_steps)
-    rows, uncounted = [], []
+    rows, uncounted = list[Sequence[Any]](), list[int]()
     for known in run.report.memory if run.report is not None else ():
         # What an emulated rank holds is the model that stands in for the profile's: no measurement of this plan.
         peak = used[known.rank].peak_bytes if known.rank in used and not run.emulated else 0
-        if run.profile is not None and run.profile.devices[known.rank].backend == "cpu" and peak > known.peak_bytes:
+        device = run.profile.devices[known.rank] if run.profile is not None else None
+        if device is not None and device.backend == "cpu" and peak > known.peak_bytes:
             uncounted.append(peak - known.peak_bytes)
-        rows.append(
-            (
-                str(known.rank),
-                place_text(run.profile, known.rank),
-                units.size(known.peak_bytes),
-                units.size(peak) if peak else "",
-                units.size(known.usable_bytes),
-                run.profile.devices[known.rank].memory_reason if run.profile is not None else "",
-            )
-        )
-    headers = ("rank", "device", "predicted", "measured", "usable", "why so much")
+        reason = device.memory_reason if device is not None else None
+        place = place_text(run.profile, known.rank)
+        rows.append((known.rank, place, known.peak_bytes, peak or None, known.usable_bytes, reason))
+    sizes = (Column(name, units.size) for name in ("predicted", "measured", "usable"))
+    table = Table((Column("rank"), Column("device", left=True), *sizes, Column("why so much", left=True)), rows)
     remarks = [PROCESS_NOTE.format(least_most(uncounted, units.size))] if uncounted else []
-    table = Table.of(headers, rows, right=(0, 2, 3, 4))
     return Section("Memory", MEMORY_NOTE, times=True, table=table, remarks=remarks)
 
 
@@ -264,44 +283,33 @@ def step(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event
 
 def links(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event]) -> Section:
     """A row per directed pair of ranks: bytes of a step, and speeds."""
-    section = Section("Links", LINKS_NOTE, times=True)
     if run.plan is None or run.profile is None or predicted is None:
-        return section
+        return Section("Links")
     expected, seen = traffic(predicted.events, run.plan), traffic(measured, run.plan)
-    rows = []
-    for pair in sorted({*expected, *seen})[:_MOST_LINKS]:
-        there, real, link = expected.get(pair), seen.get(pair), run.profile.link(*pair)
-        busy = units.percent(there.seconds / predicted.step_s) if there is not None and predicted.step_s > 0 else ""
+    pairs, rows = sorted({*expected, *seen}), []
+    for pair in pairs[:_MOST_LINKS]:
+        there, real = expected.get(pair), seen.get(pair)
+        sender, receiver = (run.profile.devices[rank].host for rank in pair)
         if real is not None and there is not None and run.emulated:
             real = replace(real, bytes=there.bytes)  # the message stands for the one of the profile's model
-        under_way = real is not None and math.isfinite(real.bytes_per_s)
-        rows.append(
-            (
-                f"{pair[0]} → {pair[1]}",
-                f"{run.profile.devices[pair[0]].host} → {run.profile.devices[pair[1]].host}",
-                str(there.messages if there is not None else real.messages if real is not None else 0),
-                units.size(there.bytes) if there is not None else "",
-                units.size(real.bytes) if real is not None else "",
-                units.bandwidth(link.bytes_per_s),
-                units.bandwidth(real.bytes_per_s) if real is not None and under_way else "",
-                busy,
-            )
-        )
-    headers = (
-        "ranks",
-        "hosts",
-        "messages",
-        "bytes, predicted",
-        "bytes, measured",
-        "link",
-        "while under way",
-        "link busy, predicted",
-    )
-    more = len({*expected, *seen}) - len(rows)
-    remarks = [f"And {more} more pairs."] if more > 0 else []
+        rows.append((
+            f"{pair[0]} → {pair[1]}",
+            f"{sender} → {receiver}",
+            there.messages if there is not None else real.messages if real is not None else 0,
+            there.bytes if there is not None else None,
+            real.bytes if real is not None else None,
+            run.profile.link(*pair).bytes_per_s,
+            real.bytes_per_s if real is not None and math.isfinite(real.bytes_per_s) else None,
+            there.seconds / predicted.step_s if there is not None and predicted.step_s > 0 else None,
+        ))  # fmt: skip
+    columns = (
+        Column("ranks", left=True), Column("hosts", left=True), Column("messages"),
+        Column("bytes, predicted", units.size), Column("bytes, measured", units.size), Column("link", units.bandwidth),
+        Column("while under way", units.bandwidth), Column("link busy, predicted", units.percent),
+    )  # fmt: skip
+    remarks = [f"And {len(pairs) - len(rows)} more pairs."] if len(pairs) > len(rows) else []
     remarks += _all_reduce_text(sums(predicted.events), sums(measured))
-    table = Table.of(headers, rows, right=(2, 3, 4, 5, 6, 7))
-    return replace(section, note=LINKS_NOTE if table else "", table=table, remarks=remarks)
+    return Section("Links", LINKS_NOTE if rows else "", True, table=Table(columns, rows), remarks=remarks)
 
 
 def _all_reduce_text(expected: Mapping[int, float], seen: Mapping[int, float]) -> list[str]:
@@ -321,53 +329,30 @@ def topology(run: PastRun, predicted: SimulatedStep | None) -> Section:
 
 
 def plan(run: PastRun) -> Section:
-    """Stages, reasons, idle ranks, and the gap to the bound where it is close."""
-    section = Section("The plan, and why", times=True)
+    """Stages, reasons and idle ranks."""
     if run.report is None:
-        return section
-    return replace(section, table=_stages(run.report.plan, run.profile), points=_reasons(run.report))
-
-
-def _stages(plan: Plan, profile: ClusterProfile | None) -> Table | None:
-    rows = []
-    several = len(plan.pipelines) > 1
-    for number, index, stage in plan.numbered:
-        pipeline = plan.pipelines[index]
-        rows.append(
-            (
-                str(index) if several else "",
-                str(number),
-                holders_text(stage),
-                ", ".join(dict.fromkeys(place_text(profile, rank) for rank in stage.ranks)),
-                layers_text(stage.first, stage.last, plan.layers),
-                f"{pipeline.micro_batches} x {pipeline.micro_batch}",
-                str(stage.warm_up),
-                "streamed" if stage.streamed else "yes" if stage.recompute else "",
-            )
-        )
-    headers = ("pipeline", "stage", "rank", "device", "layers", "micro-batches", "warm-up", "recompute")
-    return Table.of(headers, rows, right=(0, 1, 2, 6))
+        return Section("The plan, and why")
+    stages = stage_table(run.report.plan, run.profile, (), lambda device: f"{device.name}, {device.host}")
+    return Section("The plan, and why", times=True, table=stages, points=_reasons(run.report))
 
 
 def _reasons(report: PlanReport) -> list[str]:
     schedule = schedule_text(report.plan).removeprefix(", schedule")
     found = [f"Predicted: {headline(report)}.", *([f"Schedule{schedule}."] if schedule else [])]
-    if report.bound == PACKING:
-        found.append(f"{bound_text(report).capitalize()}.")
     found += [f"Because: {reason}" for reason in report.reasons]
     return found + [line[:1].upper() + line[1:] for line in idle_lines(report.idle)]
 
 
 def checkpoints(run: PastRun) -> Section:
     """The checkpoints that a run can be resumed from."""
-    rows = [(str(one.step), units.size(one.bytes), _moment(one.unix_s)) for one in run.checkpoints]
-    return Section("Checkpoints", table=Table.of(("after step", "size", "written"), rows, right=(0, 1)))
+    columns = Column("after step"), Column("size", units.size), Column("written", _moment, left=True)
+    return Section("Checkpoints", table=Table(columns, [(one.step, one.bytes, one.unix_s) for one in run.checkpoints]))
 
 
 def happenings(run: PastRun) -> Section:
     """Starts, recoveries, changes of plan and restarts, by time."""
-    rows = [(_moment(one.unix_s), one.event, one.text) for one in run.happenings]
-    return Section("What happened", table=Table.of(("when", "what", ""), rows))
+    columns = Column("when", _moment, left=True), Column("what"), Column("")
+    return Section("What happened", table=Table(columns, [(one.unix_s, one.event, one.text) for one in run.happenings]))
 
 
 def _picture(figure: Figure | None, label: str) -> Markup | None:

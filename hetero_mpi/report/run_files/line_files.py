@@ -1,19 +1,24 @@
-"""Files that grow line by line during a run. On a full disk training goes on, and lines are written when there is room again."""
+"""The files that grow line by line during a run, a JSON object a line: ``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl``.
+
+On a full disk training goes on, and lines are written when there is room again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hetero_mpi.disk import require_regular, write_whole
 from hetero_mpi.report.run_files.logs import say
 
+METRICS_NAME, STEPS_NAME, EVENTS_NAME = "metrics.jsonl", "steps.jsonl", "events.jsonl"
 _LOG = logging.getLogger(__name__)
 _MOST_LINES = 100_000
 """Largest number of lines that wait for room; the oldest are dropped first."""
@@ -31,12 +36,12 @@ class LineFile:
         self.path, self._warn = path, warn
         self._waiting: deque[bytes] = deque(maxlen=_MOST_LINES)
 
-    def write(self, *lines: str) -> None:
-        """Append lines, given without their ends."""
-        self.add(*(f"{line}\n".encode() for line in lines))
+    def write(self, *objects: Mapping[str, Any]) -> None:
+        """Append JSON objects, a line each."""
+        self.add(*(_line(values) for values in objects))
 
     def add(self, *records: bytes) -> None:
-        """Append bytes."""
+        """Append bytes; without any, those that have waited."""
         late = bool(self._waiting)
         self._waiting.extend(records)
         try:
@@ -52,6 +57,13 @@ class LineFile:
         self._waiting.clear()
 
 
+def _line(values: Mapping[str, Any]) -> bytes:
+    # JSON has no NaN: a line with one would make the whole file unreadable to strict parsers.
+    bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+    whole = {**values, **dict.fromkeys(bad), **({"non_finite": True} if bad else {})}
+    return (json.dumps(whole, allow_nan=False) + "\n").encode()
+
+
 def _append(path: Path, data: bytes) -> None:
     """Append all of ``data``, or nothing. Raises OSError: nothing was appended."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,17 +77,6 @@ def _append(path: Path, data: bytes) -> None:
             if file.tell() > end:  # a torn line would hide all that come after it
                 os.ftruncate(file.fileno(), end)
             raise
-
-
-def rewrite(path: Path, lines: Iterable[str]) -> None:
-    """Replace a file's contents by ``lines``, its own first ones, with their ends. On a full disk the file is cut instead."""
-    kept = "".join(lines).encode()
-    try:
-        write_whole(path, kept, durable=True)
-    except OSError:
-        with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(kept):
-                os.truncate(path, len(kept))
 
 
 def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -98,7 +99,18 @@ def keep_until(path: Path, step: int) -> None:
     """Drop the lines of steps after ``step``, and lines without a step: a run resumed there takes these steps again."""
     if path.exists():
         until = [(line, values.get("step")) for line, values in objects(path)]
-        rewrite(path, [line for line, at in until if type(at) is int and at <= step])
+        _rewrite(path, [line for line, at in until if type(at) is int and at <= step])
+
+
+def _rewrite(path: Path, lines: Iterable[str]) -> None:
+    """Replace a file's contents by ``lines``, its own first ones, with their ends. On a full disk the file is cut instead."""
+    kept = "".join(lines).encode()
+    try:
+        write_whole(path, kept, durable=True)
+    except OSError:
+        with contextlib.suppress(OSError):
+            if path.read_bytes().startswith(kept):
+                os.truncate(path, len(kept))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetero_mpi.text import fitted, printable, write_text
+from hetero_mpi.terminal import fitted, printable, write_text
 
 LOGGER = "hetero_mpi"
 SPEECH = "hetero_mpi.say"

@@ -1,4 +1,10 @@
-"""The run directory, and its lock: one run at a time, and a crashed run releases it."""
+"""The run directory: its lock, its events, its ``run.json``, and what becomes of an earlier run in it.
+
+* One run at a time holds the lock, and a crashed run releases it.
+* When a directory is used again, the files of the earlier run move to ``RUN/set-aside-1``, which is a run directory itself. Every
+  move is a rename within the directory. The files by which a run is recognised (metrics, then checkpoints) move last. So a crash
+  between two moves loses nothing: the next start goes on with the same target.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,36 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import socket
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from hetero_mpi.disk import lock, require_regular
+from hetero_mpi.disk import lock, require_regular, write_whole
 from hetero_mpi.errors import UserError
+from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, LineFile, objects
 from hetero_mpi.report.run_files.logs import write_line
+from hetero_mpi.shipped import USED_PROFILE
+from hetero_mpi.terminal import write_text
 
-LOCK_NAME = ".lock"
+LOCK_NAME, RUN_NAME = ".lock", "run.json"
+REPORT_NAME, TRACE_NAME = "report.html", "trace.json"
+SAMPLE_NAME = "sample.txt"
+"""File of the text that the trained model wrote at the end, where the job asks for it."""
+START_VARIABLE = "HETERO_MPI_START"
+"""Environment variable of all processes of a start: ``SUPERVISOR.NUMBER``."""
 _WRITTEN = ("", "adapter", "checkpoints", "copies", "logs", "model", "tensorboard", "wandb")
 """Directories that a run writes into, relative to the run directory; "": itself."""
+_PLANNED = ("profile.toml", "plan.toml", "architecture.png", "architecture.svg")
+_LOGS = "logs"
+_MOVED = (
+    "adapter", "model", SAMPLE_NAME, "simulation", "tensorboard", "wandb", REPORT_NAME, TRACE_NAME, USED_PROFILE, STEPS_NAME,
+    EVENTS_NAME, RUN_NAME, METRICS_NAME, "checkpoints",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -102,3 +126,179 @@ def _holder(file: TextIO) -> str:
         return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
     except (json.JSONDecodeError, KeyError, TypeError):
         return "another process"  # it has the lock and is about to write its name
+
+
+def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
+    """Append one event of the run itself, without a supervisor. A full disk is no error."""
+    LineFile(run_dir / EVENTS_NAME).write(_event(event, text, values))
+
+
+def _event(event: str, text: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"unix_s": round(time.time(), 3), "event": event, "text": text, **values}
+
+
+class EventLog:
+    """A supervisor's events: lines with the time of day on stderr, and the same in ``RUN/events.jsonl``.
+
+    ``supervisor``: its name, which is in all its events, and in the environment of its starts. Raises as ``opened_in``.
+    """
+
+    def __init__(self, run_dir: Path, supervisor: str) -> None:
+        opened_in(run_dir, EVENTS_NAME).close()  # the run looks as well, but this file is written before it starts
+        self._supervisor, self._file = supervisor, LineFile(run_dir / EVENTS_NAME, _print)
+
+    def tell(self, event: str, text: str, **values: Any) -> None:
+        _print(text)
+        self._file.write(_event(event, text, {**values, "supervisor": self._supervisor}))
+
+
+def _print(text: str) -> None:
+    clock = datetime.datetime.now().strftime("%H:%M:%S")
+    write_text(f"launch {clock}: {text}\n", sys.stderr)
+
+
+def own_event(values: Mapping[str, Any]) -> bool:
+    """Does an event belong to this process's run: was it written by its supervisor, or by its ranks since they began?"""
+    import psutil  # doctor runs before it is installed
+
+    supervisor = os.environ.get(START_VARIABLE, "").partition(".")[0]
+    told_s = values.get("unix_s")
+    if not isinstance(told_s, (int, float)):
+        return False
+    return told_s >= psutil.Process().create_time() or bool(supervisor and values.get("supervisor") == supervisor)
+
+
+def describe_run(
+    directory: Path,
+    name: str,
+    job_file: str,
+    job: Mapping[str, Any],
+    versions: Mapping[str, str],
+    ranks: int,
+    step: int,
+    skipped_records: int = 0,
+) -> None:
+    """Write ``run.json`` when training starts from ``step``; earlier starts of a resumed run are kept."""
+    path = directory / RUN_NAME
+    starts = [one for one in run_starts(run_json(path)) if step > 0 and one["step"] <= step]
+    start = {"unix_s": round(time.time(), 3), "step": step, "ranks": ranks, "skipped_records": skipped_records}
+    starts.append(start)
+    values = {"name": name, "job_file": job_file, "job": job, "versions": dict(versions), "starts": starts}
+    _tell(path, {**values, "last_step": run_table(job, "train").get("steps", 0)})
+
+
+def note_end(directory: Path, step: int) -> None:
+    """Note in ``run.json`` that training is over after ``step`` steps."""
+    path = directory / RUN_NAME
+    _tell(path, {**run_json(path), "last_step": step})
+
+
+def note_result(directory: Path, step: int) -> None:
+    """Note in ``run.json`` that the result of ``step`` steps is written whole."""
+    path = directory / RUN_NAME
+    _tell(path, {**run_json(path), "result_step": step})
+
+
+def result_step(directory: Path) -> int | None:
+    """Number of steps after which the result in the run directory was written; None: none was."""
+    step = run_json(directory / RUN_NAME).get("result_step")
+    return step if type(step) is int else None
+
+
+def _tell(path: Path, values: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(values, indent=1) + "\n")
+
+
+def run_json(path: Path) -> dict[str, Any]:
+    require_regular(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def run_table(told: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = told.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def run_starts(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The starts in ``run.json``; entries of another form are left out."""
+    listed = told.get("starts")
+    known = {"unix_s": (int, float), "step": (int,), "ranks": (int,)}
+    return [
+        one
+        for one in (listed if isinstance(listed, list) else [])
+        if isinstance(one, dict) and all(type(one.get(key)) in kinds for key, kinds in known.items())
+    ]
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Is there a run that has taken a step?"""
+    metrics = run_dir / METRICS_NAME
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    return has_metrics or any((run_dir / "checkpoints").glob("step-*.h5"))
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A run in a directory in which another run is to begin."""
+
+    run_dir: Path
+
+    @classmethod
+    def found(cls, run_dir: Path, read: Iterable[Path]) -> EarlierRun | None:
+        """The earlier run, if there is one.
+
+        ``read``: the paths that the new run reads. Raises UserError: the new run reads files of the earlier one.
+        """
+        if not holds_run(run_dir):
+            return None
+        used = next(
+            (path for path in read for name in _MOVED if path.resolve().is_relative_to((run_dir / name).resolve())),
+            None,
+        )
+        if used is not None:
+            raise UserError(
+                f"a run that begins anew sets aside the run in its directory, {run_dir}, but this one reads {used} there: "
+                "choose another directory with --run-dir, or go on with --resume."
+            )
+        return cls(run_dir)
+
+    def set_aside(self, own: Callable[[Mapping[str, Any]], bool]) -> Path:
+        """Move the earlier run's files; returns where they are now.
+
+        ``own``: does an event belong to the new run? Raises UserError: its files cannot be moved.
+        """
+        run_dir = self.run_dir
+        moved, number = [name for name in _MOVED if (run_dir / name).exists()], 1
+        while any((run_dir / f"set-aside-{number}" / name).exists() for name in moved):
+            number += 1
+        target = run_dir / f"set-aside-{number}"
+        try:
+            target.mkdir(exist_ok=True)
+            for name in _PLANNED:  # the new run may have been planned by them
+                if (run_dir / name).exists():
+                    shutil.copy2(run_dir / name, target / name)
+            if (run_dir / _LOGS).is_dir():  # open, and the new run's too
+                shutil.copytree(run_dir / _LOGS, target / _LOGS, dirs_exist_ok=True)
+            for name in moved:
+                (run_dir / name).rename(target / name)
+                if name == EVENTS_NAME:
+                    _bring_back(target / name, run_dir / name, own)
+        except OSError as error:
+            raise UserError(
+                f"{run_dir} holds a run, which could not be moved to {target} ({error.strerror}): choose another directory with "
+                "--run-dir, or go on with --resume."
+            ) from None
+        return target
+
+
+def _bring_back(source: Path, target: Path, own: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Bring the new run's events back, such as its supervisor's start. The supervisor may write more at this moment."""
+    if mine := [line for line, values in objects(source) if own(values)]:
+        lines = source.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        with target.open("a", encoding="utf-8") as file:
+            file.writelines(mine)
+        write_whole(source, "".join(line for line in lines if line not in mine))

@@ -15,22 +15,22 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.data.template import render_prompt
+from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.decoding import Sampling, require_decodable
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.report import units
-from hetero_mpi.report.past_run import SAMPLE_NAME
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
 from hetero_mpi.runtime.generate.layer_split import GenerateSetup, set_up, with_writer
 from hetero_mpi.runtime.generate.source import Opened, open_source, stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Task, Writer
-from hetero_mpi.runtime.setup.material import model_directory, prompt_template
+from hetero_mpi.runtime.setup.data_setup import model_directory, prompt_template
 from hetero_mpi.runtime.setup.setup import look_around
 
 DEFAULT_TOKENS = 128
@@ -172,7 +172,7 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
 
 
 def _sample_task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> Task | None:
-    """The text to be written; None, with the reason printed, where the prompt cannot be continued."""
+    """The task of the sample; None, with the reason printed, where the prompt cannot be continued."""
     table, config = loaded.job.sample, language(trainer.chain).config
     assert table.prompt is not None
     try:

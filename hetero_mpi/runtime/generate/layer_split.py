@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from hetero_mpi import units
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
@@ -19,17 +20,15 @@ from hetero_mpi.job.schema import AdapterTable, ClusterTable
 from hetero_mpi.model.adapter_files import read_adapter
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.model_cost import model_cost
-from hetero_mpi.model.stage import Stage
+from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.profiling.host_profiles import sharing_ranks
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.source import GenerateSource, Opened
 from hetero_mpi.runtime.generate.writer import Writer
@@ -43,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GenerateSetup:
-    """A rank's setup for loading and generating."""
+    """The context of loading and generating on a rank."""
 
     world: World
     backend: Backend
@@ -51,7 +50,7 @@ class GenerateSetup:
     tuning: Tuning
     plan: Plan
     memory: tuple[RankMemory, ...]
-    """Bytes of parameters, and those that may be used, on the ranks with a stage."""
+    """For each rank with a stage: bytes of parameters, and those that may be used."""
     source: GenerateSource
     opened: Opened | None
     """On rank 0 only."""
@@ -200,9 +199,8 @@ def _stage(setup: GenerateSetup, start: Start) -> Stage | None:
     source, rank = setup.source, setup.world.rank
     for own in setup.plan.pipelines[0].stages:
         if rank in own.ranks:
-            backend, tuning = setup.backend, setup.tuning
-            given = setup.chain, own.first, own.last, backend, source.dtype, start, source.seed, tuning
-            return StreamedStage(*given, folder=large_files_folder()) if own.streamed else Stage(*given)
+            spec = StageSpec(setup.chain, own.first, own.last, setup.backend, source.dtype, source.seed, setup.tuning)
+            return StreamedStage(spec, start, folder=large_files_folder()) if own.streamed else Stage(spec, start)
     return None
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader
-from hetero_mpi.data.template import Template, has_template, render_prompt
+from hetero_mpi.data.chat_template import Template, has_template, render_prompt
 from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_from_dict
@@ -29,7 +29,7 @@ from hetero_mpi.model.transformers.generation import model_stops, read_generatio
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.tuning import adapter_tuning
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.setup.material import prompt_template
+from hetero_mpi.runtime.setup.data_setup import prompt_template
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")

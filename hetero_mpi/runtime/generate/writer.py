@@ -51,7 +51,7 @@ class Task:
         return cls(**{**values, "sampling": Sampling(**values["sampling"])})
 
     def ends_with(self, token: int, written: int) -> bool:
-        """True if ``token``, the one of number ``written`` (from 1), is the last."""
+        """Whether ``token``, the one of number ``written`` (from 1), is the last."""
         return token in (*self.stops, NOT_A_NUMBER) or written == self.limit
 
 

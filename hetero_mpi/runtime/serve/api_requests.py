@@ -335,6 +335,6 @@ def parse(kind: type[Asked], body: bytes) -> Asked:
 
 
 def _kind(value: Any) -> str:
-    """The kind of a value in the words of JSON."""
+    """The name of a type in JSON."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), f"the number {value}"[:40])

@@ -91,7 +91,7 @@ class Scheduler:
         return answer
 
     def next_changes(self, wait_s: float) -> TextChanges:
-        """The texts that begin and end now. Waits up to ``wait_s`` for a request where there is none."""
+        """The texts that begin and that end now. Waits up to ``wait_s`` for a request where there is none."""
         if wait_s and not self._waiting:
             try:
                 self._waiting.append(self._arriving.get(timeout=wait_s))

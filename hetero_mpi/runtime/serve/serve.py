@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.comm.ranks.shrink import settled, survivors
+from hetero_mpi.comm.ranks.mpi_start import settled, survivors
 from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import RELEASE_POLL_S, CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
-from hetero_mpi.planning.types.plan_report import RankMemory
+from hetero_mpi.planning.types.plan import RankMemory
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.layer_split import set_up, with_writer
 from hetero_mpi.runtime.generate.source import open_source
@@ -51,7 +51,7 @@ class ServeOptions:
     """Names under which the server may be asked, beside its own."""
 
     def known_token(self) -> str | None:
-        """The secret that clients must show; from the environment where the command line names none."""
+        """The key that clients must show; from the environment where the command line names none."""
         return (self.token or "").strip() or os.environ.get(TOKEN_VARIABLE, "").strip() or None
 
 
@@ -168,7 +168,7 @@ def _follows(world: World, members: World, stop: StopRequest, idle: bool) -> Tex
 
 
 def _room(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheRoom]:
-    """Memory that texts need and may take on each rank with a stage, in a text's measured bytes. Collective."""
+    """The memory that texts need and may take on each rank with a stage, in a text's measured bytes. Collective."""
     needs = dict(zip(members.numbers, members.all_gather_json(writer.cache_bytes()), strict=True))
     room = []
     for one in memory:

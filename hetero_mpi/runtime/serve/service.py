@@ -19,13 +19,13 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.template import choose_form, messages_text
+from hetero_mpi import units
+from hetero_mpi.data.chat_template import choose_form, messages_text
 from hetero_mpi.data.tokenizer import begun, encoded, own_tokens_only
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import GENERATION
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.generation import read_generation
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.source import Opened
 from hetero_mpi.runtime.generate.writer import Spelling, Task
@@ -38,10 +38,10 @@ LOOK_S = 0.05
 """Interval at which a thread that waits for a token looks whether the service ends; Open MPI's launcher leaves 0.25 s for that."""
 LARGEST_BODY_BYTES = 32 << 20
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
-"""Bytes that a request's body may have, with the tokens of the context; a token of usual text has four bytes."""
+"""The largest size of a request's body, with the tokens of the context; a token of usual text has four bytes."""
 _CHARACTERS_PER_TOKEN = 8
 _CUT_TOKENS = 64
-"""Tokens that the beginning of a text may have more than the whole, since it ends within a word."""
+"""Tokens by which, at most, the beginning of a text may have more than the whole, since it ends within a word."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def context_of(opened: Opened, wanted: int | None, room: Sequence[CacheRoom]) ->
 
 
 class ServedModel:
-    """The model before its weights are loaded, on rank 0. ``name``: of the model, as clients see it. Raises UserError:
+    """Rank 0's knowledge of the model before its weights are loaded. ``name``: of the model, as clients see it. Raises UserError:
     its template or its ``generation_config.json`` cannot be used.
     """
 
@@ -109,11 +109,11 @@ class Service:
 
     @property
     def chats(self) -> bool:
-        """True if there is a template for conversations."""
+        """Whether there is a template for conversations."""
         return self.model.form is not None
 
     def task(self, asked: Asked) -> Task:
-        """The text to be written. Raises HttpError: the prompt is empty or too long, or the template refuses the conversation."""
+        """The task of a request. Raises HttpError: the prompt is empty or too long, or the template refuses the conversation."""
         try:
             prompt = self._prompt(asked)
         except UserError as error:
@@ -276,7 +276,7 @@ class Bodies:
         return {**self._object(name, own, finish), **({"usage": None} if self._told_usage else {})}
 
     def last(self, wording: Wording) -> list[dict[str, Any]]:
-        """The objects after the text: the reason for its end, and the numbers of tokens where the client wants them."""
+        """The end of a text: the reason for its end, and the numbers of tokens where the client wants them."""
         end = self.chunk(None, wording.finish)
         return [end, {**end, "choices": [], "usage": self._usage(wording)}] if self._told_usage else [end]
 

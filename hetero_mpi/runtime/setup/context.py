@@ -1,30 +1,33 @@
-"""What the parts of a run hand to each other: its options, what every rank knows, and a rank's share under one plan.
+"""The objects that the parts of a run hand to each other: its options, what every rank knows, a rank's share under one plan, and
+what a start has to write.
 
 Plain data: nothing that it names is imported with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetero_mpi.report.run_files.logs import write_waiting_logs
+
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
     from hetero_mpi.comm.transport import Transport
-    from hetero_mpi.data.samples import DataSource
+    from hetero_mpi.data.dataset import DataSource
     from hetero_mpi.device.backend import Backend
-    from hetero_mpi.emulation.pace import Emulation
+    from hetero_mpi.emulation.emulated_cluster import Emulation
     from hetero_mpi.engine.trainer import Trainer
     from hetero_mpi.job.load import LoadedJob
     from hetero_mpi.job.schema import JobConfig
     from hetero_mpi.model.layer.interface import LayerChain
     from hetero_mpi.model.tuning import Tuning
     from hetero_mpi.planning.schedule import Schedule
-    from hetero_mpi.planning.types.plan import Plan
-    from hetero_mpi.planning.types.plan_report import PlanReport
+    from hetero_mpi.planning.types.plan import Plan, PlanReport
     from hetero_mpi.planning.types.profile import ClusterProfile
-    from hetero_mpi.runtime.setup.material import Material
+    from hetero_mpi.runtime.setup.data_setup import Material
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class RunSetup:
-    """What every rank knows before planning. Never changed."""
+class RunContext:
+    """The facts that every rank knows while the run lasts, whatever the plan. Never changed."""
 
     world: World
     transport: Transport
@@ -59,6 +62,13 @@ class RunSetup:
     cores: float
     """CPU cores this rank can count on; below 1 where ranks share cores."""
     threads: int
+    planned_for: ClusterProfile | None = None
+    """The profile of the present ranks, measured or emulated, that plans are made for; None: not known yet."""
+
+    @property
+    def profile(self) -> ClusterProfile:
+        assert self.planned_for is not None, "nothing has been planned yet"
+        return self.planned_for
 
     @property
     def job(self) -> JobConfig:
@@ -68,18 +78,6 @@ class RunSetup:
     def dataset(self) -> DataSource | None:
         """On rank 0 only."""
         return self.material.dataset if self.material is not None else None
-
-
-@dataclass(frozen=True)
-class RunContext(RunSetup):
-    """What every rank knows while the run lasts, whatever the plan. Never changed."""
-
-    profile: ClusterProfile
-    """The profile of the present ranks, measured or emulated, that plans are made for."""
-
-    @classmethod
-    def of(cls, setup: RunSetup, profile: ClusterProfile) -> RunContext:
-        return cls(**vars(setup), profile=profile)
 
 
 @dataclass
@@ -113,3 +111,27 @@ class Share:
         if self.trainer is not None:
             self.trainer.close()
         self.trainer = None
+
+
+Write = Callable[[], object]
+
+
+class Pending:
+    """The writes of this rank, in their order."""
+
+    def __init__(self) -> None:
+        self._writes: list[Write] = []
+
+    def add(self, write: Write) -> None:
+        self._writes.append(write)
+
+    def add_first(self, write: Write) -> None:
+        """Add a write that makes room for the others."""
+        self._writes.insert(0, write)
+
+    def carry_out(self) -> None:
+        """The start is accepted: carry out all writes, once. Raises UserError: as they do."""
+        write_waiting_logs()
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write()

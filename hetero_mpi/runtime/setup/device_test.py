@@ -14,14 +14,14 @@ import torch
 from hetero_mpi.comm.ranks.versions import installed
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.self_test_process import NF4, self_test
-from hetero_mpi.launch.doctor.probe import drivers
-from hetero_mpi.profiling.time_cache import key_of, load, save
+from hetero_mpi.device.device_probe import drivers
+from hetero_mpi.device.self_test import NF4, self_test
+from hetero_mpi.profiling.benchmark_spec import key_of, load, save
 from hetero_mpi.report.run_files.logs import say
 
 SELF_TEST_VARIABLE = "HETERO_MPI_SELF_TEST"
 """Environment variable; with 0 a rank does not test its GPU."""
-_LAYOUT = 1
+_LAYOUT = 2
 """Version of the tests: raise it when what is tested changes."""
 
 
@@ -44,7 +44,7 @@ class Needs:
 
 
 def failure(world: World, backend: Backend | None, needs: Needs) -> str:
-    """What is wrong with this rank's device, and what to do; "" where nothing is. ``backend`` None: there is no GPU. Collective."""
+    """The problem of this rank's device, and what to do; "" where nothing is. ``backend`` None: there is no GPU. Collective."""
     wanted, key = [], ""
     if backend is not None and os.environ.get(SELF_TEST_VARIABLE) != "0":
         wanted = needs.of(backend)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.emulation.pace import emulated_profile
+from hetero_mpi.emulation.emulated_cluster import emulated_profile
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_micro_batches, with_memory, within_timed
 from hetero_mpi.job.rules import EIGHT_BIT
@@ -17,8 +17,7 @@ from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.cluster_changes import with_wire
-from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.plan_report import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import (
@@ -31,61 +30,60 @@ from hetero_mpi.planning.types.toml_files import (
     save_plan,
     save_profile,
 )
+from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
-from hetero_mpi.profiling.subject import Subject
-from hetero_mpi.report.first_screen import measured_lines, planned_lines
+from hetero_mpi.report.plan_text import plan_lines, planned_lines
+from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import note, say
-from hetero_mpi.report.tables import plan_lines, profile_lines
-from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions
-from hetero_mpi.runtime.setup.pending import Pending, Write
+from hetero_mpi.runtime.setup.context import Pending, RunContext, TrainOptions, Write
 from hetero_mpi.state.peer_replicas import versions_in_memory
 
 
-def subject_of(setup: RunSetup) -> tuple[Subject, str]:
-    """What is to be profiled, and the reason in words for the micro-batch sizes that the planner may choose from."""
-    job = setup.job
+def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
+    """The subject of the profile, and the reason in words for the micro-batch sizes that the planner may choose from."""
+    job = context.job
     given = (
         job.train.global_batch,
         job.train.micro_batch,
-        setup.world.size,
-        setup.tuning.uses_dropout(setup.chain),
+        context.world.size,
+        context.tuning.uses_dropout(context.chain),
     )
     reason = micro_batch_choices(*given)[1]
-    subject = Subject(
-        setup.chain,
-        setup.tuning,
+    subject = BenchmarkSpec(
+        context.chain,
+        context.tuning,
         job.train,
         job.data.sequence_length,
         timed_micro_batches(*given),
-        setup.cores,
-        setup.threads,
+        context.cores,
+        context.threads,
         job.cluster.memory_bytes,
-        job.plan.groups and job.plan.schedule == "auto" and _can_sum_in_groups(setup),
+        job.plan.groups and job.plan.schedule == "auto" and _can_sum_in_groups(context),
     )
     return subject, reason
 
 
-def planning_request(setup: RunSetup, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
+def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
     """The planner's request. Local. ``ranks``: number of ranks that the measured micro-batch sizes were chosen for; 0: the present
     ones.
     """
-    versions = versions_in_memory(setup.job.checkpoint.replicate_every)
-    dropout = setup.tuning.uses_dropout(setup.chain)
-    request = request_of(setup.loaded, ranks or setup.world.size, dropout, versions)
-    groups = request.groups and _can_sum_in_groups(setup)
+    versions = versions_in_memory(context.job.checkpoint.replicate_every)
+    dropout = context.tuning.uses_dropout(context.chain)
+    request = request_of(context.loaded, ranks or context.world.size, dropout, versions)
+    groups = request.groups and _can_sum_in_groups(context)
     request = replace(request, sequence_length=profile.model.sequence_length, groups=groups)
     return within_timed(request, profile)
 
 
-def _can_sum_in_groups(setup: RunSetup) -> bool:
+def _can_sum_in_groups(context: RunContext) -> bool:
     """May ranks of groups call MPI while a communication thread does?"""
-    return not setup.job.cluster.communication_thread or setup.world.thread_level == "multiple"
+    return not context.job.cluster.communication_thread or context.world.thread_level == "multiple"
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run is to be done with, before it was tried."""
+    """A profile and its plan, before it was tried."""
 
     profile: ClusterProfile
     report: PlanReport
@@ -94,64 +92,66 @@ class Planned:
     micro_batches: str
     """Why the planner could choose from these sizes, in words."""
     planning_s: float
-    """What planning took."""
+    """Seconds of planning."""
 
 
-def plan_run(setup: RunSetup, options: TrainOptions, pending: Pending) -> Planned:
+def plan_run(context: RunContext, options: TrainOptions, pending: Pending) -> Planned:
     """Profile, print what a first look needs of it, or all, and plan. The plan's schedule has passed a dry run. Collective."""
-    world = setup.world
-    subject, reason = subject_of(setup)
-    if setup.job.cluster.emulate is not None:
+    world = context.world
+    subject, reason = subject_of(context)
+    if context.job.cluster.emulate is not None:
         other = Path("--profile") if options.profile is not None else None
-        profile = emulated_profile(world, setup.loaded, language(setup.chain), setup.tuning, other)
-        keep(setup, pending, "profile.toml", partial(save_profile, profile, setup.run_dir / "profile.toml"))
+        profile = emulated_profile(world, context.loaded, language(context.chain), context.tuning, other)
+        keep(context, pending, "profile.toml", partial(save_profile, profile, context.run_dir / "profile.toml"))
     else:
-        profile = _obtain_profile(setup, subject, options, pending)
-    profile = with_wire(profile, setup.job.train.wire)
+        profile = _obtain_profile(context, subject, options, pending)
+    profile = with_wire(profile, context.job.train.wire)
     say(*(profile_lines if options.verbose or options.dry_run else measured_lines)(profile))
     begin = time.perf_counter()
-    report = obtain_plan(setup, profile, planning_request(setup, profile), pending, options.plan)
+    report = obtain_plan(context, profile, planning_request(context, profile), pending, options.plan)
     planning_s = time.perf_counter() - begin
-    own = profile.source == MEASURED and profile.key == profile_key(world, setup.backend, subject)
+    own = profile.source == MEASURED and profile.key == profile_key(world, context.backend, subject)
     return Planned(profile, report, own, reason, planning_s)
 
 
 def say_plan(
-    setup: RunSetup, options: TrainOptions, profile: ClusterProfile, report: PlanReport, micro_batches: str
+    context: RunContext, options: TrainOptions, profile: ClusterProfile, report: PlanReport, micro_batches: str
 ) -> None:
     """Print of the plan what a first look needs, or all; the log of rank 0 gets all in any case."""
     if options.verbose or options.dry_run:
         say(*plan_lines(report, profile), micro_batches)
     else:
-        say(*planned_lines(report, profile, setup.run_dir))
+        say(*planned_lines(report, profile, context.run_dir))
         note(*profile_lines(profile), *plan_lines(report, profile), micro_batches)
 
 
-def keep(setup: RunSetup, pending: Pending, what: str, save: Write) -> None:
+def keep(context: RunContext, pending: Pending, what: str, save: Write) -> None:
     """Save ``what`` on rank 0, once the start is accepted: the last one of that name stays."""
 
     def write() -> None:
         with unharmed(what):
             save()
 
-    if setup.world.rank == 0:
+    if context.world.rank == 0:
         pending.add(write)
 
 
-def _obtain_profile(setup: RunSetup, subject: Subject, options: TrainOptions, pending: Pending) -> ClusterProfile:
+def _obtain_profile(
+    context: RunContext, subject: BenchmarkSpec, options: TrainOptions, pending: Pending
+) -> ClusterProfile:
     """The profile: the one named by the user, else the run directory's if its key matches, else a measurement. Collective.
 
     A measurement reuses the cached times of devices that were measured before. Raises UserError: the named profile is damaged or is
     of another cluster or model; or it is named and everything is to be measured.
     """
-    world, settings, given = setup.world, setup.job.profile, options.profile
-    named = given or (setup.loaded.profile_file(settings.path) if settings.path else None)
+    world, settings, given = context.world, context.job.profile, options.profile
+    named = given or (context.loaded.profile_file(settings.path) if settings.path else None)
     if named is not None and options.reprofile:
         raise CollectiveUserError(f"--reprofile measures, but {named} is to be used: leave one of them out")
-    cached = named if isinstance(named, Path) else setup.run_dir / "profile.toml"
+    cached = named if isinstance(named, Path) else context.run_dir / "profile.toml"
     reuses = settings.reuse and not options.reprofile
     reads = given is not None or (cached.exists() and (named is not None or reuses))
-    key = profile_key(world, setup.backend, subject)
+    key = profile_key(world, context.backend, subject)
     found: ClusterProfile | None = None
     with world.led("reading the profile"):
         if world.rank == 0 and isinstance(named, ClusterProfile):
@@ -161,39 +161,43 @@ def _obtain_profile(setup: RunSetup, subject: Subject, options: TrainOptions, pe
     known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
     if known is not None:
         return profile_from_dict(known)
-    profile = profile_cluster(world, setup.transport, setup.backend, subject, settings, say, options.reprofile)
-    keep(setup, pending, cached.name, partial(save_profile, profile, cached))
+    profile = profile_cluster(world, context.transport, context.backend, subject, settings, say, options.reprofile)
+    keep(context, pending, cached.name, partial(save_profile, profile, cached))
     return profile
 
 
 def obtain_plan(
-    setup: RunSetup, profile: ClusterProfile, request: PlanRequest, pending: Pending, given: Path | Plan | None = None
+    context: RunContext,
+    profile: ClusterProfile,
+    request: PlanRequest,
+    pending: Pending,
+    given: Path | Plan | None = None,
 ) -> PlanReport:
     """The user's plan ``given`` (rank 0's view), completed; or the planner's. Its schedule has passed a dry run. Collective. Raises
     UserError: no plan fits the memory, or the given plan does not.
     """
     report: PlanReport | None = None
-    world = setup.world
+    world = context.world
     with world.led("planning"):
         if world.rank == 0:
             from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
 
             if given is not None:
-                report = _given_plan(setup, given, profile, request)
+                report = _given_plan(context, given, profile, request)
             else:
                 report = make_plan(profile, request)
             validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
-            keep(setup, pending, "plan.toml", partial(save_plan, report, setup.run_dir / "plan.toml"))
+            keep(context, pending, "plan.toml", partial(save_plan, report, context.run_dir / "plan.toml"))
     return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))
 
 
-def _given_plan(setup: RunSetup, given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
+def _given_plan(context: RunContext, given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     from hetero_mpi.planning.decision.planner import complete_plan
 
     plan = given if isinstance(given, Plan) else load_plan(given)
     try:
         if profile.model.heads is None:  # no shares would do: the reason is a setting of the job, or the model
-            require_divisible(setup.chain, setup.tuning, plan)
+            require_divisible(context.chain, context.tuning, plan)
         return complete_plan(plan, profile, request)
     except UserError as error:
         which = "the given plan" if isinstance(given, Plan) else given
@@ -203,7 +207,7 @@ def _given_plan(setup: RunSetup, given: Path | Plan, profile: ClusterProfile, re
 
 
 def _fitting(
-    profile: ClusterProfile, path: str, subject: Subject, ranks: int, named: bool, key: str
+    profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int, named: bool, key: str
 ) -> ClusterProfile | None:
     """``profile`` if it is of this job; None if it is not, and the user did not name it. Raises
     UserError: the user named it, and it is of another model or number of ranks.

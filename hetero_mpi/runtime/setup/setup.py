@@ -14,11 +14,12 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import hetero_mpi
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.mpi_start import check_versions
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.data.samples import Samples
+from hetero_mpi.data.dataset import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import Backend, best_dtype
 from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish
@@ -34,17 +35,16 @@ from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import tuning_of
-from hetero_mpi.report import units
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
-from hetero_mpi.runtime.setup.context import RunSetup, TrainOptions
+from hetero_mpi.runtime.setup.context import RunContext, TrainOptions
 from hetero_mpi.runtime.setup.custom_model import custom_chain
+from hetero_mpi.runtime.setup.data_setup import prepare
 from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
-from hetero_mpi.runtime.setup.material import prepare
 
 
 def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:
-    """What every command does first. Collective. ``run_dir``: where logs are written; None: nowhere. ``waits``: as for
+    """The beginning of every command. Collective. ``run_dir``: where logs are written; None: nowhere. ``waits``: as for
     ``setup_logging``.
     """
     setup_logging(run_dir, world.rank, world.size, waits)
@@ -79,7 +79,7 @@ def claimed(world: World, run_dir: Path) -> Iterator[None]:
         yield
 
 
-def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> RunSetup:
+def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> RunContext:
     """Open the devices, read the data (rank 0) and build the model's chain without weights. Collective."""
     job, material = loaded.job, None
     needs = Needs(job.train.dtype, job.model.quantization == "nf4")
@@ -124,7 +124,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     say(f"model: {chain.summary}, {parameters:,} parameters, {job.train.dtype}")
     if tuning.adapter is not None:
         say(tuning.summary(chain))
-    return RunSetup(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+    return RunContext(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
 
 
 def open_rank(world: World, cluster: ClusterTable, needs: Needs) -> tuple[Backend, float, int]:

@@ -1,0 +1,95 @@
+"""``python -m hetero_mpi.device.device_probe``: one JSON line about torch and the devices it offers in this environment.
+
+A process of its own, because a torch build that does not fit its driver may end the process that imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_mpi.device.backend import Backend
+
+_WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
+"""Windows puts it into WSL where NVIDIA's driver is installed. ``/dev/dxg`` is no such sign: it exists for every vendor's GPU."""
+
+
+def devices_seen() -> dict[str, Any]:
+    """``version``; ``builds``: backends this torch was built for; ``devices``; ``errors``: backend, or one device of it such as
+    ``cuda:1`` -> why it does not start."""
+    import torch
+
+    from hetero_mpi.device.accelerators import BACKENDS, available, usable
+
+    accelerator = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else None
+    builds = [accelerator] if accelerator is not None else []
+    builds += ["xpu"] if getattr(torch.version, "xpu", None) else []
+    builds += ["mps"] if torch.backends.mps.is_built() else []
+    devices, errors = [], {}
+    for name in available():
+        for index in usable(name):
+            try:  # a device that is full, or held by another program, must not hide the others
+                devices.append(_seen(BACKENDS[name](index)))
+            except Exception as error:
+                errors[f"{name}:{index}"] = " ".join(str(error).split())
+    for name, kind in BACKENDS.items():
+        errors |= {f"{name}:{index}": reason for index, reason in kind.unusable().items()}
+    found = {device["backend"] for device in devices}
+    errors |= {name: _error(name) for name in builds if name not in found}
+    return {"version": torch.__version__, "builds": builds, "devices": devices, "errors": errors}
+
+
+def _seen(backend: Backend) -> dict[str, Any]:
+    memory = backend.memory()
+    return {
+        "backend": backend.name,
+        "index": backend.index,
+        "name": backend.description(),
+        "memory_bytes": memory.usable_bytes,
+        "memory": memory.reason,
+        "dtypes": list(backend.dtypes()),
+    }
+
+
+def _error(name: str) -> str:
+    """The words of torch when the backend is started all the same; "" if it says nothing."""
+    import torch
+
+    if name == "mps":
+        return ""
+    try:
+        (torch.xpu if name == "xpu" else torch.cuda).init()
+    except Exception as error:  # whatever a driver may say
+        return " ".join(str(error).split())
+    return ""
+
+
+def drivers() -> dict[str, str]:
+    """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``. torch is not asked."""
+    found = {}
+    for name, file in (("nvidia", "/sys/module/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
+        try:
+            found[name] = Path(file).read_text().strip()
+        except OSError:
+            if Path(file).parent.is_dir():
+                found[name] = "yes"
+    if any(Path("/sys/module", name).is_dir() for name in ("xe", "i915")) and Path("/dev/dri").is_dir():
+        found["intel"] = "yes"
+    if "nvidia" not in found and _WSL_CUDA.exists():
+        found["nvidia"] = "of WSL"
+    return found
+
+
+def main() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        print(json.dumps(devices_seen()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

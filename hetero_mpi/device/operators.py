@@ -1,0 +1,269 @@
+"""``python -m hetero_mpi.device.operators cuda 1 [NEEDS]``: ten operators on a device, against the same in fp64 on the CPU.
+
+A process of its own, which ``self_test`` starts and listens to, because a driver or a kernel may end the process that meets it.
+Outputs and gradients of what training computes with are compared, and bytes that were copied to the device and back.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetero_mpi.background import Background
+from hetero_mpi.comm.ranks.versions import installed
+from hetero_mpi.device.accelerators import BACKENDS
+from hetero_mpi.device.backend import DTYPES, HOST, Backend, Copied
+from hetero_mpi.device.self_test import MARK, NF4, OPENING, Result
+from hetero_mpi.device.shortage import is_out_of_memory
+
+ALLOWED = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
+"""Largest difference of a tensor from the CPU's, norm by norm: several times what rounding makes of it, far less than an error."""
+_TOKENS, _WIDTH, _INNER = 192, 256, 512
+"""192 = 64 modulo 128, where cuDNN's masked attention gave gradients that are no numbers (pytorch#196678)."""
+_HEADS, _GROUPS, _HEAD_WIDTH = 4, 2, 64
+_COPY_BYTES, _COPIES = 64 << 20, 5
+Compared = Iterator[tuple[str, Tensor, Tensor]]
+"""Name of a tensor, the tensor as the device has it, as it should be (fp64, on the host)."""
+Operator = Callable[[Backend, torch.dtype], Compared]
+
+
+def _numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(_TOKENS, device=device) * 7 % count
+
+
+_FUNCTIONS: dict[str, tuple[Sequence[tuple[int, ...]], Callable[..., Tensor]]] = {
+    "embedding": ([(_INNER, _WIDTH)], lambda w: F.embedding(_numbers(_INNER, w.device), w)),
+    "normalisation": ([(_TOKENS, _WIDTH), (_WIDTH,)], lambda x, w: F.rms_norm(x, (_WIDTH,), w, 1e-6)),
+    "product": ([(_TOKENS, _WIDTH), (_INNER, _WIDTH)], F.linear),
+    "activation": ([(_TOKENS, _INNER), (_TOKENS, _INNER)], lambda gate, up: F.silu(gate) * up),
+    "loss": (
+        [(_TOKENS, _INNER)],  # a sum: a mean's gradients are too small for fp16
+        lambda x: F.cross_entropy(x if x.dtype is torch.float64 else x.float(), _numbers(_INNER, x.device), reduction="sum"),
+    ),
+}  # fmt: skip
+"""Name -> shapes of the arguments, and the function of them."""
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def _both_ways(
+    backend: Backend, leaves: Sequence[Tensor], function: Callable[..., Tensor], exact: Callable[..., Tensor]
+) -> Compared:
+    """The output and the gradient of every argument: of ``function`` on the device, of ``exact`` in fp64."""
+    sides = []
+    for values, compute in (
+        ([backend.from_host(leaf.clone()) for leaf in leaves], function),
+        ([leaf.double() for leaf in leaves], exact),
+    ):
+        arguments = [value.requires_grad_() for value in values]
+        output = compute(*arguments)
+        torch.manual_seed(1)
+        gradient = torch.randn(output.shape, dtype=torch.float64).to(leaves[0].dtype)
+        output.backward(gradient.to(output.device, output.dtype))
+        sides.append([output, *(argument.grad for argument in arguments)])
+    names = ["output", *(f"gradient {number}" for number in range(1, len(leaves) + 1))]
+    for name, found, expected in zip(names, *sides, strict=True):
+        assert found is not None and expected is not None
+        yield name, found, expected
+
+
+def _function(name: str, backend: Backend, dtype: torch.dtype) -> Compared:
+    shapes, function = _FUNCTIONS[name]
+    yield from _both_ways(backend, [_random(*shape).to(dtype) for shape in shapes], function, function)
+
+
+def _attention(masked: bool, backend: Backend, dtype: torch.dtype) -> Compared:
+    """Causal by flag or by a mask (then of a window, as some families have); twice.
+
+    The second time every logit lies about -120, as in some heads of trained models: gradients that are no numbers then.
+    """
+    mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
+    if masked:
+        mask &= ~mask.tril(-_TOKENS // 2)
+    own = backend.from_host(mask[None, None]) if masked else None
+    repeats = masked or not backend.shares_keys(dtype)  # as in training
+
+    def repeated(tensor: Tensor) -> Tensor:
+        return tensor.repeat_interleave(_HEADS // _GROUPS, 1)
+
+    def on_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (repeated(k), repeated(v)) if repeats else (k, v)
+        return F.scaled_dot_product_attention(q, k, v, own, is_causal=not masked, enable_gqa=not repeats)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = (q @ repeated(k).transpose(-1, -2) / math.sqrt(_HEAD_WIDTH)).masked_fill(~mask, -math.inf)
+        return logits.softmax(-1) @ repeated(v)
+
+    query, key, value = (_random(1, heads, _TOKENS, _HEAD_WIDTH) for heads in (_HEADS, _GROUPS, _GROUPS))
+    yield from _both_ways(backend, [leaf.to(dtype) for leaf in (query, key, value)], on_device, exact)
+    query, key = query * 0.1, key * 0.1
+    query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(_HEAD_WIDTH)
+    leaves = [leaf.to(dtype) for leaf in (query, key, value)]
+    for name, found, _ in _both_ways(backend, leaves, on_device, exact):
+        # How well -120 and a little is rounded is not at issue.
+        yield f"{name}, logits of -120", torch.isfinite(found).all().float(), torch.ones(())
+
+
+def _adamw(backend: Backend, _: torch.dtype) -> Compared:
+    start, gradients = _random(256, 64), [_random(256, 64) for _ in range(3)]
+    sides = []
+    for dtype, device, fused in (
+        (torch.float32, backend.device, backend.fused_optimizer()),
+        (torch.float64, HOST, False),
+    ):
+        first = start.to(dtype)  # on the host: a GPU may know no fp64
+        weight = nn.Parameter(first.clone().to(device))
+        adamw = torch.optim.AdamW([weight], lr=1e-2, weight_decay=0.1, fused=fused, foreach=None if fused else False)
+        for gradient in gradients:
+            weight.grad = gradient.to(dtype).to(device)
+            adamw.step()
+        sides.append({"updates": weight.detach() - first.to(device), **adamw.state[weight]})
+    for name in ("updates", "exp_avg", "exp_avg_sq"):
+        yield name, sides[0][name], sides[1][name]
+
+
+def _nf4(backend: Backend, dtype: torch.dtype) -> Compared:
+    """A product with weights that were packed on the host: unpacked, both ways, and with one row, which has its own kernel."""
+    from bitsandbytes import matmul_4bit
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weights = _random(_INNER, _WIDTH).to(dtype)
+    packed, state = quantize_4bit(weights, blocksize=64, compress_statistics=True, quant_type="nf4")
+    exact = dequantize_4bit(packed, state).double()
+    state.to(backend.device)
+    there = backend.from_host(packed)
+    yield "unpacked weights", dequantize_4bit(there, state), exact
+    rows = _random(_TOKENS, _WIDTH).to(dtype)
+    yield from _both_ways(
+        backend, [rows], lambda x: matmul_4bit(x, there.t(), quant_state=state), lambda x: x @ exact.T
+    )
+    with torch.no_grad():
+        one = matmul_4bit(backend.from_host(rows[:1]), there.t(), quant_state=state)
+    yield "output of one row", one, rows[:1].double() @ exact.T
+
+
+def checks_for(needs: Sequence[str]) -> dict[str, Callable[[Backend], Result]]:
+    """Name -> check, of what a job needs: dtypes, and ``NF4``."""
+    operators: dict[str, Operator] = {name: partial(_function, name) for name in _FUNCTIONS}
+    operators |= {"attention": partial(_attention, False), "masked attention": partial(_attention, True)}
+    operators |= {"NF4 product": _nf4} if NF4 in needs else {}
+    checks: dict[str, Callable[[Backend], Result]] = {"AdamW": partial(_compare, "AdamW", _adamw, "fp32")}
+    for dtype in (dtype for dtype in DTYPES if dtype in needs):
+        for name, operator in operators.items():
+            checks[f"{name} {dtype}"] = partial(_compare, f"{name} {dtype}", operator, dtype)
+    return checks
+
+
+def _compare(check: str, operator: Operator, dtype: str, backend: Backend) -> Result:
+    torch.manual_seed(0)
+    begin, worst, what = time.perf_counter(), 0.0, ""
+    for name, found, expected in operator(backend, DTYPES[dtype]):
+        expected = expected.detach().double()
+        difference = float((backend.to_host(found).double() - expected).norm() / expected.norm())
+        if not difference <= worst:
+            worst, what = difference, name
+        if not math.isfinite(difference):
+            break
+    return Result(check, worst if math.isfinite(worst) else None, ALLOWED[dtype], what, time.perf_counter() - begin)
+
+
+def copies(backend: Backend) -> Result:
+    """Are bytes the same after a way to the device and back? And bytes per second, by direction and kind of host memory."""
+    begin = time.perf_counter()
+    there, back = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=backend.device) for _ in range(2))
+    pinned = [backend.host_buffer((_COPY_BYTES,), torch.uint8) for _ in range(2)]
+    pageable = [torch.zeros(_COPY_BYTES, dtype=torch.uint8) for _ in range(2)]
+    pinned[0].copy_(torch.arange(_COPY_BYTES, dtype=torch.int32).to(torch.uint8))
+    there.copy_(pinned[0])
+    pinned[1].copy_(there)
+    differ = float((pinned[0] != pinned[1]).sum())
+    queues = [backend.copying(), backend.copying()]
+    begun: dict[str, Callable[[], list[Copied]]] = {}
+    for kind, (source, target) in (("pinned", pinned), ("pageable", pageable)):
+        begun[f"to the device, {kind}"] = lambda source=source: [queues[0].copy(there, source)]  # type: ignore[misc]
+        begun[f"from the device, {kind}"] = lambda target=target: [queues[0].copy(target, back)]  # type: ignore[misc]
+    if queues[0].beside:
+        both = lambda: [queues[0].copy(there, pinned[0]), queues[1].copy(pinned[1], back)]  # noqa: E731
+        begun["both at once, pinned, each"] = both
+    speeds = {}
+    for name, copy in begun.items():
+        seconds = []
+        for _ in range(_COPIES):
+            backend.synchronize()
+            start = time.perf_counter()
+            for copied in copy():
+                copied.wait()
+            backend.synchronize()
+            seconds.append(time.perf_counter() - start)
+        speeds[name] = _COPY_BYTES / statistics.median(seconds)
+    return Result("copies", differ, 0.0, "bytes that differ", time.perf_counter() - begin, speeds=speeds)
+
+
+def about(backend: Backend) -> dict[str, str]:
+    """Facts that a reader of the results must know; no host's name and no path."""
+    return {
+        "device": backend.description(),
+        "architecture": backend.architecture(),
+        "memory": backend.memory().reason,
+        "computes in": ", ".join(backend.dtypes()),
+        "torch": torch.__version__,
+        **{name: installed(name) for name in ("bitsandbytes", "transformers")},
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def _end_with_the_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _tell(value: object) -> None:
+    print(MARK + json.dumps(value), flush=True)
+
+
+def _failed(check: str, error: Exception) -> dict[str, object]:
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return asdict(Result(check, error=text, short=is_out_of_memory(error)))
+
+
+def main(name: str, index: str, needs: str = "") -> int:
+    """``needs``: dtypes and nf4, separated by commas; without: all of the device's, and copies."""
+    warnings.simplefilter("ignore")
+    Background("waiting for the parent's end", _end_with_the_parent)
+    try:
+        backend = BACKENDS[name](int(index))
+        backend.make_current()
+        packs = importlib.util.find_spec("bitsandbytes") is not None
+        checks = checks_for(needs.split(",") if needs else [*backend.dtypes(), *([NF4] if packs else [])])
+        checks |= {"copies": copies} if not needs and name != "cpu" else {}
+        _tell({"about": about(backend), "checks": list(checks)})
+    except Exception as error:
+        checks = {}
+        _tell(_failed(OPENING, error))
+    for check, compare in checks.items():
+        try:
+            _tell(asdict(compare(backend)))
+        except Exception as error:  # whatever a driver may say
+            _tell(_failed(check, error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

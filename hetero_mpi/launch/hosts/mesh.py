@@ -1,0 +1,298 @@
+"""The WireGuard mesh between the hosts of a ``hosts.toml``: private links for MPI's bytes.
+
+``mesh init`` makes keys and configurations for all hosts on this machine, and a second ``hosts.toml`` with the addresses inside the
+mesh. A launch with that file binds MPI to the mesh, because MPI uses the network in which its hosts' addresses lie. ``mesh verify``
+tests it: it sends messages and reads the interfaces' byte counters.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hetero_mpi.comm.ranks.library import OPEN_MPI
+from hetero_mpi.disk import atomic_write, writing
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.rules import as_toml, broken_keys
+from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts, tables_of
+from hetero_mpi.launch.hosts.interface import LocalAddress
+
+UNREACHABLE = "none"
+"""``endpoint`` of a host that no other can call: it is behind a router that lets nothing in, and calls the others itself."""
+_KEEPALIVE_S = 25
+"""Seconds between keep-alive packets: routers forget a connection that is silent for longer."""
+_NAME = re.compile(r"[A-Za-z0-9_=+.-]{1,15}")
+
+
+class Mesh(BaseModel):
+    """The table ``[mesh]`` of a hosts file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+
+    network: str = "10.86.0.0/24"
+    """Addresses inside the mesh; a network that none of the hosts uses otherwise."""
+    interface: str = "hetero0"
+    """Name of WireGuard's interface on every host (macOS gives it one of its own)."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 51820
+    """UDP port on which WireGuard listens on every host: the only one that a firewall between them must let through."""
+
+    def holds(self, address: str) -> bool:
+        """True for an IPv4 address in the mesh."""
+        try:
+            return ipaddress.IPv4Address(address) in ipaddress.IPv4Network(self.network)
+        except ValueError:
+            return False
+
+    def own(self, local: Sequence[LocalAddress]) -> LocalAddress | None:
+        """The address in the mesh among those of a machine; None: the mesh is not up there."""
+        return next((item for item in local if self.holds(item.address)), None)
+
+
+@dataclass(frozen=True)
+class MeshHost:
+    """One machine of the mesh. Several entries of the hosts file with one address are one machine."""
+
+    name: str
+    """Name of its configuration file."""
+    address: str
+    """Its address in the hosts file."""
+    mesh_address: str
+    endpoint: str | None
+    """ADDRESS:PORT at which the others call its WireGuard; None: they cannot."""
+
+
+def read_mesh(path: str | Path) -> Mesh | None:
+    """``[mesh]`` of a hosts file, if it has one. Raises UserError: the file cannot be read, or the table breaks rules."""
+    values = tables_of(Path(path)).get("mesh")
+    if values is None:
+        return None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: mesh = {as_toml(values)}: must be a table; write [mesh] and its keys below it")
+    problems = [
+        f"{path}: [mesh] {key}{' = ' + as_toml(values[key]) if key in values else ''}: {rule}"
+        for key, rule in _broken(values).items()
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
+    return Mesh.model_validate(values)
+
+
+def _broken(values: Mapping[str, Any]) -> dict[str, str]:
+    broken = broken_keys("mesh", Mesh, values, {"mesh": Mesh})
+    if "network" in values and "network" not in broken:
+        try:
+            ipaddress.IPv4Network(values["network"])
+        except ValueError:
+            broken["network"] = 'must be an IPv4 network, such as "10.86.0.0/24"'
+    if "interface" in values and "interface" not in broken and not _NAME.fullmatch(values["interface"]):
+        broken["interface"] = "must have 1 to 15 letters, digits and _=+.-"
+    return broken
+
+
+def members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[MeshHost, ...]:
+    """The machines of a hosts file, each with its address in the mesh: its ``mesh_address``, or the next free one.
+
+    :raises UserError: all problems with addresses and endpoints, one per line.
+    """
+    machines: dict[str, Host] = {}
+    for host in hosts:
+        machines.setdefault(host.address, host)
+    problems = list(_problems(machines, mesh))
+    network = ipaddress.IPv4Network(mesh.network)
+    taken = {host.mesh_address for host in machines.values()}
+    free = (str(address) for address in network.hosts() if str(address) not in taken)
+    found: list[MeshHost] = []
+    for host in machines.values():
+        address = host.mesh_address or next(free, None)
+        if address is None:
+            problems.append(f"[mesh] network {mesh.network} has no address for {host.title}: take a larger one")
+            break
+        endpoint = host.endpoint or f"{host.address}:{mesh.port}"
+        name = _file_name(host.title, [member.name for member in found])
+        found.append(MeshHost(name, host.address, address, None if endpoint == UNREACHABLE else endpoint))
+    if problems:
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    return tuple(found)
+
+
+def _problems(machines: Mapping[str, Host], mesh: Mesh) -> Iterator[str]:
+    if len(machines) < 2:
+        yield f"a mesh needs two machines, and this file names {len(machines)}"
+    given = [host.mesh_address for host in machines.values() if host.mesh_address is not None]
+    for host in machines.values():
+        if host.mesh_address is not None and not mesh.holds(host.mesh_address):
+            yield f"mesh_address {host.mesh_address} of {host.title} does not lie in [mesh] network {mesh.network}"
+        elif given.count(host.mesh_address or "") > 1:
+            yield f"mesh_address {host.mesh_address} of {host.title} is another machine's too"
+        if host.endpoint is None and (host.address.startswith("127.") or host.address == "localhost"):
+            yield f"{host.address} is every machine's name for itself: write the address at which the others reach it"
+        elif mesh.holds(host.address):
+            yield f"address {host.address} lies in [mesh] network {mesh.network}: `mesh init` takes the file with the outer ones"
+    hidden = [host.title for host in machines.values() if host.endpoint == UNREACHABLE]
+    if len(hidden) > 1:
+        yield (
+            f'{" and ".join(hidden)} have endpoint = "{UNREACHABLE}", so neither can call the other: forward a UDP port of one\'s '
+            "router to it, and write that as its endpoint"
+        )
+
+
+def _file_name(title: str, taken: Sequence[str]) -> str:
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", title).lstrip(".-") or "host"
+    return next(one for one in (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3))) if one not in taken)
+
+
+def init(path: Path, directory: Path) -> list[str]:
+    """Write the mesh of a hosts file into ``directory``: ``NAME.conf`` for each machine, ``hosts.toml``, ``mpi-options.txt``.
+
+    Keys that are there already are kept. Returns lines that say what to do next. Nothing is sent anywhere.
+
+    :raises UserError: the file breaks rules, ``wg`` is missing, or the directory cannot be written.
+    """
+    hosts, mesh = read_hosts(path), read_mesh(path) or Mesh()
+    found = members(hosts, mesh, path)
+    with writing(directory, "choose another -o."):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keys = {member: _private_key(directory / f"{member.name}.conf") for member in found}
+        public = {member: _wg("pubkey", given=key) for member, key in keys.items()}
+        for member, key in keys.items():
+            _write(directory / f"{member.name}.conf", configuration(member, key, public, mesh))
+        _write(directory / "hosts.toml", hosts_inside(hosts, found, mesh, path))
+        _write(directory / "mpi-options.txt", _options_text(mesh))
+    return _next_steps(found, mesh, directory)
+
+
+def configuration(member: MeshHost, key: str, public: Mapping[MeshHost, str], mesh: Mesh) -> str:
+    """The text of WireGuard's configuration file for one machine. ``public``: the public keys of all."""
+    length = ipaddress.IPv4Network(mesh.network).prefixlen
+    lines = [
+        f"# {member.name}: its secret. On that machine: /etc/wireguard/{mesh.interface}.conf, readable by root alone.",
+        "[Interface]",
+        f"PrivateKey = {key}",
+        f"Address = {member.mesh_address}/{length}",
+        f"ListenPort = {mesh.port}",
+    ]
+    for other, shown in public.items():
+        if other == member:
+            continue
+        lines += ["", f"# {other.name}", "[Peer]", f"PublicKey = {shown}", f"AllowedIPs = {other.mesh_address}/32"]
+        lines += [f"Endpoint = {other.endpoint}"] if other.endpoint is not None else []
+        lines += [f"PersistentKeepalive = {_KEEPALIVE_S}"] if member.endpoint is None else []
+    return "\n".join(lines) + "\n"
+
+
+def hosts_inside(hosts: Sequence[Host], found: Sequence[MeshHost], mesh: Mesh, path: Path) -> str:
+    """The hosts file for ``launch`` with the addresses inside the mesh."""
+    import tomli_w  # for this alone: `launch` reads this module too
+
+    inside = {member.address: member.mesh_address for member in found}
+    lines = [f"# Written by `mesh init {path}`: the same hosts by their addresses inside the mesh.", "", "[mesh]"]
+    lines += [tomli_w.dumps(mesh.model_dump())]
+    for host in hosts:
+        kept = host.model_dump(exclude_defaults=True, exclude={"address", "name", "endpoint", "mesh_address"})
+        variables = kept.pop("environment", {})
+        values = {"address": inside[host.address], "name": host.title, **kept}
+        lines += ["[[host]]", tomli_w.dumps(values).rstrip()]
+        lines += ["[host.environment]", tomli_w.dumps(variables).rstrip()] if variables else []
+        lines += [""]
+    return "\n".join(lines)
+
+
+def mpi_options(
+    mesh: Mesh, family: str, major: str = "5", interface: str | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """(arguments of the launcher, environment) that keep an MPI inside the mesh, with no other way around it.
+
+    ``interface``: this machine's, where its name is not that in ``[mesh]``.
+    """
+    if family != OPEN_MPI:
+        name = interface or mesh.interface
+        return ["-iface", name], {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": name}
+    shared, launcher = (
+        ("sm", ["--prtemca", "prte_if_include"]) if major != "4" else ("vader", ["--mca", "oob_tcp_if_include"])
+    )
+    # Without ob1, MPI may take InfiniBand through UCX or libfabric, which look at no btl_tcp_if_include.
+    words = ["--mca", "pml", "ob1", "--mca", "btl", f"self,{shared},tcp", "--mca", "btl_tcp_if_include", mesh.network]
+    return [*words, *launcher, mesh.network], {}
+
+
+def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]) -> LocalAddress:
+    """This machine's address in the mesh, once it is clear that a launch will use the mesh.
+
+    :raises UserError: the mesh is not up here, or the file names hosts by addresses outside it.
+    """
+    outside = [host.address for host in hosts if not mesh.holds(host.address)]
+    if outside:
+        raise UserError(
+            f"The hosts file has a [mesh], but {', '.join(outside)} would be reached outside of its network {mesh.network}: "
+            "launch with the hosts.toml that `mesh init` writes, or remove [mesh] to go without."
+        )
+    own = mesh.own(local)
+    if own is None:
+        raise UserError(
+            f"The hosts file has a [mesh], but no interface of this machine has an address in {mesh.network}: start it here with "
+            f"`sudo wg-quick up {mesh.interface}`. Nothing was started, as messages would not go through the mesh."
+        )
+    return own
+
+
+def _options_text(mesh: Mesh) -> str:
+    lines = ["# For a launcher called by hand; `launch --hosts` with the hosts.toml beside this file sets the same."]
+    for title, family, major in (("Open MPI 5", OPEN_MPI, "5"), ("Open MPI 4", OPEN_MPI, "4"), ("MPICH", "MPICH", "")):
+        arguments, variables = mpi_options(mesh, family, major)
+        assignments = "".join(f"{name}={value} " for name, value in variables.items())
+        program = "mpiexec" if variables else "mpirun"
+        lines += ["", f"# {title}", f"{assignments}{program} {' '.join(arguments)} ..."]
+    return "\n".join(lines) + "\n"
+
+
+def _next_steps(found: Sequence[MeshHost], mesh: Mesh, directory: Path) -> list[str]:
+    lines = [
+        f"Wrote {directory}: WireGuard configurations of {len(found)} machines, readable by you alone. Nothing was sent."
+    ]
+    lines += [
+        f"  {member.name:<20} {member.mesh_address:<15} {member.endpoint or 'calls the others'}" for member in found
+    ]
+    target = f"/etc/wireguard/{mesh.interface}.conf"
+    return [
+        *lines,
+        "On each machine, with its own file (over ssh or a USB stick; the file is its secret):",
+        f"  sudo install -m 600 NAME.conf {target} && sudo wg-quick up {mesh.interface}",
+        f"Then remove the .conf files here. UDP port {mesh.port} must be open between the machines. See that it works, and use it:",
+        f"  python -m hetero_mpi launch --hosts {directory / 'hosts.toml'} -- mesh verify {directory / 'hosts.toml'}",
+        f"  python -m hetero_mpi launch --hosts {directory / 'hosts.toml'} -- train job.toml",
+    ]
+
+
+def _private_key(path: Path) -> str:
+    """The key of an earlier configuration, else a new one."""
+    if path.exists():
+        kept = re.search(r"^PrivateKey = (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if kept is not None:
+            return kept[1]
+    return _wg("genkey")
+
+
+def _wg(command: str, given: str = "") -> str:
+    if shutil.which("wg") is None:
+        raise UserError(
+            "`wg` was not found: install WireGuard's tools (`apt install wireguard-tools`, `brew install wireguard-tools`)."
+        )
+    answer = subprocess.run(["wg", command], input=given, capture_output=True, text=True)
+    if answer.returncode != 0:
+        raise UserError(f"`wg {command}` failed: {answer.stderr.strip()}")
+    return answer.stdout.strip()
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, from the first byte on."""
+    with atomic_write(path) as draft:
+        draft.touch(0o600, exist_ok=False)
+        draft.write_text(text, encoding="utf-8")

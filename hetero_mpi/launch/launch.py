@@ -1,0 +1,117 @@
+"""The sub-command ``launch [-np N] [--hostfile F | --hosts F.toml] [--print | --elastic] -- train job.toml``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.launch import slurm
+from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
+from hetero_mpi.launch.launcher.launcher import find_launcher, outliving_ranks
+from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXTS, MOST_OF_RANKS, start, tell
+from hetero_mpi.launch.supervisor.elastic import Supervisor, without_option
+from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
+
+_SAID_WHAT_NEXT = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG, ExitCode.STOPPED)
+"""Exit codes of a job that has said itself what to do."""
+
+
+def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
+    """Run ``launch``. Returns the launcher's exit code, or that of ``Supervisor.run``.
+
+    ``parse``: the parser of the program's command lines.
+
+    :raises UserError: no command after ``--``, a host file with too few slots, or what ``find_launcher`` and ``Supervisor`` raise.
+    """
+    program = list(namespace.program)
+    if program[:1] == ["--"]:
+        program = program[1:]
+    if not program:
+        raise UserError("launch needs a command to run: `python -m hetero_mpi launch -np 3 -- train job.toml`.")
+    if not program[0].startswith("-"):
+        parse(program)  # what is mistyped is told here, once, instead of by every rank
+    slurm.check_slurm_job(os.environ)
+    given = shlex.split(namespace.mpirun_args)
+    if namespace.recover:
+        outliving = outliving_ranks(find_launcher())
+        if namespace.verbose:
+            print(f"launch: {shlex.join(outliving)}: ranks may die, and the others go on", file=sys.stderr)
+        given = [*outliving, *given]
+    if namespace.hosts is not None and (namespace.print_only or not namespace.elastic):
+        return _launch_on_hosts(namespace, program, given)
+    if namespace.hostfile is None and not namespace.elastic and slurm.is_heterogeneous(os.environ):
+        entries = slurm.entries(slurm.components(os.environ), namespace.slurm_python)
+        command = slurm.heterogeneous_command(find_launcher(), entries, namespace.ranks, program, given)
+        return _start(namespace, command, program)
+    if namespace.slurm_python:
+        raise UserError("--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`), and this is none.")
+    if namespace.ranks is None and namespace.hosts is not None:
+        namespace.ranks = sum(host.slots for host in ElasticOptions(1, None, namespace.hosts).entries())
+    if namespace.ranks is None:
+        namespace.ranks = sum(sum(component.tasks) for component in slurm.components(os.environ)) or None
+    if namespace.ranks is None:
+        raise UserError("launch must know how many ranks to start: write `-np 3`, say, or name --hosts.")
+    if namespace.elastic and not namespace.print_only:
+        options = ElasticOptions(
+            ranks=namespace.ranks,
+            hostfile=namespace.hostfile,
+            hosts_file=namespace.hosts,
+            mpirun_args=tuple(given),
+            heartbeat_timeout_s=namespace.heartbeat_timeout_s,
+            max_restarts=namespace.max_restarts,
+            min_ranks=namespace.min_ranks,
+            probe_timeout_s=namespace.probe_timeout_s,
+            verbose=namespace.verbose,
+        )
+        return _supervise(options, program, parse)
+    if namespace.hostfile is None:
+        tasks = sum(sum(component.tasks) for component in slurm.components(os.environ))
+        slurm.check_slurm_tasks(namespace.ranks, tasks, given)
+    words = [sys.executable, "-m", "hetero_mpi", *program]
+    command = build_command(find_launcher(), namespace.ranks, namespace.hostfile, words, given)
+    return _start(namespace, command, program)
+
+
+def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequence[str]) -> int:
+    doctor = ["python", "-m", "hetero_mpi", "doctor"]
+    for option, file in (("--hostfile", namespace.hostfile), ("--hosts", namespace.hosts)):
+        doctor += [option, file] if file is not None else []
+    asked_text = ASKED_TEXTS.get(program[0])
+    code = start(command, namespace.print_only, namespace.verbose, asked_text, shlex.join(doctor))
+    if program[0] == "train" and code not in _SAID_WHAT_NEXT and code <= MOST_OF_RANKS:
+        go_on = [*without_option(program, "--resume", needs_value=False), "--resume", "any"]
+        given = sys.argv[1 : -len(program)] if sys.argv[-len(program) :] == program else ["launch", "...", "--"]
+        command_line = shlex.join(["python", "-m", "hetero_mpi", *given, *go_on])
+        text = f"the run has not come to its end (exit code {code}). From its newest state, or from the beginning without one"
+        tell([f"{text}:", command_line])
+    return code
+
+
+def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: list[str]) -> int:
+    from hetero_mpi.launch.hosts.hosts_toml import (  # these bring pydantic, which a plain launch does not need
+        ranks_of,
+        read_hosts,
+    )
+    from hetero_mpi.launch.hosts.mesh import read_mesh
+
+    shares = ranks_of(read_hosts(namespace.hosts), namespace.ranks, namespace.hosts)
+    command = hosts_command(find_launcher(), shares, program, given, read_mesh(namespace.hosts))
+    return _start(namespace, command, program)
+
+
+def _supervise(
+    options: ElasticOptions, program: list[str], parse: Callable[[Sequence[str]], argparse.Namespace]
+) -> int:
+    from hetero_mpi.job.load import load_job, run_directory  # brings pydantic, which a plain launch does not need
+
+    if program[0] != "train":
+        raise UserError(f"--elastic is for `train`, which can go on from a checkpoint; `{program[0]}` cannot.")
+    training = parse(program)
+    options.check()
+    loaded = load_job(training.job, training.overrides)
+    run_dir = run_directory(loaded, training.run_dir)
+    return Supervisor(options, find_launcher(), program, run_dir, trains=not training.dry_run).run()

@@ -1,0 +1,359 @@
+"""The launcher's command line: for a number of ranks and a host file, or for the entries of a ``hosts.toml``.
+
+The latter has one part per entry, with its own Python. Both launchers number the ranks through the parts. One address may occur
+several times::
+
+    mpirun OPTIONS --host rtx:1 -np 1 /a/bin/python -m hetero_mpi ... : --host mac:1 -np 1 /b/bin/python -m hetero_mpi ...
+
+Launchers start their daemon on every host by the path it has here, and take one prefix for all hosts. Where MPI is installed in
+different places, a small shell script between the launcher and ssh puts each host's own prefix into the command (the relay). It is
+kept in the cache directory under a name made of its content, so that a command line printed earlier still finds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetero_mpi.comm.ranks.library import JOINED_VARIABLE, MPICH, OPEN_MPI
+from hetero_mpi.disk import atomic_write, cache_folder, writing
+from hetero_mpi.errors import UserError
+from hetero_mpi.host_limits import usable_cores
+from hetero_mpi.launch.hosts.agent import launch_agent
+from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, read_by_launcher, read_hostfile
+from hetero_mpi.launch.hosts.interface import InterfaceChoice, LocalAddress, choose_interface, local_addresses, resolve
+from hetero_mpi.launch.launcher.launcher import AS_ROOT, Launcher
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.hosts.hosts_toml import Host  # bring pydantic, which a plain launch does not need
+    from hetero_mpi.launch.hosts.mesh import Mesh
+
+    Shares = Sequence[tuple[Host, int]]
+    """(entry, its number of ranks) of the entries that take part."""
+
+_SCRIPT = """#!/bin/sh
+# AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on HOST, with the place where MPI is installed there.
+# Written by `hetero_mpi launch --hosts`; may be deleted while no job is being started.
+while case "$1" in -*) true ;; *) false ;; esac; do shift; done
+host=$1; shift
+case "$host" in
+{cases}
+  *) there= ;;
+esac
+command=$*
+if [ -n "$there" ]; then
+  # The prefix ends where a path goes on, or where the word ends.
+  command=$(printf '%s\\n' "$command " | sed -e {here}"$there"{rest})
+fi
+exec {agent} "$host" "$command"
+"""
+
+
+@dataclass
+class CommandLine:
+    """A command to run: its arguments, environment variables added to this process's, and the reasons for them."""
+
+    arguments: list[str]
+    summary: str
+    """Ranks, machines and MPI library, in words."""
+    environment: dict[str, str] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, reason: str, *arguments: str, **environment: str) -> None:
+        """Add an automatic choice. A variable that the user has set in the environment is left as it is."""
+        new = {name: value for name, value in environment.items() if name not in os.environ}
+        if arguments or new:
+            self.arguments.extend(arguments)
+            self.environment.update(new)
+            shown = [f"{name}={value}" for name, value in new.items()] + ([shlex.join(arguments)] if arguments else [])
+            self.reasons.append(f"{' '.join(shown)}: {reason}")
+
+    def __str__(self) -> str:
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*assignments, shlex.join(self.arguments)])
+
+
+def summary(launcher: Launcher, ranks: int, places: Sequence[tuple[str, int | None]]) -> str:
+    """``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``. ``places``: hosts and their slots, filled in order."""
+    counts: dict[str, int] = {}
+    left = ranks
+    for name, slots in places:
+        taken = min(left, slots or 0)
+        counts[name], left = counts.get(name, 0) + taken, left - taken
+    if any(slots is None for _, slots in places):  # then the launcher decides
+        where = ", ".join(counts)
+    else:
+        where = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
+    alone = "the nodes of this SLURM job" if "SLURM_JOB_ID" in os.environ else "this machine"
+    return f"{ranks} rank{'s' if ranks > 1 else ''} on {where or alone}, by {launcher.library}"
+
+
+def build_command(
+    launcher: Launcher, np: int, hostfile: str | None, program: Sequence[str], mpirun_args: Sequence[str] = ()
+) -> CommandLine:
+    """The launcher's command line for ``program`` (a Python and its arguments) on ``np`` ranks."""
+    if np < 1:
+        raise UserError(f"-np must be at least 1, not {np}.")
+    entries = read_hostfile(hostfile) if hostfile is not None else ()
+    told = summary(launcher, np, [(entry.name, entry.slots) for entry in entries])
+    command = CommandLine([str(launcher.path), "-np", str(np)], told)
+    choice = None
+    if hostfile is not None:
+        check_slots(entries, np, hostfile)
+        choice = choose_interface([resolve(entry.name) for entry in entries], local_addresses())
+        _add_hosts(command, launcher.family, hostfile, entries)
+    if launcher.family == OPEN_MPI:
+        add_open_mpi(command, launcher, np, hostfile is None, choice, list(mpirun_args))
+    elif launcher.family == MPICH:
+        add_mpich(command, choice)
+    command.arguments += [*mpirun_args, *ending_all(program, mpirun_args)]
+    return command
+
+
+# Under a launcher that lets ranks die (--with-ft ulfm), nobody can outlive a death before MPI is initialised: it is not reported,
+# and the other ranks wait inside MPI's start for ever. So each rank is started by a shell. It forks a child that reads from a pipe,
+# and then becomes the rank, which alone holds the pipe's other end. A line from the pipe says that the rank has joined. An end
+# without a line is a death: the child reports it and kills the launcher, or its daemon there, which ends the job everywhere.
+_UNTIL_JOINED = (
+    'd=$(mktemp -d) && mkfifo "$d/p" || exit; '
+    '(read -r joined < "$d/p"; [ "$joined" ] || { echo "rank $OMPI_COMM_WORLD_RANK on $(uname -n) ended before it had joined '
+    'the other ranks, so all are ended: look above for its last words, and at that host for its environment" >&2; '
+    "sleep 2; kill $PPID; }) & "  # a daemon passes the words on before it ends
+    f'exec 9> "$d/p"; rm -r "$d"; export {JOINED_VARIABLE}=9; exec "$@"'
+)
+
+
+def ending_all(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
+    """The command line of a rank, changed so that its death before joining ends the job also where the launcher lets ranks die."""
+    return ["sh", "-c", _UNTIL_JOINED, "sh", *program] if "--with-ft" in mpirun_args else list(program)
+
+
+def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:
+    """Add the host file itself if the launcher reads it; else a copy in the launcher's style."""
+    option = "--hostfile" if family == OPEN_MPI else "-f"
+    if read_by_launcher(hostfile, family):
+        command.arguments += [option, hostfile]
+    else:
+        copy = write_cached(
+            "hosts", ".txt", format_hostfile(entries, family), "for host files that the launcher does not read"
+        )
+        command.add(f"{hostfile} as {family}'s launcher reads it", option, str(copy))
+
+
+def add_open_mpi(
+    command: CommandLine,
+    launcher: Launcher,
+    np: int,
+    single_machine: bool,
+    choice: InterfaceChoice | None,
+    given: list[str],
+) -> None:
+    """Add Open MPI's options that do not depend on the program. ``given``: the user's own options, which are not changed."""
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.add("this is root, and Open MPI asks to be told so", **AS_ROOT)
+    cores = physical_cores()
+    if single_machine and np > cores and "SLURM_JOB_ID" not in os.environ:
+        command.add(f"{np} ranks share {cores} cores", "--oversubscribe", OMPI_MCA_mpi_yield_when_idle="1")
+    if not any("bind-to" in argument for argument in given):
+        command.add("a rank computes with several threads and talks with one more", "--bind-to", "none")
+    if choice is None:
+        return
+    networks = ",".join(choice.networks)
+    if "btl_tcp_if_include" not in " ".join(given):
+        command.add(choice.reason, "--mca", "btl_tcp_if_include", networks)
+    if "prte_if_include" not in " ".join(given) and launcher.prrte:
+        command.add("the launcher's own connections likewise", "--prtemca", "prte_if_include", networks)
+    _start_daemons_from_here(command, launcher, given)
+    if launcher.path.parent == Path(sys.prefix) / "bin" and "--prefix" not in [*given, *command.arguments]:
+        command.add("the other hosts find Open MPI in the same place", "--prefix", sys.prefix)
+    if "PYTHONPATH" in os.environ:
+        command.add("the other hosts look for modules in the same places", "-x", "PYTHONPATH")
+
+
+def _start_daemons_from_here(command: CommandLine, launcher: Launcher, given: list[str]) -> None:
+    """Make the launcher start the daemons of all hosts itself. In Open MPI 5.0 a daemon crashes when a daemon on another kind of
+    processor tells it to start others.
+
+    It costs nothing: up to 64 hosts are started from here in any case. And only this machine needs a login to the others.
+    """
+    if "no_tree_spawn" in " ".join([*given, *command.arguments]):
+        return
+    option, name = launcher.agent_option
+    reason = "daemons are started from here alone, as they crash between unlike processors (x86-64, ARM) otherwise"
+    command.add(reason, option, f"{name}_no_tree_spawn", "1")
+
+
+def add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
+    """Add MPICH's options, likewise."""
+    if choice is None:
+        return
+    interface = choice.interfaces[0]
+    reason = f"{choice.reason} (the interface must have this name on every host)"
+    command.add(reason, "-iface", interface, FI_TCP_IFACE=interface)
+    if Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()):
+        command.reasons.append("UCX_NET_DEVICES is left alone: this machine has InfiniBand devices")
+    else:
+        command.add("UCX must not choose among all interfaces either", UCX_NET_DEVICES=interface)
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may keep busy: Open MPI's number of slots of a single machine, or fewer under a quota."""
+    import psutil
+
+    return int(min(psutil.cpu_count(logical=False) or usable_cores(), usable_cores()))
+
+
+def hosts_command(
+    launcher: Launcher,
+    shares: Shares,
+    program_args: Sequence[str],
+    mpirun_args: Sequence[str] = (),
+    mesh: Mesh | None = None,
+    find: Callable[[str], str] | None = None,
+) -> CommandLine:
+    """The command line for ``python -m hetero_mpi PROGRAM_ARGS`` on ``shares``.
+
+    Args:
+        mesh: the private links that MPI is to be kept to.
+        find: function from a host's name to its address; "" where only the launch agent knows it. By default the network is asked.
+
+    :raises UserError: an address that does not resolve or lies outside ``mesh``, a mesh that is not up here, or a launcher that is
+        neither Open MPI's nor MPICH's.
+    """
+    if launcher.family not in (OPEN_MPI, MPICH):
+        raise UserError(f"--hosts is for Open MPI and MPICH, and mpi4py loads {launcher.library}: use --hostfile.")
+    ranks = sum(count for _, count in shares)
+    addresses = {host.address: (find or resolve)(host.address) for host, _ in shares}
+    local = local_addresses()
+    choice = choose_interface(filter(None, addresses.values()), local)
+    command = CommandLine(
+        [str(launcher.path)], summary(launcher, ranks, [(host.title, count) for host, count in shares])
+    )
+    prefixes = _other_prefixes(launcher, shares, {item.address for item in local}, addresses)
+    given = _bound(command, launcher, mesh, shares, local) if mesh is not None else []
+    given += _add_relay(command, launcher, prefixes, list(mpirun_args)) if prefixes else list(mpirun_args)
+    if launcher.family == OPEN_MPI:
+        add_open_mpi(command, launcher, ranks, False, choice, given)
+        command.arguments += given
+        parts = [_open_mpi_part(host, count, program_args, prefixes.get(host.address), given) for host, count in shares]
+    else:
+        add_mpich(command, choice)
+        command.arguments += [*given, "-hosts", _host_list(shares)]
+        parts = [_mpich_part(host, count, program_args) for host, count in shares]
+    for number, part in enumerate(parts):
+        command.arguments += [":", *part] if number else part
+    return command
+
+
+def _bound(
+    command: CommandLine, launcher: Launcher, mesh: Mesh, shares: Shares, local: Sequence[LocalAddress]
+) -> list[str]:
+    """The launcher's options that keep MPI inside the mesh, where the choice of the interface alone does not."""
+    from hetero_mpi.launch.hosts.mesh import check_bound, mpi_options
+
+    own = check_bound(mesh, [host for host, _ in shares], local)
+    arguments, variables = mpi_options(mesh, launcher.family, launcher.library.major, own.interface)
+    reason = "the hosts file has a [mesh], around which no message may go"
+    if launcher.family == MPICH:
+        command.add(reason, **variables)  # and its option -iface comes with the choice of the interface
+        return []
+    command.reasons.append(f"{' '.join(arguments)}: {reason}")
+    return arguments
+
+
+def prefix_of(host: Host, launcher: Launcher) -> str:
+    """The directory in which the launcher looks for MPI on a host."""
+    if host.prefix is not None:
+        return host.prefix
+    if launcher.path.parent == Path(sys.prefix) / "bin" and host.python is not None:
+        return str(Path(host.python).parent.parent)
+    return launcher.prefix
+
+
+def _open_mpi_part(
+    host: Host, count: int, program_args: Sequence[str], prefix: str | None, given: Sequence[str]
+) -> list[str]:
+    # Open MPI's -x reaches the ranks of all parts, whichever it stands in: `env` sets what is for one alone.
+    elsewhere = {} if prefix is None else {"OPAL_PREFIX": prefix}  # the library looks for its parts below it
+    variables = [f"{name}={value}" for name, value in {**elsewhere, **host.variables()}.items()]
+    words = ["--host", f"{host.address}:{count}", "-np", str(count)]
+    words += ["--wdir", host.directory] if host.directory is not None else []
+    program = [*(["env", *variables] if variables else []), host.executable, "-m", "hetero_mpi", *program_args]
+    return [*words, *ending_all(program, given)]
+
+
+def _mpich_part(host: Host, count: int, program_args: Sequence[str]) -> list[str]:
+    words = ["-np", str(count)]
+    for name, value in host.variables().items():
+        words += ["-env", name, value]
+    words += ["-wdir", host.directory] if host.directory is not None else []
+    return [*words, host.executable, "-m", "hetero_mpi", *program_args]
+
+
+def _host_list(shares: Shares) -> str:
+    """MPICH fills the hosts of its list in order; the same one twice in a row is one with more slots."""
+    groups = groupby(shares, key=lambda share: share[0].address)
+    return ",".join(f"{address}:{sum(count for _, count in group)}" for address, group in groups)
+
+
+def _other_prefixes(launcher: Launcher, shares: Shares, own: set[str], addresses: dict[str, str]) -> dict[str, str]:
+    """Host -> prefix of its MPI, of other hosts on which MPI is installed elsewhere than here."""
+    prefixes: dict[str, str] = {}
+    for host, _ in shares:
+        there, address = prefix_of(host, launcher), addresses[host.address]
+        if there != launcher.prefix and address not in own and not address.startswith("127."):
+            prefixes.setdefault(host.address, there)  # a host has one daemon, which serves all its entries
+    return prefixes
+
+
+def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str], given: list[str]) -> list[str]:
+    """Make the relay script the launch agent. Returns the user's options without the agent that the script now calls."""
+    here = launcher.prefix
+    agent, others = launch_agent(launcher.family, given, os.environ)
+    purpose = "for the launch agent of hosts with different MPI prefixes"
+    relay = str(write_cached("launch-agent", ".sh", relay_script(agent, here, prefixes), purpose))
+    reason = "MPI is installed elsewhere on " + ", ".join(f"{host} ({there})" for host, there in prefixes.items())
+    if launcher.family == MPICH:
+        command.add(reason, "-launcher", "ssh", "-launcher-exec", relay)
+    else:
+        # The other hosts' daemons must not start one another: this agent is only here.
+        option, name = launcher.agent_option
+        command.add(reason, option, f"{name}_agent", relay, option, f"{name}_no_tree_spawn", "1", "--prefix", here)
+    return others
+
+
+def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str]) -> str:
+    """The text of the script. ``prefix``: where MPI is installed here; ``prefixes``: host, as the launcher names it -> there."""
+    # As sed takes them between ``#``: a replacement, a basic regular expression.
+    replacements = {host: re.sub(r"[\\&#]", r"\\\g<0>", there) for host, there in prefixes.items()}
+    pattern = re.sub(r"[\\.\[\]*^$#]", r"\\\g<0>", prefix)
+    cases = "\n".join(f"  {shlex.quote(host)}) there={shlex.quote(to)} ;;" for host, to in replacements.items())
+    return _SCRIPT.format(
+        cases=cases,
+        here=shlex.quote(f"s#{pattern}" + r'\([/:;" ]\)#'),
+        rest=shlex.quote(r"\1#g"),
+        agent=shlex.join(agent),
+    )
+
+
+def write_cached(name: str, ending: str, text: str, purpose: str) -> Path:
+    """Write a program or file for the launcher into the cache directory, under a name made of its content; returns its path.
+
+    :raises UserError: the cache directory cannot be written.
+    """
+    folder = cache_folder()
+    path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}{ending}"
+    with writing(folder, f"set XDG_CACHE_HOME to a directory that you can write to, {purpose}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as draft:
+            draft.write_text(text, encoding="utf-8")
+            draft.chmod(0o755)
+    return path

@@ -1,0 +1,277 @@
+"""Runs a launcher: passes on signals and what launcher and ranks print, and tells what its exit code does not say.
+
+Two lines say what is started; ``--verbose`` gives every automatic choice with its reason. ``--print`` shows the command line, which
+can be changed and run by hand. Whoever reads this process's own output may go away (``| head``): the launcher's is read on, as it
+would end the job. Open MPI prints a box between lines of dashes for every exit code but 0, and for every rank that aborts, also
+where the job has given the reason already. Under fault tolerance its launcher ends with exit code 0 when it loses a host's daemon,
+and the job with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, TextIO
+
+from hetero_mpi.background import Background
+from hetero_mpi.comm.ranks.library import ENDED_LINE
+from hetero_mpi.device.shortage import memory_kills, memory_kills_text
+from hetero_mpi.disk import free_bytes
+from hetero_mpi.errors import AT_ONCE, ExitCode, UserError
+from hetero_mpi.launch.launcher.command_line import CommandLine
+from hetero_mpi.launch.launcher.launcher import with_home
+from hetero_mpi.terminal import UNWATCHED_VARIABLE, write_text
+
+_MORE = "the full command: --print; with the reasons for its options: --verbose"
+_PR_SET_PDEATHSIG = 1
+ASKED_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
+ASKED_TEXTS = {"train": ASKED_TEXT, "serve": "asking the service to end (SIGINT or SIGTERM now: end at once)"}
+"""Program that can be asked to end -> the text that is told then."""
+AT_ONCE_TEXT = "ending the job at once, without a checkpoint"
+MOST_OF_RANKS = 128 + 64
+"""No rank ends with a higher exit code: signals have the highest. Launchers do, where they could not start the job."""
+_NOT_STARTED = (
+    "no rank was started: the login to a host failed, MPI is not there, or a firewall keeps it from connecting back to "
+    "this machine"
+)
+_NEEDED_BYTES = 1_000_000
+"""Open MPI 5.0.11 was seen to write 100 kB for 2 ranks and 190 kB for 16."""
+_LINE = b"-" * 74
+_BEGINS = (b"prterun ", b"PRTE has lost communication", b"MPI_ABORT was invoked")
+_ABORTED = (b"MPI_ABORT was invoked", b'calling\n"abort"')
+"""Words in boxes about a rank that has printed its reason (``comm.ranks.leave``)."""
+_FAILED = b"exited with non-zero status"
+_LOST = b"PRTE has lost communication"
+_ENDED = ENDED_LINE.encode()
+_NOBODY_LEFT = b"launch: no rank is left, and none has told that the job has come to its end\n"
+_TOLD = (ExitCode.USER_ERROR, ExitCode.STOPPED)
+"""Exit codes whose reason the job has printed."""
+_PATIENCE_S = 2.0
+"""Longest wait for the end of stderr, seconds: processes that the launcher left behind may hold it open."""
+
+
+def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str | None, doctor: str) -> int:
+    """Run the command, or print it on stdout and run nothing; returns the launcher's exit code.
+
+    ``doctor``: the command that examines the same hosts, for those that do not answer.
+    """
+    if print_only:
+        tell(command.reasons if verbose else [])
+        print(command)
+        return 0
+    announce(command, verbose)
+    kills = memory_kills()
+    code = run_command(command, asked_text, doctor)
+    if text := memory_kills_text({socket.gethostname(): memory_kills() - kills}) if code != 0 else "":
+        tell([text])
+    return code
+
+
+def announce(command: CommandLine, verbose: bool) -> None:
+    """Say on stderr what is being started; ``verbose``: by which command, and why it is so."""
+    tell([command.summary, *command.reasons, str(command)] if verbose else [command.summary, _MORE])
+
+
+def tell(lines: Sequence[str]) -> None:
+    """Say lines on stderr."""
+    for line in lines:
+        write_text(f"launch: {line}\n", sys.stderr)
+
+
+def run_command(command: CommandLine, asked_text: str | None = None, doctor: str = "doctor") -> int:
+    """Run a command to its end; returns the job's exit code. Signals that ask for an end reach the launcher through ``ask_to_end``.
+
+    ``asked_text``: what is told when the program is asked to end; None: it has nothing to save and is ended at once. ``doctor``: as
+    for ``start``.
+    """
+    process, errors = begin(command)
+    asked = asked_text is None
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked and asked_text is not None and number not in AT_ONCE:
+            return
+        if asked_text is not None:
+            text = AT_ONCE_TEXT if asked else asked_text
+            tell([f"{signal.Signals(number).name}: {text}"])
+        ask_to_end(process, again=asked)
+        asked = True
+
+    with handling(pass_on):
+        code = process.wait()
+    # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
+    code = errors.finish(code if code >= 0 else 128 - code)
+    if code > MOST_OF_RANKS:
+        tell([_NOT_STARTED, f"which of these, and where: {doctor}"])
+    return code
+
+
+def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
+    """Start a command whose stderr is passed on through an ``ErrorStream``. ``stdin``: as ``subprocess.Popen`` takes it.
+
+    Raises UserError: the launcher's folder for temporary files is full.
+    """
+    check_temporary_folder()
+    environment = {**with_home(os.environ), **command.environment}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        environment[UNWATCHED_VARIABLE] = "1"
+    # The launcher ends the job when it can write no more, so this process reads for it; but a terminal is the ranks' to draw on.
+    output = None if sys.stdout.isatty() else subprocess.PIPE
+    process = subprocess.Popen(
+        command.arguments,
+        env=environment,
+        # Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
+        start_new_session=True,
+        preexec_fn=_asked_to_end_with_this_process(),
+        stdin=stdin,
+        stdout=output,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    return process, ErrorStream(process.stderr, process.stdout, outlives="--with-ft" in command.arguments)
+
+
+def _asked_to_end_with_this_process() -> Callable[[], object] | None:
+    """A new process calls this so that the kernel asks it to end (SIGUSR1) when this one is killed; None where there is no way."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """A block in which signals that ask for an end go to ``handler``.
+
+    What this process was told to ignore stays ignored, as ``nohup`` asks for it; but for SIGINT, which shells ignore in every
+    command that a script puts into the background: whoever sends it then means it.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    heard = [n for n in numbers if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def ask_to_end(process: subprocess.Popen[bytes], again: bool) -> None:
+    """Ask all ranks to finish their step, write a checkpoint and end; ``again``: to end at once.
+
+    Both launchers pass SIGUSR1 on to the ranks of all hosts, and wait. At SIGINT and SIGTERM Open MPI's launcher kills them after a
+    quarter of a second, whatever its settings; MPICH's passes them on, and a second signal ends the ranks.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM if again or not hasattr(signal, "SIGUSR1") else signal.SIGUSR1)
+
+
+def check_temporary_folder() -> None:
+    """Refuse a folder for temporary files in which the launcher could not begin.
+
+    :raises UserError: it is full, or cannot be written.
+    """
+    folder = Path(next((found for name in ("TMPDIR", "TEMP", "TMP") if (found := os.environ.get(name))), "/tmp"))
+    way_out = "make room there, or name another folder: `export TMPDIR=/var/tmp`, say"
+    try:
+        free = free_bytes(folder)
+    except OSError as error:
+        raise UserError(
+            f"{folder}, the folder for temporary files, cannot be used ({error.strerror}): {way_out}"
+        ) from None
+    if free < _NEEDED_BYTES:
+        raise UserError(
+            f"{folder}, the folder for temporary files, has {free / 1e6:.1f} MB of room, and the launcher needs "
+            f"{_NEEDED_BYTES / 1e6:.0f} MB: {way_out}"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}, the folder for temporary files, cannot be written: {way_out}")
+
+
+class ErrorStream:
+    """Reads ``stream``, a launcher's stderr, to its end on a thread of its own, and passes on what tells something.
+
+    ``output``: its stdout, all of which is passed on, on another thread. ``outlives``: the launcher lets ranks die, and ends with
+    exit code 0 when none is left.
+    """
+
+    def __init__(self, stream: IO[bytes], output: IO[bytes] | None = None, outlives: bool = False) -> None:
+        self._stream, self._outlives = stream, outlives
+        self._box: list[bytes] = []
+        """Lines since one of dashes, while they may still become a box."""
+        self._held = b""
+        """Complete boxes that say no more than an exit code."""
+        self._lost = self._ended = False
+        self._reading = [Background("passing on the launcher's stderr", self._read)]
+        if output is not None:
+            self._reading.append(Background("passing on the launcher's stdout", lambda: _pass_on(output)))
+
+    def finish(self, code: int) -> int:
+        """The job's exit code, when the launcher ended with ``code``. Prints held boxes where the job has given no reason."""
+        for reading in self._reading:
+            reading.finish(_PATIENCE_S)
+        if code not in _TOLD:
+            _write(self._held)
+        if code == 0 and self._outlives and not self._ended:
+            _write(_NOBODY_LEFT)
+        return int(ExitCode.FAILED) if code == 0 and (self._lost or (self._outlives and not self._ended)) else code
+
+    def _read(self) -> None:
+        rest = b""
+        with contextlib.suppress(OSError, ValueError):
+            while piece := os.read(self._stream.fileno(), 65536):
+                piece = piece.replace(b"\0", b"")  # Open MPI ends its boxes with one
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    self._take(line + b"\n")
+                if not self._box and not rest.startswith(b"-") and b"\x1e" not in rest:
+                    _write(rest)
+                    rest = b""
+        _write(b"".join(self._box) + rest)
+
+    def _take(self, line: bytes) -> None:
+        if _ENDED in line:
+            self._ended = True
+            _write(line.replace(_ENDED, b"").strip(b"\r\n"))
+            return
+        rule = line.strip(b"\r\n") == _LINE
+        if not self._box and not rule:
+            _write(line)
+            return
+        self._box.append(line)
+        if len(self._box) == 2 and rule:
+            _write(self._box.pop(0))
+        elif len(self._box) > 1 and (rule or not self._box[1].startswith(_BEGINS)):
+            self._close(b"".join(self._box))
+
+    def _close(self, box: bytes) -> None:
+        self._box = []
+        if any(words in box for words in _ABORTED):
+            return
+        if _FAILED in box:
+            self._held += box
+            return
+        self._lost = self._lost or _LOST in box
+        _write(box)
+
+
+def _pass_on(output: IO[bytes]) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while piece := os.read(output.fileno(), 65536):
+            _write(piece, sys.stdout)
+
+
+def _write(piece: bytes, stream: TextIO | None = None) -> None:
+    """Write to stderr, or ``stream``."""
+    rest = memoryview(piece)
+    with contextlib.suppress(OSError):  # its reader may have gone, and the job need not end for that
+        while rest:
+            rest = rest[os.write((stream or sys.stderr).fileno(), rest) :]

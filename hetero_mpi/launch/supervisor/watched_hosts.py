@@ -1,0 +1,259 @@
+"""The hosts that a supervisor watches: which ones report, which have fallen silent, and orders to their agents.
+
+A machine is judged by its silence alone. A cable that is out for twelve seconds and a machine without power look alike until the
+cable is back, so no host is given up sooner than ``timeout_s``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_mpi.background import Background
+from hetero_mpi.launch.hosts.agent import HostAgent
+from hetero_mpi.launch.hosts.hostfile import HostEntry
+from hetero_mpi.launch.hosts.interface import local_addresses, resolve, source_address
+from hetero_mpi.launch.supervisor.host_reports import (
+    CALL_S,
+    LONGEST_BYTES,
+    RUN_STATE,
+    NotAuthentic,
+    seal,
+    unseal,
+)
+
+if TYPE_CHECKING:
+    from hetero_mpi.launch.hosts.hosts_toml import Host
+
+_POLL_S = 0.02
+_AGAIN_S = 5.0
+"""Seconds between attempts to replace a host agent that has ended while its host takes part."""
+_MUTE_S = 2.0
+"""A host that has been silent for so long is not waited for where nothing depends on it."""
+_LISTEN_POLL_S = 0.1
+"""Longest time until the server notices that it is closed, seconds."""
+_CALLER_S = 2.0
+"""Longest wait for a caller's next byte."""
+_OWN_PAUSE_S = 2.0
+"""A longer time between two looks means that the supervisor itself was stopped."""
+
+
+@dataclass
+class WatchedHost:
+    """A host, and the last report of its host agent. Times are of ``time.monotonic``."""
+
+    number: int
+    entry: HostEntry
+    address: str
+    local: bool
+    agent_number: int = 0
+    """Number of its present host agent; earlier ones are told to leave."""
+    agent: HostAgent | None = None
+    started_s: float = 0.0
+    heard_s: float = 0.0
+    """When the present host agent last called; 0.0: never."""
+    calls: int = 0
+    """Number of its last call."""
+    swept: int = 0
+    tried: int = 0
+    locked: bool = False
+    run: dict[str, int] = field(default_factory=dict)
+    memory_kills: int = 0
+    """Processes that the host's kernel had killed for lack of memory, by the last call."""
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    def complaint(self) -> str:
+        """The last line that the launch agent, or the host agent, has written to stderr; else "no answer"."""
+        return self.agent.complaint("no answer") if self.agent is not None else "no answer"
+
+    def ended(self) -> bool:
+        """True where the host agent has ended, or the connection it was started through."""
+        return self.agent is None or self.agent.ended()
+
+    def close(self) -> None:
+        """Close our end of the connection that started the host agent, which does not need it."""
+        if self.agent is not None:
+            self.agent.close()
+            self.agent = None
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Listens on an ephemeral port of ``address`` ("": all). Each caller's line is answered on a thread of its own."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: str, answer: Callable[[bytes], bytes]) -> None:
+        super().__init__((address, 0), socketserver.BaseRequestHandler)
+        self._answer = answer
+        self._listening = Background("listening to host agents", lambda: self.serve_forever(_LISTEN_POLL_S))
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(_CALLER_S)
+        request.sendall(self._answer(request.makefile("rb").readline(LONGEST_BYTES)))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore callers that break off or send nonsense."""
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._listening.finish()
+
+
+class WatchedHosts:
+    """Listens to the host agents of all hosts. A context manager: on leaving, it tells them to leave.
+
+    Args:
+        timeout_s: silence after which a host counts as dead.
+        entries: name -> entry of the hosts file, for hosts whose Python or directory is not as here.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[HostEntry],
+        agent: Sequence[str],
+        supervisor: str,
+        timeout_s: float,
+        run_dir: Path,
+        entries: Mapping[str, Host] | None = None,
+    ) -> None:
+        own = {item.address for item in local_addresses()}
+        self.watched = []
+        for number, entry in enumerate(hosts):
+            address = resolve(entry.name)
+            self.watched.append(WatchedHost(number, entry, address, address in own or address.startswith("127.")))
+        self.timeout_s = timeout_s
+        self._agent, self._supervisor, self._run_dir = tuple(agent), supervisor, run_dir
+        self._entries = entries or {}
+        self.token = secrets.token_hex(16)
+        self._lock = threading.Lock()
+        self._sweep, self._keep, self._try_lock, self._leave = 0, "", 0, False
+        self._looked_s = time.monotonic()
+        # Callers without the token get no answer, so the port may be open to networks that hosts are yet to come from.
+        address = "127.0.0.1" if all(host.local for host in self.watched) else ""
+        self._server = _Server(address, self._answer)
+        self.port = int(self._server.server_address[1])
+
+    def __enter__(self) -> WatchedHosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait a moment for the host agents to hear that they may leave."""
+        self._leave = True
+        deadline = time.monotonic() + 2 * CALL_S
+        while not all(host.ended() for host in self.watched) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for host in self.watched:
+            host.close()
+        self._server.close()
+
+    def probe(self, given_up: Iterable[int], patience_s: float) -> list[WatchedHost]:
+        """The hosts that answer now, in the order of the list. Host agents are started where none is known to run.
+
+        Returns as soon as each host has answered or its launch agent has ended without an answer; at the latest after
+        ``patience_s``. Hosts ``given_up`` (numbers) are asked too, but not waited for.
+        """
+        began, abandoned = time.monotonic(), set(given_up)
+        for host in self.watched:
+            if host.number in abandoned or host.ended() or time.monotonic() - host.heard_s >= _MUTE_S:
+                self._start_agent(host)
+        while True:
+            answered = [host for host in self.watched if host.heard_s > began]
+            waited_for = [p for p in self.watched if p not in answered and p.number not in abandoned and not p.ended()]
+            if not waited_for or time.monotonic() > began + patience_s:
+                return answered
+            time.sleep(_POLL_S)
+
+    def silent(self, watched: Sequence[WatchedHost]) -> list[WatchedHost]:
+        """The hosts of ``watched`` not heard of for ``timeout_s``; to be called often. Replaces host agents that have ended."""
+        now = time.monotonic()
+        pause_s, self._looked_s = now - self._looked_s, now
+        if pause_s > _OWN_PAUSE_S:  # this process was stopped, or its machine asleep: nobody could be heard
+            for host in watched:
+                host.heard_s += pause_s
+        for host in watched:
+            if host.ended() and now > max(host.started_s, host.heard_s) + _AGAIN_S:
+                heard = host.heard_s
+                self._start_agent(host)
+                host.heard_s = heard
+        return [host for host in watched if now - host.heard_s > self.timeout_s]
+
+    def sweep(self, watched: Sequence[WatchedHost], patience_s: float) -> list[WatchedHost]:
+        """End the job's processes on all of ``watched``; returns the hosts that did not confirm it.
+
+        A host that says nothing at all is not waited for: its agent ends the processes when it hears of this, or by itself.
+        """
+        with self._lock:
+            self._sweep += 1
+            self._keep = ""
+        deadline = time.monotonic() + patience_s
+        while True:
+            now = time.monotonic()
+            left = [host for host in watched if host.swept < self._sweep]
+            if now > deadline or not any(now - host.heard_s < _MUTE_S for host in left):
+                return left
+            time.sleep(_POLL_S)
+
+    def locked(self, host: WatchedHost) -> bool:
+        """True where a run holds the run directory, as this host sees it. To be called while no start is under way."""
+        with self._lock:
+            self._try_lock += 1
+        deadline = time.monotonic() + _MUTE_S
+        while host.tried < self._try_lock and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return host.locked
+
+    def keep(self, start: str) -> None:
+        """From now on, sweeping spares this start. A host that comes back ends all others and leaves this one alone."""
+        with self._lock:
+            self._keep = start
+
+    def _start_agent(self, host: WatchedHost) -> None:
+        host.close()
+        with self._lock:
+            host.agent_number, host.heard_s, host.swept, host.tried, host.calls = host.agent_number + 1, 0.0, 0, 0, 0
+            host.started_s = time.monotonic()
+        entry = self._entries.get(host.name)
+        python, directory = (entry.executable, entry.directory or "") if entry is not None else (sys.executable, "")
+        host.agent = HostAgent(self._agent, host.name, host.local, python, directory)
+        host.agent.send(
+            "report",
+            token=self.token,
+            address=("127.0.0.1" if host.local else source_address(host.address)) or "127.0.0.1",
+            port=self.port,
+            host=host.number,
+            number=host.agent_number,
+            supervisor=self._supervisor,
+            timeout_s=self.timeout_s,
+            run_dir=str(self._run_dir),
+        )
+
+    def _answer(self, line: bytes) -> bytes:
+        """The answer to a caller that has the token. Raises NotAuthentic: it has not, or repeats a call."""
+        report = unseal(self.token, "caller", line)
+        with self._lock:
+            host, sender = self.watched[int(report["host"])], [report["host"], report["number"], report["call"]]
+            leave = self._leave
+            if int(report["number"]) != host.agent_number:
+                leave = True  # of a host that was given up: it may still have to end what runs there
+            elif int(report["call"]) <= host.calls:
+                raise NotAuthentic("a repeated call")
+            else:
+                host.calls, host.heard_s = int(report["call"]), time.monotonic()
+                host.swept, host.tried, host.locked = int(report["swept"]), int(report["tried"]), bool(report["locked"])
+                host.run = {key: int(report["run"][key]) for key in RUN_STATE}
+                host.memory_kills = int(report["memory_kills"])
+            orders = {"sweep": self._sweep, "keep": self._keep or None, "try_lock": self._try_lock, "leave": leave}
+        return seal(self.token, "listener", {"to": sender, **orders})

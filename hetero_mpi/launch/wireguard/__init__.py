@@ -1,1 +1,0 @@
-"""Private links between hosts: a WireGuard mesh, and the check that MPI's bytes go through it."""

@@ -1,0 +1,160 @@
+"""Records packed into one sequence, which do not see each other: attention and rotary tables, record by record.
+
+Attention: transformers makes one mask of a packed sequence, and then computes every pair of its tokens, also those that are
+masked. Here each record is a call of its own, of the causal kernel where the mask says no more than that. The numbers are those
+of the mask.
+
+Rotary tables that depend on a text's length (longrope, dynamic): transformers chooses one table for all that it computes at once,
+by the largest position in it, and keeps the table of the longest text so far. So a record would be computed by the length of what
+stands beside it: other records, padding, or an earlier text. Here each record has the table that it has by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+Record = tuple[int, int, bool]
+"""[first, last) within a sequence, and whether its mask is just causal."""
+
+_known = WeakTensorKeyDictionary()
+"""Mask -> the records of each of its sequences: one serves all layers of a micro-batch, and finding them waits for the device."""
+
+
+def install_attention() -> None:
+    """From now on transformers' ``sdpa`` attention is this one."""
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _attend)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    positions = keywords.get("position_ids")
+    if attention_mask is None or not _packed(query, key, attention_mask, positions) or "position_bias" in keywords:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
+    if attention_mask not in _known:
+        _known[attention_mask] = _records(attention_mask, positions)
+    rows = []
+    for row, records in enumerate(_known[attention_mask]):
+        outputs = []
+        for first, last, causal in records:
+            own = [tensor[row : row + 1, :, first:last] for tensor in (query, key, value)]
+            mask = None if causal else attention_mask[row : row + 1, :, first:last, first:last]
+            outputs.append(sdpa_attention_forward(module, *own, mask, **keywords)[0])
+        rows.append(torch.cat(outputs, dim=1))
+    return torch.cat(rows), None
+
+
+def _packed(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None) -> bool:
+    """Are there positions of every token, and a mask of every pair of tokens that all heads share?"""
+    rows, length = query.shape[0], query.shape[2]
+    return (
+        positions is not None
+        and positions.shape == (rows, length)
+        and key.shape[2] == length
+        and mask.dtype == torch.bool
+        and mask.shape == (rows, 1, length, length)
+    )
+
+
+def _records(mask: torch.Tensor, positions: torch.Tensor) -> list[list[Record]]:
+    length = mask.shape[-1]
+    places = positions.cpu()
+    seen = mask[:, 0].cpu()
+    causal = torch.ones((length, length), dtype=torch.bool).tril()
+    found = []
+    for row in range(len(places)):
+        starts = [0, *(torch.nonzero(places[row].diff() != 1).flatten() + 1).tolist()]
+        bounds = zip(starts, [*starts[1:], length], strict=True)
+        found.append([(a, b, torch.equal(seen[row, a:b, a:b], causal[a:b, a:b])) for a, b in bounds])
+    return found
+
+
+_LONG = "longrope"
+_DYNAMIC = "dynamic"
+
+
+def depends_on_length(config: PreTrainedConfig) -> bool:
+    """Whether the model turns keys and queries by a table that depends on the length of the text."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return any(_by_length(one.get("rope_type")) for one in of_kinds)
+
+
+def install_rotary(model: nn.Module) -> None:
+    """Let the model's rotary embeddings compute record by record where their tables depend on the length."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if any(_by_length(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+            module.forward = _Rotary(module, module.forward)
+
+
+def _by_length(kind: Any) -> bool:
+    return isinstance(kind, str) and (kind == _LONG or _DYNAMIC in kind)
+
+
+class _Rotary:
+    """The ``forward`` of a rotary embedding."""
+
+    def __init__(self, module: Any, whole: Callable[..., Any]) -> None:
+        self._module, self._whole = module, whole
+
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        module, prefix = self._module, "" if layer_type is None else f"{layer_type}_"
+        keywords = {} if layer_type is None else {"layer_type": layer_type}
+        kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        if not _by_length(kind):
+            return self._whole(x, position_ids, **keywords)
+        lengths = record_lengths(position_ids)
+        if kind == _LONG:
+            rope = module.config.rope_parameters
+            limit = (rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"]
+            tables = (lengths > limit).long()
+        else:
+            tables = lengths.clamp(min=module.original_max_seq_len)
+        found: Any = None
+        for table in tables.unique().tolist():
+            if kind != _LONG:
+                self._reset(prefix)
+            mine = tables == table
+            given = self._whole(x, torch.where(mine, position_ids, 0), **keywords)
+            of_tokens = (
+                mine if mine.ndim == 2 else mine[0]
+            )  # texts have the same positions in all three dimensions of a picture
+            found = given if found is None else _chosen(of_tokens, given, found)
+        return found
+
+    def _reset(self, prefix: str) -> None:
+        """Forget the longest text so far."""
+        module = self._module
+        module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
+        setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+def record_lengths(positions: torch.Tensor) -> torch.Tensor:
+    """For each token (..., T) the length of its record, of which positions go up one by one."""
+    count = positions.shape[-1]
+    places = torch.arange(count, device=positions.device).expand_as(positions)
+    ends = torch.ones_like(positions, dtype=torch.bool)
+    ends[..., :-1] = positions.diff(dim=-1) != 1
+    last = torch.where(ends, places, count).flip(-1).cummin(-1).values.flip(-1)
+    return positions.gather(-1, last) + 1
+
+
+def _chosen(mine: torch.Tensor, given: Any, others: Any) -> Any:
+    """The values given for some tokens, and others for the rest: (B, T, ...), or tuples of such."""
+    if isinstance(given, torch.Tensor):
+        return torch.where(mine.view(*mine.shape, *[1] * (given.ndim - 2)), given, others)
+    return tuple(_chosen(mine, one, other) for one, other in zip(given, others, strict=True))

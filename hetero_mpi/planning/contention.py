@@ -1,0 +1,107 @@
+"""Ranks of one host that all work at once: they share its cores, and the paths between its memory and its devices.
+
+A profile has the work of each rank: seconds in which its threads compute, with cores of their own. Where the CPU ranks of a
+plan have more threads on a host than it has cores, other programs' threads included, each takes longer by that ratio. So no plan
+does more work per second than the cores can. Devices that copy at once get no more together than the host's paths carry.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from hetero_mpi.planning.types.cluster_changes import with_slowness
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile
+
+
+def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
+    """The cluster as ``plan`` finds it: all its ranks compute, and its streamed stages copy throughout the step."""
+    streaming = [stage.ranks[0] for _, _, stage in plan.numbered if stage.streamed]
+    return with_copying(while_computing(profile, plan.ranks), streaming)
+
+
+def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
+    """``profile`` with the times that ``ranks`` take while all of them, and no other ranks, compute; its hosts then have a core for
+    every thread. The same object where none share cores."""
+    slower = slowness(profile, ranks)
+    if not slower:
+        return profile
+    hosts = tuple(replace(host, cores=None) for host in profile.hosts)
+    return with_slowness(replace(profile, hosts=hosts), slower)
+
+
+def slowness(profile: ClusterProfile, ranks: Collection[int]) -> dict[int, float]:
+    """Rank -> how many times as long it takes while all of ``ranks`` compute, for those that have less than a core a thread."""
+    found: dict[int, float] = {}
+    for host, cores, members in _sharing(profile, ranks):
+        ratio = (sum(device.threads for device in members) + host.other_threads) / cores
+        found |= {device.rank: ratio for device in members if ratio > 1}
+    return found
+
+
+def spread_out(profile: ClusterProfile) -> list[int]:
+    """The ranks that are left where of each host's CPU ranks only the first ones compute, as many as it has cores for, at least
+    one."""
+    left = set(range(len(profile.devices)))
+    for _, cores, members in _sharing(profile, left):
+        threads = itertools.accumulate(device.threads for device in members)
+        left -= {one.rank for one, used in zip(members, threads, strict=True) if used > max(cores, one.threads)}
+    return sorted(left)
+
+
+def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
+    """The most that a second of all ranks is worth, where one of a rank with cores of its own is worth ``worth[rank]``."""
+    total = sum(worth.values())
+    for _, cores, members in _sharing(profile, worth):
+        own = [worth[device.rank] for device in members]
+        most = cores * max(worth[device.rank] / device.threads for device in members)
+        total -= max(0.0, sum(own) - most)
+    return total
+
+
+def _sharing(
+    profile: ClusterProfile, ranks: Collection[int]
+) -> Iterator[tuple[HostProfile, float, list[DeviceProfile]]]:
+    """Every host with its cores that has a number of them, and those of ``ranks`` that compute on them: a GPU's rank does not."""
+    limited = [(host, host.cores) for host in profile.hosts if host.cores is not None]
+    by_host: dict[str, list[DeviceProfile]] = {}
+    for rank in ranks if limited else ():  # searches ask of every plan, mostly where nothing is limited
+        device = profile.devices[rank]
+        if device.backend == "cpu":
+            by_host.setdefault(device.host, []).append(device)
+    for host, cores in limited:
+        if host.name in by_host:
+            yield host, cores, by_host[host.name]
+
+
+def copying_at_once(profile: ClusterProfile, ranks: Iterable[int]) -> dict[int, DeviceProfile]:
+    """Rank -> its device as it copies while the others of ``ranks`` do; what their host carries is shared in proportion to what
+    each would copy by itself."""
+    devices = {rank: profile.devices[rank] for rank in ranks}
+    wanted: dict[str, float] = {}
+    for device in devices.values():
+        if not device.shares_host_memory and math.isfinite(device.host_to_device_bytes_per_s):
+            wanted[device.host] = wanted.get(device.host, 0.0) + device.host_to_device_bytes_per_s
+    for rank, device in devices.items():
+        host = profile.host(rank)
+        part = host.copies_bytes_per_s / wanted[device.host] if host is not None and device.host in wanted else 1.0
+        if part < 1 and not device.shares_host_memory:
+            devices[rank] = replace(
+                device,
+                host_to_device_bytes_per_s=part * device.host_to_device_bytes_per_s,
+                device_to_host_bytes_per_s=part * device.device_to_host_bytes_per_s,
+            )
+    return devices
+
+
+def with_copying(profile: ClusterProfile, ranks: Iterable[int]) -> ClusterProfile:
+    """The cluster with these devices as fast as they copy all at once."""
+    if all(math.isinf(host.copies_bytes_per_s) for host in profile.hosts):
+        return profile
+    changed = copying_at_once(profile, ranks)
+    if all(device is profile.devices[rank] for rank, device in changed.items()):
+        return profile
+    return replace(profile, devices=tuple(changed.get(device.rank, device) for device in profile.devices))

@@ -1,0 +1,170 @@
+"""The rules for a plan that was written or edited by hand: every problem is told with its rule and the values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS
+from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+
+
+def plan_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    """Problems that keep a plan from being run on a cluster, memory apart."""
+    yield from _chain_problems(plan, profile)
+    yield from _rank_problems(plan, profile)
+
+
+def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    layers = len(profile.model.layers)
+    if plan.layers != layers:
+        yield f"layers = {plan.layers}: the model's chain has {layers} layers (embedding, blocks, head)"
+    if not plan.pipelines:
+        yield "no pipelines: at least one holds the model"
+    for index, pipeline in enumerate(plan.pipelines):
+        if pipeline.order not in ORDERS:
+            yield f"pipelines[{index}].order = {pipeline.order!r}: known are {', '.join(ORDERS)}"
+        expected = 0
+        for place, stage in enumerate(pipeline.stages):
+            where = f"pipelines[{index}].stages[{place}]"
+            if stage.first != expected or stage.last <= stage.first:
+                yield (
+                    f"{where} holds layers [{stage.first}, {stage.last}): it must begin with layer {expected} and hold at least one"
+                )
+            if stage.warm_up < 0:
+                yield f"{where}.warm_up = {stage.warm_up}: must not be negative"
+            if stage.slice_sequences is not None and stage.slice_sequences < 1:
+                yield f"{where}.slice_sequences = {stage.slice_sequences}: must be at least 1"
+            if not 0 < stage.state_weight < math.inf:
+                yield f"{where}.state_weight = {stage.state_weight}: must be a number over 0"
+            if pipeline.split_backward and place > 0 and (stage.streamed or stage.slice_sequences is not None):
+                yield f"{where} is streamed or computed in slices, which goes back in one part: leave out split_backward"
+            expected = stage.last
+        if expected != layers:
+            yield f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {layers - 1}"
+
+
+def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    seen: dict[int, tuple[int, StagePlan]] = {}
+    for number, index, stage in plan.numbered:
+        yield from group_problems(number, stage, plan, profile)
+        for rank in stage.ranks:
+            where = f"stage {number} names rank {rank}"
+            if not 0 <= rank < len(profile.devices):
+                yield f"{where}: the profile has ranks 0 to {len(profile.devices) - 1}"
+            elif rank in seen:
+                yield from _again(f"{where} again", plan.pipelines[index], seen[rank][0] == index, stage, seen[rank][1])
+            elif profile.model.dtype not in profile.devices[rank].dtypes:
+                yield f"{where}, whose device does not offer {profile.model.dtype}"
+            seen[rank] = index, stage
+
+
+def _again(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, earlier: StagePlan) -> Iterator[str]:
+    """Problems of a rank's further stage. ``same``: the earlier one is of the same pipeline."""
+    if not same:
+        yield f"{where}: a rank takes part in one pipeline"
+    elif pipeline.order not in INTERLEAVINGS:
+        orders = " or ".join(sorted(INTERLEAVINGS))
+        yield (
+            f"{where}, and the pipeline's order is {pipeline.order!r}: where ranks hold several stages it is {orders}"
+        )
+    if stage.streamed or earlier.streamed:
+        yield f"{where}: a rank with a streamed stage holds no other one"
+    if stage.state_weight != earlier.state_weight:
+        weights = f"{earlier.state_weight} and {stage.state_weight}"
+        yield f"{where}: state_weight is {weights}, but it is the rank's: make them equal"
+
+
+def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Batches that do not add up, or are not the job's."""
+    if plan.global_batch != request.global_batch:
+        yield f"global_batch = {plan.global_batch}: the job says {request.global_batch}"
+    if plan.sequence_length != request.sequence_length:
+        yield f"sequence_length = {plan.sequence_length}: the job says {request.sequence_length}"
+    for index, pipeline in enumerate(plan.pipelines):
+        if not 1 <= pipeline.micro_batch <= pipeline.sequences:
+            yield (
+                f"pipelines[{index}]: micro_batch = {pipeline.micro_batch} of sequences = {pipeline.sequences}: must be at "
+                f"least 1 and no more than its sequences"
+            )
+    shares = [pipeline.sequences for pipeline in plan.pipelines]
+    if sum(shares) != plan.global_batch:
+        terms = " + ".join(map(str, shares))
+        yield f"sequences = {terms}: the pipelines' shares must add up to global_batch = {plan.global_batch}"
+
+
+def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    """Problems of the ranks and shares of a stage, each with the rule and the values. Ranks that the profile lacks are
+    named elsewhere."""
+    where, ranks = f"stage {number}", list(stage.ranks)
+    if not stage.grouped:
+        if stage.shares:
+            yield f"{where} has shares = {list(stage.shares)} and one rank: shares are for several ranks; leave them out"
+        if stage.experts is not None:
+            yield f"{where} has experts = {list(stage.experts)} and one rank: experts are for several ranks; leave them out"
+        return
+    yield from _share_problems(where, stage, profile)
+    if profile.emulated:
+        yield f"{where} names ranks {ranks}: with [cluster] emulate a stage is held by exactly one rank"
+    hosts = list(dict.fromkeys(profile.devices[rank].host for rank in ranks if 0 <= rank < len(profile.devices)))
+    if len(hosts) > 1:
+        yield f"{where} names ranks {ranks} of the hosts {', '.join(hosts)}: the ranks of a stage are of one host"
+    if ranks != sorted(ranks):
+        yield f"{where} names ranks {ranks}: the ranks of a stage are listed in increasing order"
+    if len(plan.pipelines) > 1:
+        yield f"{where} names ranks {ranks} in a plan of {len(plan.pipelines)} pipelines: stages of several ranks need one pipeline"
+    if stage.streamed or stage.slice_sequences is not None:
+        what = "streamed = true" if stage.streamed else f"slice_sequences = {stage.slice_sequences}"
+        yield f"{where} names ranks {ranks} and has {what}: only a stage of one rank has; leave it out"
+    pipeline = next(one for one in plan.pipelines if stage in one.stages)
+    if pipeline.split_backward or pipeline.order != WARM_UP:
+        settings = [f'order = "{pipeline.order}"'] if pipeline.order != WARM_UP else []
+        settings += ["split_backward = true"] if pipeline.split_backward else []
+        yield (
+            f"{where} names ranks {ranks}, and its pipeline has {' and '.join(settings)}: a stage of several ranks goes back in "
+            f"one part, in the order {WARM_UP}; leave it out"
+        )
+    ends = pipeline.stages[0], pipeline.stages[-1]
+    tied = profile.model.tied and profile.model.layers[0].trainable_parameters > 0
+    if tied and len(pipeline.stages) > 1 and any(end.grouped for end in ends):
+        yield (
+            f"{where} names ranks {ranks}: where embedding and head share a trained matrix, a first or last stage of several ranks "
+            f"holds the whole chain; make it the only stage, or give the ends to one rank each"
+        )
+
+
+def _share_problems(where: str, stage: StagePlan, profile: ClusterProfile) -> Iterator[str]:
+    ranks, shares, heads = list(stage.ranks), list(stage.shares), profile.model.heads
+    if len(shares) != len(ranks) or min(shares) < 0 or stage.idles:
+        experts = f" and experts = {list(stage.experts)}" if stage.experts is not None else ""
+        yield (
+            f"{where} has shares = {shares}{experts} for ranks {ranks}: every rank needs its share, a whole number of at least 1, "
+            f"or 0 where it has experts"
+        )
+    elif heads is None:
+        yield (
+            f"{where} names ranks {ranks}: this model cannot be divided among ranks as the job trains it (in the way are other "
+            f"families than plain ones of transformers, dropout, [adapter] dora or parameters, an 8-bit [train] optimizer, and "
+            f"matrices that NF4 packs across a cut; `train --plan` says which); give the stage one rank"
+        )
+    elif sum(shares) != heads:
+        yield (
+            f"{where} has shares = {shares}, in all {sum(shares)}: they are key/value heads, of which the model has {heads}; "
+            f"make them add up to {heads}"
+        )
+    yield from _expert_problems(where, stage, profile.model.experts)
+
+
+def _expert_problems(where: str, stage: StagePlan, experts: int | None) -> Iterator[str]:
+    if stage.experts is None:
+        return
+    found = list(stage.experts)
+    if experts is None:
+        yield f"{where} has experts = {found}: the model has no experts that ranks can share; leave them out"
+    elif len(found) != len(stage.ranks) or min(found) < 0 or sum(found) != experts:
+        yield (
+            f"{where} has experts = {found} for ranks {list(stage.ranks)}: each rank has a number of them, perhaps 0, and they add "
+            f"up to the model's {experts}"
+        )

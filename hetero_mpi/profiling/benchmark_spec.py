@@ -1,0 +1,196 @@
+"""The subject of a profile and its pieces: token counts, and stages that show every kind of layer; what was measured, and where it
+is kept, so that a rank that joins makes nobody measure again (``runtime/setup/device_test.py`` keeps there who passed its
+self-test).
+
+One JSON file per key in ``$XDG_CACHE_HOME/hetero_mpi/profiles`` (``~/.cache`` without the variable); may be deleted at any
+time. Memory and links are never kept: they depend on who else uses the machine, and a link has no name by which to find it
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetero_mpi.comm.ranks.versions import own_versions
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.disk import cache_folder, write_whole
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.types.codec import decode
+from hetero_mpi.planning.types.cost import DTYPE_BYTES
+from hetero_mpi.planning.types.profile import LayerTimes
+from hetero_mpi.planning.types.profile_rules import number_problems
+
+CACHE_BYTES = 64 << 20
+"""More than a processor's caches hold for one of its cores."""
+Group = Sequence[tuple[int, int]]
+"""Stages ``[first, last)`` that are built at the same time."""
+_MOST, _FEWEST = 5, 4
+"""Numbers of sequences to time, where there are so many: a bend of a line shows among five."""
+_LAYOUT = 6
+"""Changes with what ``DeviceTimes`` holds or how it is measured."""
+
+
+@dataclass(frozen=True)
+class BenchmarkSpec:
+    """The subject of a profile: the model and how it will run."""
+
+    chain: LayerChain
+    tuning: Tuning
+    train: TrainTable
+    sequence_length: int
+    micro_batches: tuple[int, ...]
+    """Sequences per micro-batch the planner may choose from, increasing."""
+    cores: float
+    """CPU cores this rank can count on."""
+    threads: int
+    """CPU threads of this rank."""
+    memory_bytes: int | None
+    """Usable memory given by the user instead of the measured one."""
+    groups: bool = False
+    """Ranks of one host may hold a stage together: what half the heads take is timed as well."""
+
+
+def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
+    """Sequences per micro-batch to time.
+
+    Of the choices at most five, smallest and largest included; then others up to the largest until there are four, since the last
+    micro-batch of a step may be shorter than the rest.
+
+    >>> sampled_rows((1, 2, 4)), sampled_rows((8,)), sampled_rows((1, 2, 3, 4, 6, 8, 12))
+    ((1, 2, 3, 4), (2, 4, 6, 8), (1, 3, 4, 6, 12))
+    """
+    ordered = sorted(set(choices))
+    last = len(ordered) - 1
+    few = last < _MOST
+    chosen = set(ordered) if few else {ordered[round(i * last / (_MOST - 1))] for i in range(_MOST)}
+    spaced = [max(1, round(ordered[-1] * i / _FEWEST)) for i in range(1, _FEWEST)]
+    for rows in (*spaced, *range(1, ordered[-1])):
+        if len(chosen) < _FEWEST:
+            chosen.add(rows)
+    return tuple(sorted(chosen))
+
+
+def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
+    """Groups of stages to build, one after the other; every kind of the chain is in one.
+
+    ``one_by_one``: each kind in a stage of its own; else the front and the back of the chain, each with two blocks, or as many
+    as it takes to show every kind.
+
+    >>> layer_groups(("embedding", "a", "a", "a", "a", "a", "head"), False)
+    [[(0, 3), (4, 7)]]
+    """
+    layers, blocks = len(kinds), len(kinds) - 2
+    if one_by_one:
+        return [[(kinds.index(kind), kinds.index(kind) + 1)] for kind in dict.fromkeys(kinds)]
+    ends = min(2, blocks)
+    while {*kinds[1 : 1 + ends], *kinds[-1 - ends : -1]} != {*kinds[1:-1]}:
+        ends += 1
+    middle = 1 + (blocks + 1) // 2
+    if 2 * ends >= blocks:
+        return [[(0, middle), (middle, layers)]]
+    return [[(0, 1 + ends), (layers - 1 - ends, layers)]]
+
+
+def light(subject: BenchmarkSpec, group: Group) -> bool:
+    """True where the stages of a group are so small that they fit several times beside each other."""
+    parameters = (spec.count for layers in group for spec in subject.chain.specs(*layers))
+    return not subject.tuning.nf4 and sum(parameters) * DTYPE_BYTES[subject.train.dtype] <= CACHE_BYTES
+
+
+def cold_by_itself(subject: BenchmarkSpec) -> bool:
+    """True where a block is larger than caches, so that it finds them cold even when it runs over and over, or packing it is
+    slow."""
+    chain = subject.chain
+    blocks = (sum(spec.count for spec in chain.specs(layer, layer + 1)) for layer in range(1, chain.layer_count - 1))
+    largest = max(blocks, default=0)
+    return subject.tuning.nf4 or largest * DTYPE_BYTES[subject.train.dtype] > CACHE_BYTES
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """All that one rank measured of itself; seconds, bytes per second, bytes. All of it depends on the device alone."""
+
+    measured: str
+    """When."""
+    rows: tuple[int, ...]
+    """Sequences per micro-batch that were timed."""
+    layers: dict[str, LayerTimes]
+    forward_overhead_s: float
+    backward_overhead_s: float
+    activation_bytes: dict[str, float]
+    """kind -> bytes kept from forward to backward per token."""
+    deferred_bytes: dict[str, float]
+    """kind -> bytes kept between both parts of a split backward per token."""
+    optimizer_s_per_parameter: float
+    copy_latency_s: float
+    device_to_host_bytes_per_s: float
+    host_to_device_bytes_per_s: float
+    host_optimizer_s_per_parameter: float | None = None
+    slow_s: float = 0.0
+    """The longest first pass, where it was too long to time more; else 0."""
+    halved: dict[str, LayerTimes] = field(default_factory=dict)
+    """Times of a member of a group with half of the heads and of the experts, without sums; empty: not timed."""
+    without_experts: dict[str, LayerTimes] = field(default_factory=dict)
+    """The same with none of the experts."""
+    kept: bool = False
+    """From an earlier run?"""
+
+
+def subject_content(subject: BenchmarkSpec, mpi_library: str) -> list[Any]:
+    """All of a subject, and of the programs that run it, that decides what a device takes for it."""
+    return [
+        {name: list(spec.shape) for name, spec in subject.chain.parameters.items()},
+        list(subject.chain.kinds),
+        [sorted(subject.tuning.trainable), subject.tuning.nf4, subject.tuning.double],
+        [subject.train.dtype, subject.train.optimizer],
+        [subject.sequence_length, subject.groups],
+        list(subject.chain.boundary(0, 1, subject.sequence_length)),
+        own_versions(mpi_library),
+    ]
+
+
+def key_of(content: Sequence[Any]) -> str:
+    """A short name for content that JSON can express."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def device_key(world: World, backend: Backend, subject: BenchmarkSpec, repeats: int) -> str:
+    """Equal keys mean: the same device of the same host, beside as many other ranks, measured for the same model shape, dtype,
+    token counts and versions."""
+    products = backend.products(subject.train.dtype)
+    device = [world.host, backend.name, backend.index, backend.description(), products]
+    device += [subject.threads, round(subject.cores, 3)]
+    place = [world.local_rank, world.local_size]
+    rows = sampled_rows(subject.micro_batches)
+    return key_of([_LAYOUT, device, place, rows, repeats, *subject_content(subject, world.library)])
+
+
+def load_times(key: str) -> DeviceTimes | None:
+    """The times that are kept under ``key``; None when none are, or when they cannot be read."""
+    data = load(key)
+    try:
+        return decode(DeviceTimes, data, key) if data is not None and not number_problems(data) else None
+    except UserError:
+        return None
+
+
+def load(key: str) -> Any:
+    try:
+        return json.loads((cache_folder("profiles") / f"{key}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def save(key: str, value: Any) -> None:
+    """Keep a value that JSON can express. A cache that cannot be written is no reason to end a run."""
+    with contextlib.suppress(OSError):
+        write_whole(cache_folder("profiles") / f"{key}.json", json.dumps(value), make_folder=True)

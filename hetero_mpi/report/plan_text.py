@@ -1,0 +1,344 @@
+"""A plan as text: its stages, who idles and why, the batch, the prediction, what limits it, and why its ranks wait."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from hetero_mpi import units
+from hetero_mpi.planning.analysis.idle_time import Idling
+from hetero_mpi.planning.analysis.what_if import NO_CHANGE, Losses, WhatIf
+from hetero_mpi.planning.durations import Durations, stage_s
+from hetero_mpi.planning.memory import shared_parameters
+from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.types.plan import (
+    WARM_UP,
+    HostMemory,
+    IdleRank,
+    PipelinePlan,
+    Plan,
+    PlanReport,
+    RankMemory,
+    StagePlan,
+)
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.request import Network
+from hetero_mpi.report.profile_text import device_heading, device_text
+from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped, least_most
+from hetero_mpi.terminal import wrapped
+
+MOST_STAGES = 48
+"""Number of stages of a plan up to which each has a row of its own."""
+FEW = 8
+"""The same on the first screen."""
+EVERY_STAGE = "every stage: `inspect PLAN --all`, of the plan.toml that `plan -o` and `train` write"
+NOT_PREDICTED = "nothing is predicted in this file; `plan --profile PROFILE --plan FILE` works it out"
+LIMITS = {
+    "device": "the speed of the devices",
+    "link": "links",
+    "memory": "memory",
+    "granularity": "granularity (whole layers, whole micro-batches)",
+}
+"""The values of ``Losses.limit``, in words."""
+
+
+def headline(report: PlanReport) -> str:
+    """``3 ranks, 389 ms per step (395 ms when tried); the best one alone, rank 1, 489 ms (1.26x)``: the gain over the best single
+    device."""
+    plan, best = report.plan, report.alone
+    used, there = len(plan.ranks), len(report.memory) + len(report.idle)
+    text = f"{units.plural(used, 'rank')}" if used >= there else f"{used} of {units.plural(there, 'rank')}"
+    text += f", {units.seconds(report.predicted_step_s)} per step"
+    text += f" ({units.seconds(report.tried_step_s)} when tried)" if report.tried_step_s is not None else ""
+    if best is None or there <= 1:
+        return text
+    if best.step_s is None:
+        return f"{text}; no rank can do it alone (rank {best.rank}: {best.problem})"
+    gain = units.ratio(best.step_s, report.predicted_step_s)
+    if len(plan.ranks) == 1 and gain >= 1:
+        return f"{text}: rank {plan.ranks[0]} alone, which the others would only slow down"
+    what = "the best one alone" if gain >= 1 else "one alone would be faster"
+    why = f": {best.problem}" if best.problem else ""
+    return f"{text}; {what}, rank {best.rank}, {units.seconds(best.step_s)} ({gain:.2f}x){why}"
+
+
+def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: bool = False) -> list[str]:
+    """A plan as lines: headline, a table of stages with memory and utilisation, idle ranks with reasons, the batch, the prediction.
+
+    Args:
+        told: a plan without a report has no prediction.
+        profile: for which the plan was made; None: what needs it is left out.
+        every: a row for each stage, however many there are.
+    """
+    plan, report = (told, None) if isinstance(told, Plan) else (told.plan, told)
+    many = len(plan.numbered) > MOST_STAGES and not every
+    lines = wrapped("", headline(report)) if report is not None else []
+    lines += [plan_title(plan, profile), *_stages(plan, profile, report, many).lines()]
+    tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
+    shown = f"weights: parameters; compute: forward + backward of {tokens} tokens; " if profile is not None else ""
+    lines.append(f"  {shown}warm-up: micro-batches ahead of the first backward")
+    if many:
+        lines.append(f"  {EVERY_STAGE}")
+    if report is not None:
+        lines += host_lines(report.hosts)
+        lines += [line for reason in idle_lines(report.idle) for line in wrapped("  ", reason)]
+        lines += [line for reason in report.reasons for line in wrapped("  because: ", reason)]
+    lines += [f"Batch: {line}" for line in batch_lines(plan)]
+    return lines + (wrapped("", _prediction(report, profile is None)) if report is not None else [f"  {NOT_PREDICTED}"])
+
+
+def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) -> list[str]:
+    """What ``train`` says of a plan before the first step; all else is in ``plan_lines``, for ``--verbose`` and ``inspect``."""
+    stages = _stages(report.plan, profile, report, len(report.plan.numbered) > FEW)
+    lines = [*wrapped("", headline(report)), plan_title(report.plan, profile)]
+    lines += stages.without("weights", "warm-up").lines()
+    lines += [line for reason in idle_lines(report.idle) for line in wrapped("  ", reason)]
+    lines += [f"Batch: {line}" for line in batch_lines(report.plan)]
+    return lines + wrapped("  ", f"why, and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
+
+
+def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
+    """``Plan: 4 stages in 2 pipelines, schedule 1F1B``."""
+    interleaved = any(pipeline.interleaved for pipeline in plan.pipelines)
+    on = f" on {units.plural(len(plan.ranks), 'rank')}" if interleaved else ""
+    pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
+    emulated = " on emulated devices" if profile is not None and profile.emulated else ""
+    return f"Plan: {units.plural(len(plan.numbered), 'stage')}{on}{pipelines}{emulated}{schedule_text(plan)}"
+
+
+def schedule_text(plan: Plan) -> str:
+    """``, schedule 1F1B``: the pipelines' schedules, and how they differ from these; empty without pipelines of several stages."""
+    names = dict.fromkeys(_schedule_text(pipeline) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
+    return f", schedule {' and '.join(names)}" if names else ""
+
+
+def _schedule_text(pipeline: PipelinePlan) -> str:
+    count, last = pipeline.micro_batches, len(pipeline.stages) - 1
+    if pipeline.interleaved:
+        return f"{pipeline.order} ({max(map(len, pipeline.held.values()))} stages per rank)"
+    if pipeline.order != WARM_UP:
+        return pipeline.order
+    depths = [min(stage.warm_up, count) for stage in pipeline.stages]
+    classic = [min(last - place, count) for place in range(last + 1)]
+    if min(depths) >= count - 1 and count > 1:
+        name = "GPipe"
+    else:
+        name = "1F1B" if depths == classic else "1F1B with its own warm-up depths"
+    return f"{name}, split backward" if pipeline.split_backward else name
+
+
+def idle_lines(idle: Sequence[IdleRank]) -> list[str]:
+    """``ranks 4-7 idle: a slower card than ...``, one line per reason."""
+    alike = idle_alike(idle).items()
+    return [f"{units.ranks(r)} {'idles' if len(r) == 1 else 'idle'}: {reason}" for reason, r in alike]
+
+
+def idle_alike(idle: Sequence[IdleRank]) -> dict[str, list[int]]:
+    """Reason -> the ranks that idle for it, in their order."""
+    alike = grouped(sorted(idle, key=lambda one: one.rank), lambda one: one.reason)
+    return {reason: [one.rank for one in members] for reason, members in alike.items()}
+
+
+def host_lines(hosts: Sequence[HostMemory]) -> list[str]:
+    """``host alpha: 12.0 of 60.0 GB for its ranks together``; of many hosts only the fullest."""
+    fullest_first = sorted(hosts, key=lambda host: -host.peak_bytes / max(host.usable_bytes, 1))
+    shown = hosts if len(hosts) <= MOST_ROWS else fullest_first[:1]
+    more = f" (the fullest of {len(hosts)})" if len(shown) < len(hosts) else ""
+    return [
+        f"  host {units.shortened(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
+        f"for its ranks together{more}"
+        for host in shown
+    ]
+
+
+def fullest_text(memory: Sequence[RankMemory]) -> str:
+    """``1.20 GB of 8.00 GB``: memory of the fullest rank."""
+    if not memory:
+        return ""
+    fullest = max(memory, key=lambda one: one.peak_bytes / max(one.usable_bytes, 1))
+    return f"{units.size(fullest.peak_bytes)} of {units.size(fullest.usable_bytes)}"
+
+
+def _fullest_of(held: Sequence[Sequence[RankMemory]]) -> str:
+    return fullest_text([one for memory in held for one in memory])
+
+
+def heads_text(stage: StagePlan) -> str:
+    """Key/value heads of each rank of a group, and experts where they were shared out: ``5 + 3 heads, 2 + 6 experts``."""
+    heads = f"{' + '.join(map(str, stage.shares))} heads"
+    return heads if stage.experts is None else f"{heads}, {' + '.join(map(str, stage.experts))} experts"
+
+
+def _stages(plan: Plan, profile: ClusterProfile | None, report: PlanReport | None, many: bool) -> Table:
+    """The stages; where they are ``many``, those on one kind of device (without a profile: of as many layers) share a row."""
+    stages = stage_table(plan, profile, report.memory if report is not None else ())
+    if profile is not None:
+        stages = stages.without("micro-batches")
+    return (
+        stages.merged(lambda row: row[3] or row[4].last - row[4].first).without("pipeline", "rank") if many else stages
+    )
+
+
+def stage_table(
+    plan: Plan, profile: ClusterProfile | None, memory: Sequence[RankMemory],
+    name: Callable[[DeviceProfile], str] = device_text,
+) -> Table:  # fmt: skip
+    """A row for every stage. ``memory``: predicted, of ranks; ``name``: what a device is called."""
+    columns = (
+        Column("pipeline"),
+        Column("stage", several=lambda stages: str(len(stages))),
+        Column("rank"),
+        Column(device_heading(profile) if profile is not None else "device"),
+        Column("layers", lambda one: units.layers(one.first, one.last, plan.layers), _layers_each),
+        Column("micro-batches"),
+        Column("weights", units.count),
+        Column("memory", fullest_text, _fullest_of),
+        Column("compute", units.seconds),
+        Column("recompute", several=lambda kinds: units.counted(filter(None, kinds), ", ")),
+        Column("warm-up"),
+    )
+    if profile is not None:
+        profile = Durations(plan, profile).profile
+    rows, told = [], set[int]()
+    for number, index, stage in plan.numbered:
+        pipeline = plan.pipelines[index]
+        devices = [profile.devices[rank] for rank in stage.ranks] if profile is not None else []
+        # A rank's memory is that of all its stages: it stands beside the first.
+        fresh = set(stage.ranks) - told
+        told |= fresh
+        ranks = ", ".join(map(str, stage.ranks))
+        rows.append((
+            index if len(plan.pipelines) > 1 else None,
+            number,
+            f"{ranks} ({heads_text(stage)})" if stage.grouped else ranks,
+            ", ".join(dict.fromkeys(map(name, devices))),
+            stage,
+            f"{pipeline.micro_batches} x {pipeline.micro_batch}",
+            _parameters(stage, profile) if profile is not None else None,
+            [known for known in memory if known.rank in fresh],
+            _micro_batch_s(pipeline, stage, plan, profile) if profile is not None else None,
+            "streamed" if stage.streamed else "yes" if stage.recompute else "",
+            stage.warm_up,
+        ))  # fmt: skip
+    return Table(columns, rows)
+
+
+def _layers_each(stages: Sequence[StagePlan]) -> str:
+    return f"{least_most([one.last - one.first for one in stages], '{:.0f}'.format)} each"
+
+
+def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
+    layers = profile.model.layers[stage.first : stage.last]
+    return sum(layer.parameters for layer in layers) - shared_parameters(profile.model, stage.first, stage.last)
+
+
+def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> float:
+    return sum(stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B))
+
+
+def batch_lines(plan: Plan) -> list[str]:
+    """``64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step``."""
+    row = "sample" if units.unit_of(plan.sequence_length) == "samples" else "sequence"
+    shares = []
+    for pipeline in plan.pipelines:
+        count, last = pipeline.micro_batches, pipeline.size(pipeline.micro_batches - 1)
+        short = f" (the last: {last})" if last < pipeline.size(0) else ""
+        shares.append(f"{units.plural(count, 'micro-batch')} x {units.plural(pipeline.size(0), row)}{short}")
+    text = f"{units.plural(plan.global_batch, row)} = {units.counted(shares, ' + ')}"
+    if row == "sample":
+        return [text]
+    tokens = plan.global_batch * plan.sequence_length
+    return [f"{text}, {plan.sequence_length:,} tokens each: {tokens:,} tokens per step"]
+
+
+def _prediction(report: PlanReport, bound: bool) -> str:
+    plan = report.plan
+    tokens_per_s = units.ratio(plan.global_batch * plan.sequence_length, report.predicted_step_s)
+    text = f"Predicted: {units.seconds(report.predicted_step_s)} per step, {tokens_per_s:,.0f} "
+    text += f"{units.unit_of(plan.sequence_length)}/s"
+    return f"{text}; {_bound_text(report)}" if bound else text
+
+
+def _bound_text(report: PlanReport) -> str:
+    """``no plan could take less than 380 ms (fluid bound; this one 2.4 % more)``."""
+    gap = units.percent(max(0.0, units.ratio(report.predicted_step_s, report.bound_step_s) - 1))
+    return f"no plan could take less than {units.seconds(report.bound_step_s)} (fluid bound; this one {gap} more)"
+
+
+def costed_plan_lines(
+    report: PlanReport, profile: ClusterProfile, busy_s: Mapping[int, float], lost: Losses
+) -> list[str]:
+    """A plan with its prediction and bound, the utilisation of every rank, and what limits the plan."""
+    busy = {rank: units.ratio(seconds, report.predicted_step_s) for rank, seconds in busy_s.items()}
+    lines = plan_lines(report, profile) + wrapped("Utilisation: ", utilisation(busy))
+    parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole layers and micro-batches")]
+    if lost.choice > 0:
+        parts.insert(0, (lost.choice, "this plan (the planner's own is faster)"))
+    spent = ", ".join(f"{units.percent(share)} to {name}" for share, name in parts)
+    against = "against devices that are always busy, the step loses"
+    return lines + wrapped("Limited by: ", f"{LIMITS[lost.limit]}; {against} {spent}")
+
+
+def utilisation(shares: Mapping[int, float]) -> str:
+    """``rank 0 84 %, rank 1 90 %``; of many ranks the least, the median and the greatest."""
+    if len(shares) <= MOST_STAGES:
+        return ", ".join(f"rank {rank} {units.percent(shares[rank])}" for rank in sorted(shares))
+    idlest, busiest = min(shares, key=lambda r: shares[r]), max(shares, key=lambda r: shares[r])
+    return (
+        f"of {len(shares)} ranks the least busy is rank {idlest} with {units.percent(shares[idlest])}, the median "
+        f"{units.percent(statistics.median(shares.values()))}, the busiest rank {busiest} with {units.percent(shares[busiest])}"
+    )
+
+
+def network_lines(network: Network, step_s: float, predicted_s: float) -> list[str]:
+    """The differences between the simulated network and this program's, and what they cost; empty where there are none."""
+    said = []
+    if network.blocking_sends:
+        said.append("a rank computes nothing while it sends")
+    if network.shared_nic:
+        said.append("all messages of a host to others pass through one NIC")
+    if not said:
+        return []
+    more = units.ratio(step_s, predicted_s) - 1
+    change = "no change" if abs(more) < NO_CHANGE else f"{units.percent(more)} more than predicted"
+    return wrapped("Simulated so that ", f"{' and '.join(said)}: {change}")
+
+
+def idling_lines(
+    step_s: float, busy_s: Mapping[int, float], causes: Mapping[int, Idling], memory: Sequence[RankMemory],
+    labels: Mapping[int, str],
+) -> list[str]:  # fmt: skip
+    """A row per rank, in shares of the step: computing, and idling by cause; and its peak of memory.
+
+    Of many ranks, those with the same label (their device) share a row, with means and the fullest memory.
+    """
+    names = ("computes", "idles", "waits for activations", "gradients", "the link", "all-reduce", "the end")
+    columns = [Column("rank", several=lambda ranks: str(len(ranks))), Column("device")]
+    columns += [Column(name, units.percent, lambda shares: units.percent(statistics.fmean(shares))) for name in names]
+    many, rows = len(busy_s) > MOST_STAGES, []
+    for rank in sorted(busy_s):
+        cause = causes[rank]
+        spent = (busy_s[rank], cause.total_s, cause.activations_s, cause.gradients_s, cause.link_s, cause.sums_s)
+        shares = (units.ratio(seconds, step_s) for seconds in (*spent, cause.end_s))
+        held = [one for one in memory if one.rank == rank]
+        rows.append((rank, labels.get(rank) if many else None, *shares, held))
+    table = Table([*columns, Column("memory peak", fullest_text, _fullest_of)], rows)
+    return [
+        *(table.merged(lambda row: row[1]) if many else table).lines(),
+        *(["  on average; every rank by itself: trace.json"] if many else []),
+        "  all-reduce: of gradients, with other ranks; the end: done, while others are not",
+    ]
+
+
+def what_if_lines(answers: Sequence[WhatIf], step_s: float) -> list[str]:
+    """``what if link 0 - 1 10x faster: -18 % (410 ms per step)``"""
+    lines = []
+    for answer in answers:
+        if answer.step_s is None:
+            lines.append(f"  {answer.change}: no plan ({answer.problem})")
+        else:
+            change = units.ratio(answer.step_s, step_s) - 1
+            effect = "no change" if abs(change) < NO_CHANGE else units.change(change)
+            lines.append(f"  {answer.change}: {effect} ({units.seconds(answer.step_s)} per step)")
+    return ["What if (planned again for each):", *lines] if lines else []

@@ -1,0 +1,370 @@
+"""The preparations of rank 0 before any rank builds a layer: the model's configuration, the tokenizer and the sequences."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.data.chat_template import Template, choose_form, plain_texts, tokenize_records
+from hetero_mpi.data.dataset import Dataset, DataSource, SequenceSettings
+from hetero_mpi.data.record_files import BadRecords
+from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
+from hetero_mpi.data.records import Record, Records, read_records
+from hetero_mpi.data.source_files import matching_files
+from hetero_mpi.data.text_sequences import build_sequences, pieces_of, read_documents
+from hetero_mpi.data.token_cache import entry, marks_of, read_dataset, write_dataset
+from hetero_mpi.data.tokenizer import (
+    bpe_split,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+    train_bpe,
+    vocabulary_note,
+)
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import LoadedJob
+from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.model.files import hub
+from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.transformers.families import check_keys, read_config
+from hetero_mpi.model.transformers.generation import end_tokens, model_stops, read_generation, with_end
+from hetero_mpi.model.transformers.packed_records import depends_on_length
+from hetero_mpi.model.transformers.stored_model import stored_model
+from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES, PADDING_FAMILIES
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.runtime.setup.custom_model import read_factory
+
+
+@dataclass(frozen=True)
+class Material:
+    """Model configuration, tokenizer and data of a job. On rank 0 only."""
+
+    config: dict[str, Any]
+    """Keys of the model's ``config.json``, or the description of a factory's layers; to be broadcast."""
+    tokenizer: PreTrainedTokenizerFast | None
+    """None: the model takes no text."""
+    dataset: DataSource
+    notes: tuple[str, ...]
+    """Remarks to be printed."""
+    template: Literal["chat", "plain"] | None = None
+    """The template that turned records into text; None: the job has plain text."""
+    skipped_records: int = 0
+    """Bad records that were left out (``data.skip_bad``)."""
+    generation: dict[str, Any] | None = None
+    """Keys of the ``generation_config.json`` that the result gets; None: the base has none."""
+
+
+def prompt_template(job: JobConfig) -> Template | None:
+    """The form of prompt that the job's model expects: the last argument of ``data.template.render_prompt``."""
+    return None if job.data.records is None else job.data.template
+
+
+def prepare(loaded: LoadedJob) -> Material:
+    """Read the job's files. The data come first, since fetching a model from the hub may take an hour. Raises UserError: a file is
+    missing or damaged, or the job contradicts itself.
+    """
+    if loaded.job.model.factory is not None:
+        keys, samples = read_factory(loaded)
+        return Material(keys, None, samples, samples.notes)
+    return _from_text(loaded) if loaded.job.data.records is None else _from_records(loaded)
+
+
+def _from_text(loaded: LoadedJob) -> Material:
+    data = loaded.job.data
+    corpus = read_documents(loaded.text_patterns(), data.documents, data.max_bytes)
+    evaluation = None
+    if data.evaluation is not None:
+        evaluation = read_documents(loaded.evaluation_patterns(), data.documents, key="data.evaluation")
+    for read in (corpus, evaluation):
+        next(iter(read.blocks() if read else ("",)))  # there is some text
+    config, generation, told = _model_keys(loaded)
+    files = [marks_of(read.paths) if read else None for read in (corpus, evaluation)]
+    key = ["text", *files, data.documents, data.max_bytes]
+    tokenizer, notes = _tokenizer(
+        loaded, config, key, lambda: (piece.text for piece in pieces_of(corpus.blocks(), bpe_split))
+    )
+
+    def fill(folder: Path) -> None:
+        settings = _settings(loaded, data.packing)
+        dataset = build_sequences(corpus, tokenizer, settings, evaluation, folder, _progress(corpus.paths))
+        lines = [
+            f"{name}: {line}"
+            for name, read in (("corpus", corpus), ("evaluation", evaluation))
+            for line in (read.report.lines() if read is not None else ())
+        ]
+        write_dataset(folder, dataset, {"notes": [*lines, *dataset.notes]})
+
+    dataset, found, kept = _kept(loaded, [*key, _mark(tokenizer), data.packing], fill)
+    dataset, remarks = _placed(dataset, config)
+    generation = _with_end(config, generation, tokenizer)
+    return Material(
+        config, tokenizer, dataset, (*told, *notes, *found["notes"], *kept, *remarks), generation=generation
+    )
+
+
+def _from_records(loaded: LoadedJob) -> Material:
+    data = loaded.job.data
+    preference, bad = loaded.job.train.preference != "none", BadRecords(data.skip_bad)
+    named = _named_patterns(loaded)
+    files = [marks_of(matching_files(key, patterns, say)) for key, patterns in named]
+    key = ["records", files, [name for name, _ in named], data.skip_bad, preference]
+
+    @functools.cache
+    def read() -> list[Records]:
+        return [read_records(patterns, name, bad, preference, say) for name, patterns in named]
+
+    def records() -> Iterator[Record]:
+        """Those to be learnt from."""
+        sources = zip(named, read(), strict=True)
+        return (record for (name, _), source in sources if name != _EVALUATION for record in source.records)
+
+    def check(_: Path) -> None:
+        read()
+
+    with entry(["read", *key] if data.cache else None, check):
+        pass  # broken records are told before a model is fetched, which may take an hour
+    config, generation, told = _model_keys(loaded)
+    tokenizer, notes = _tokenizer(loaded, config, key, lambda: plain_texts(records()))
+    packing, isolate, note = _packing(loaded, str(config["model_type"]))
+    stops = model_stops(config, generation)
+
+    def fill(folder: Path) -> None:
+        every = [record for source in read() for record in source.records]
+        form = choose_form(tokenizer, data.template, every)
+        # What the template refuses is told as early as a broken line, if it is no rare exception.
+        sample = every[:: len(every) // _SAMPLED] if len(every) > _SAMPLED else ()  # few are all read soon
+        for _ in tokenize_records(tokenizer, form, sample, BadRecords(data.skip_bad)):
+            pass
+        sources = {name: source for (name, _), source in zip(named, read(), strict=True)}
+        evaluation = sources.pop(_EVALUATION, None)
+        lines = [
+            line if data.weights is None else f"{name}: {line}"
+            for name, source in sources.items()
+            for line in source.lines(form.source)
+        ]
+        lines.extend(f"evaluation: {line}" for line in (evaluation.lines(form.source) if evaluation else ()))
+        settings = _settings(loaded, packing)
+        dataset = build_record_sequences(
+            [(name, source.records) for name, source in sources.items()],
+            RecordSequences(tokenizer, form, settings, data.train_on_prompt, isolate, preference, stops),
+            None if evaluation is None else evaluation.records,
+            bad,
+            data.weights,
+        )
+        lines += ["records become text by " + _FORMS[form.kind], *note, *bad.lines(), *dataset.notes]
+        values = {"notes": lines, "kind": form.kind, "source": form.source, "skipped": len(bad.problems)}
+        write_dataset(folder, dataset, values)
+
+    more = [_mark(tokenizer), data.template, packing, isolate, data.train_on_prompt, data.weights, stops]
+    dataset, found, kept = _kept(loaded, [*key, *more], fill)
+    if found["kind"] == "plain":
+        # So that whoever loads the result can ask it in the words it was taught in.
+        tokenizer.chat_template = found["source"]
+    dataset, remarks = _placed(dataset, config)
+    generation = _with_end(config, generation, tokenizer)
+    lines = (*told, *notes, *found["notes"], *kept, *remarks)
+    return Material(config, tokenizer, dataset, lines, found["kind"], found["skipped"], generation)
+
+
+def _settings(loaded: LoadedJob, packing: bool) -> SequenceSettings:
+    data = loaded.job.data
+    return SequenceSettings(data.sequence_length, packing, data.held_out, loaded.job.train.seed)
+
+
+_EVALUATION = "data.evaluation"
+_SAMPLED = 256
+"""Records that are tried first."""
+
+
+def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
+    """(name, patterns of files) of the job's records: of each entry of ``data.records`` for itself where these have weights."""
+    patterns, data = list(loaded.record_patterns()), loaded.job.data
+    named = [("data.records", patterns)]
+    if data.weights is not None:
+        pairs = zip(data.records or (), patterns, strict=True)
+        named = [(f"data.records {text}", [pattern]) for text, pattern in pairs]
+    return named if data.evaluation is None else [*named, (_EVALUATION, list(loaded.evaluation_patterns()))]
+
+
+def _kept(
+    loaded: LoadedJob, key: Sequence[Any], fill: Callable[[Path], None]
+) -> tuple[Dataset, dict[str, Any], list[str]]:
+    """(the data, what else is told of it, a remark where an earlier start has made it). ``fill``: makes it, into a folder."""
+    data = loaded.job.data
+    settings = [data.sequence_length, data.held_out, loaded.job.train.seed]
+    with entry([*key, *settings] if data.cache else None, fill) as (folder, there):
+        dataset, found = read_dataset(folder)
+    return dataset, found, [f"token ids: those of an earlier start ({folder})"] if there else []
+
+
+def _mark(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
+    """All of a tokenizer that decides the tokens of records."""
+    engine = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    return [engine, tokenizer.chat_template, {name: str(text) for name, text in tokenizer.special_tokens_map.items()}]
+
+
+def _progress(paths: Sequence[Path]) -> Callable[[int], None]:
+    whole = sum(path.stat().st_size for path in paths) / 1e6
+    return lambda done: say(f"{done / 1e6:,.0f} million characters are tokenised, of {whole:,.0f} MB of text")
+
+
+def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
+    """(are records packed, are they kept apart then, remarks)."""
+    data = loaded.job.data
+    why = LEAKING_FAMILIES.get(family)
+    if loaded.job.train.preference != "none" and why is not None:
+        raise UserError(
+            f"{loaded.path}: [train] preference puts two records into one sequence, which must not see each other, and the "
+            f"{family} family cannot: it {why}. Take a model of another family (docs/models.md)"
+        )
+    if not data.packing or data.isolate is False or why is None:
+        return data.packing, data.isolate is not False, []
+    if data.isolate is True:
+        raise UserError(
+            f"{loaded.path}: [data] isolate = true keeps packed records from seeing each other, and the {family} family cannot: it "
+            f"{why}. Set packing = false (a sequence for each record), or isolate = false"
+        )
+    note = (
+        f"records are not packed, as packed ones would see each other: the {family} family {why}. "
+        "[data] isolate = false packs them all the same"
+    )
+    return False, False, [note]
+
+
+_FORMS = {
+    "chat": "the tokenizer's chat template",
+    "plain": "the plain form (## Task, ## Answer), which is saved as the tokenizer's chat template",
+}
+
+
+def _tokenizer(
+    loaded: LoadedJob, config: dict[str, Any], key: Sequence[Any], texts: Callable[[], Iterable[str]]
+) -> tuple[PreTrainedTokenizerFast, list[str]]:
+    """The job's tokenizer (loaded, or trained on the texts, which ``key`` tells from others), and remarks. Adds the tokenizer's
+    keys to the configuration.
+    """
+    job, notes = loaded.job, []
+    size, length = job.tokenizer.train_vocab_size, job.data.sequence_length
+    if size is not None:
+
+        def fill(folder: Path) -> None:
+            save_tokenizer(train_bpe(texts(), size, length), folder)
+
+        with entry(["tokenizer", size, length, *key] if job.data.cache else None, fill) as (folder, _):
+            tokenizer = load_tokenizer(folder)
+        note = vocabulary_note(tokenizer, size)
+        notes.extend([note] if note else [])
+    else:
+        tokenizer = load_tokenizer(_tokenizer_directory(loaded))
+    if job.model.path is None:
+        notes.extend(_complete(config, tokenizer))
+    check_vocabulary(tokenizer, read_config(config).vocab_size)
+    return tokenizer, notes
+
+
+def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | None, tuple[str, ...]]:
+    """Keys of the model's configuration and of its ``generation_config.json``, and remarks; a model of the hub is fetched for them
+    if it is not in the cache."""
+    model, generation = loaded.job.model, None
+    notes: tuple[str, ...] = ()
+    if model.path is not None:
+        path = loaded.resolve(model.path)
+        if hub.is_hub_id(model.path, path):
+            path = hub.obtain(model.path, path, model.download, say)
+        stored = stored_model(ModelFiles(path))
+        config, notes, generation = stored.config, stored.notes, read_generation(path)
+    elif isinstance(model.config, dict):
+        config = dict(model.config)
+        check_keys(config)
+    else:
+        assert model.config is not None
+        config = read_config(loaded.resolve(model.config)).to_dict()
+    _check_model(loaded, config)
+    return config, generation, notes
+
+
+def _with_end(
+    config: dict[str, Any], generation: dict[str, Any] | None, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, Any] | None:
+    """The keys of ``generation_config.json`` with the end token that is taught, which the model's configuration gets, too."""
+    if generation is not None:
+        ends = with_end(model_stops(config, generation), tokenizer.eos_token_id)
+        generation = {**generation, "eos_token_id": ends}
+    config["eos_token_id"] = with_end(end_tokens(config, "config.json"), tokenizer.eos_token_id)
+    return generation
+
+
+def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str]]:
+    """The data with positions that tell texts from padding, where the model computes a text by its length; and a remark where
+    padding counts all the same."""
+    told, family = [], str(config["model_type"])
+    if family in PADDING_FAMILIES and dataset.padded:
+        told.append(
+            f"padding counts: which tokens a {family} model looks at depends on how many there are, so a padded text's loss is not "
+            f"quite what it has alone"
+        )
+    return dataset.placed() if depends_on_length(read_config(config)) else dataset, told
+
+
+def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
+    """Refuse a model that cannot be trained, before a long corpus is tokenized."""
+    positions = getattr(read_config(config), "max_position_embeddings", None)
+    length = loaded.job.data.sequence_length
+    if loaded.job.train.preference != "none" and config.get("output_router_logits"):
+        raise UserError(
+            f"{loaded.path}: [train] preference does not go with the loss of routers, for which the model's configuration asks: "
+            f"leave it out, or set output_router_logits = false there"
+        )
+    if positions is not None and length > positions:
+        raise UserError(
+            f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
+            f"(max_position_embeddings); shorten the sequences"
+        )
+
+
+def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Add to a hand-written configuration what the tokenizer tells."""
+    notes = []
+    if "vocab_size" not in config:
+        config["vocab_size"] = len(tokenizer)
+        notes.append(f"vocab_size {len(tokenizer):,}: the tokenizer's")
+    for key in ("bos_token_id", "eos_token_id"):
+        config.setdefault(key, getattr(tokenizer, key))
+    # The embedding of a padding token is zero and learns nothing: no good for a token that also ends documents.
+    pads_with_end = tokenizer.pad_token_id == tokenizer.eos_token_id
+    config.setdefault("pad_token_id", None if pads_with_end else tokenizer.pad_token_id)
+    return notes
+
+
+def model_directory(loaded: LoadedJob) -> Path | None:
+    """The directory of the start weights on this machine, which may not exist; None where they are initialised from the seed.
+
+    Uses no network.
+    """
+    text = loaded.job.model.path
+    if text is None:
+        return None
+    path = loaded.resolve(text)
+    return (hub.cached(text) if hub.is_hub_id(text, path) else None) or path
+
+
+def base_name(loaded: LoadedJob) -> str | None:
+    """The start weights as an adapter's files name them: a model of the hub by its name, which means the same everywhere, else its
+    directory. None: they are initialised from the seed."""
+    text, directory = loaded.job.model.path, model_directory(loaded)
+    if text is None or directory is None:
+        return None
+    return text if hub.is_hub_id(text, loaded.resolve(text)) else hub.name_of(directory)
+
+
+def _tokenizer_directory(loaded: LoadedJob) -> Path:
+    own = loaded.job.tokenizer.path
+    directory = loaded.resolve(own) if own is not None else model_directory(loaded)
+    assert directory is not None  # the job has one or the other
+    return directory

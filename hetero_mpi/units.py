@@ -1,0 +1,144 @@
+"""Numbers, ranks and layers in words, for people: three significant digits and a fitting unit."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_NEEDLESS = (
+    r"\((R|TM)\)",
+    r"\b(NVIDIA|AMD|Intel|Apple)\b",
+    r"\bGeForce\b",
+    r" @ .*$| \d+-Core Processor$| Processor\b| CPU\b",
+    r" \([^()]*\)$",
+)
+"""Parts of a device's name that may be left out, in this order."""
+_COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def seconds(value_s: float) -> str:
+    """``0.0123`` -> ``12.3 ms``; minutes and hours as a clock (``1:02:03``)."""
+    if not math.isfinite(value_s):
+        return "unknown"
+    if value_s >= 99.95:
+        return clock(value_s)
+    for factor, unit in ((1, "s"), (1e-3, "ms")):
+        if value_s >= 0.9995 * factor:
+            return f"{_digits(value_s / factor)} {unit}"
+    return f"{_digits(value_s * 1e6)} us" if value_s else "0 s"
+
+
+def clock(value_s: float) -> str:
+    """``62`` -> ``1:02``, ``3723`` -> ``1:02:03``."""
+    minutes, whole = divmod(round(value_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+
+
+def size(value_bytes: float) -> str:
+    """``1_234_567_890`` -> ``1.23 GB`` (powers of 1000, as everywhere in this program)."""
+    return _scaled(value_bytes, _BYTES) or f"{value_bytes:.0f} B"
+
+
+def bandwidth(value_bytes_per_s: float) -> str:
+    """``3.2e9`` -> ``3.20 GB/s``."""
+    return f"{size(value_bytes_per_s)}/s" if math.isfinite(value_bytes_per_s) else "unlimited"
+
+
+def count(value: float) -> str:
+    """``12_345_678`` -> ``12.3 M``."""
+    return _scaled(value, _COUNTS) or f"{value:.0f}"
+
+
+def percent(share: float) -> str:
+    """``0.0834`` -> ``8.3 %``, ``0.25`` -> ``25 %``."""
+    return f"{share * 100:.1f} %" if abs(share) < 0.0995 else f"{share * 100:.0f} %"
+
+
+def change(share: float) -> str:
+    """``0.0834`` -> ``+8.3 %``, ``-0.25`` -> ``-25 %``."""
+    return f"{'+' if share >= 0 else '-'}{percent(abs(share))}"
+
+
+def unit_of(sequence_length: int) -> str:
+    """The unit of a throughput: tokens; or samples where a sequence has one token, as in models made of layers."""
+    return "samples" if sequence_length == 1 else "tokens"
+
+
+def device_name(name: str, most: int) -> str:
+    """A device's name in at most ``most`` characters: ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``.
+
+    Makers and trademarks are dropped first. Then it is shortened from the left, since what tells devices apart comes last.
+    """
+    for pattern in _NEEDLESS:
+        if len(name) > most:
+            name = " ".join(re.sub(pattern, "", name).split())
+    while len(name) > most and " " in name:
+        name = name.partition(" ")[2]
+    return name if len(name) <= most else "..." + name[len(name) - max(most - 3, 0) :]
+
+
+def numbers(values: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``0-2, 5``. Two neighbours stay ``0, 1``."""
+    runs: list[list[int]] = []
+    for value in sorted(set(values)):
+        if runs and runs[-1][-1] == value - 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    texts = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return ", ".join(texts)
+
+
+def ranks(values: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-7, 9``."""
+    listed = list(values)
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {numbers(listed)}"
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 rank``, ``1,024 ranks``."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def shortened(text: str, most: int = 26) -> str:
+    """``text`` if it has at most ``most`` characters, else its beginning."""
+    return text if len(text) <= most else text[: most - 3].rstrip() + "..."
+
+
+def layers(first: int, last: int, count: int) -> str:
+    """``embedding, blocks 0-3``: layers [first, last) of a chain of ``count``, whose ends are the embedding and the head."""
+    blocks = range(max(first, 1) - 1, min(last, count - 1) - 1)
+    parts = ["embedding"] if first == 0 else []
+    if len(blocks) == 1:
+        parts.append(f"block {blocks[0]}")
+    elif blocks:
+        parts.append(f"blocks {blocks[0]}-{blocks[-1]}")
+    return ", ".join(parts + (["head"] if last == count else []))
+
+
+def counted(texts: Iterable[str], joint: str) -> str:
+    """``a, b`` with equal ones counted: ``60 x (a), 3 x (b)``."""
+    return joint.join(text if many == 1 else f"{many} x ({text})" for text, many in Counter(texts).items())
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """The quotient; 1 for 0 / 0: a profile edited to zero seconds must not break a sentence."""
+    return numerator / denominator if denominator > 0 else 1.0
+
+
+def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str | None:
+    for factor, unit in units:
+        if abs(value) >= 0.9995 * factor:
+            return f"{_digits(value / factor)} {unit}"
+    return None
+
+
+def _digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
