@@ -35,9 +35,9 @@ LINES = {
     "profiling": 1_360,
     "report": 4_530,
     "runtime": 6_680,
-    "state": 1_820,
+    "state": 1_800,
     "web": 430,
-    "in all": 54_240,
+    "in all": 54_210,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -4,7 +4,7 @@ step-00000120.5f2c09aa.h5``: copies of the trained state on the disks of hosts.
 A *version* is all ranks' trained parameters and moments after one step. A checkpoint is a version in one file. A *shard* is the
 part of a version that one rank writes, in the same format: the rank's own part, and those of the ranks whose peer it is. All shards
 of a version, and no others, bear its id, so shards of different moments, or of the same step taken twice, never make one whole.
-This module knows names, headers and removal only. ``state.local_shards`` writes shards, ``runtime.start_state`` reads versions.
+This module knows names, headers and removal only. ``state.stored_state`` writes shards and reads versions.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _step_of(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank can read of a version: a checkpoint, which is all of it, a shard, or copies in its memory."""
+    """One rank's part of a version, which it can read: a checkpoint, which is all of it, a shard, or copies in its memory."""
 
     rank: int
     """The rank that can read it."""

@@ -37,10 +37,10 @@ from hetero_mpi.planning.types.cost import MOMENT_BLOCK
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What was found in a file that is whole."""
+    """The content of a file that is whole, counted."""
 
     tensors: int
-    """Of all kinds."""
+    """Number of all kinds."""
     parameters: int
     """Tensors that are parameters."""
     numbers: int
@@ -92,7 +92,7 @@ class CheckpointReader:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the writer was given as ``metadata``, with the same types (tuples come back as lists)."""
+        """The writer's ``metadata``, with the same types (tuples come back as lists)."""
         if self._metadata is None:
             with damage_named(self.path, METADATA):
                 group = self._groups[METADATA]

@@ -212,7 +212,7 @@ WINDOW_BYTES = 64 << 20
 
 
 class Sink(io.FileIO):
-    """What h5py writes to. Raises OSError only when the file cannot be made.
+    """The file that h5py writes to. Raises OSError only when the file cannot be made.
 
     Attributes:
         error: the first write that failed.

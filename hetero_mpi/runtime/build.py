@@ -21,13 +21,12 @@ from hetero_mpi.model.group.division import require_divisible
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.optimizer import LossScale
-from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.model.transformers.weights import SeededStart, Start
+from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.custom_model import start_values
 from hetero_mpi.runtime.setup.data_setup import model_directory
-from hetero_mpi.state.file_supply import open_files
+from hetero_mpi.state.file_supply import open_start
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.results import load_adapter, send_parameters
 
@@ -47,12 +46,11 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
     group = group_of(context, members, plan)  # before files are sent: rank 0 then waits for the others only
     start: Start | None = None
     files: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    directory = model_directory(context.loaded)
-    needs_start = not (resuming and context.tuning.full)  # an adapter's checkpoint does not hold the model
-    if needs_start and directory is None:
-        start = SeededStart(context.job.train.seed)
-    elif needs_start and directory is not None:
-        start, files = _open_files(context, members, plan, directory, kept or {})
+    if not (resuming and context.tuning.full):  # an adapter's checkpoint does not hold the model
+        directory, seed = model_directory(context.loaded), context.job.train.seed
+        cache = _checked_cache_root(context, members) if directory is not None else None
+        given = members, context.world.rank, context.transport, context.chain, plan, directory, seed
+        start, files = open_start(*given, cache, tuple(kept or ()))
     with members.together("loading weights"), files:
         trainer = trainer_of(context, share, start, loss_scale, group, kept)
     return replace(share, trainer=trainer)
@@ -128,9 +126,7 @@ def _cache_root(context: RunContext) -> Path | None:
     return context.loaded.resolve(cache) if cache is not None else None
 
 
-def _open_files(
-    context: RunContext, members: World, plan: Plan, directory: Path, kept: Kept
-) -> tuple[Start, contextlib.AbstractContextManager[object]]:
+def _checked_cache_root(context: RunContext, members: World) -> Path | None:
     cache, cache_root = context.job.model.shard_cache, _cache_root(context)
     if cache is not None and cache_root is not None and not Path(cache).expanduser().is_absolute():
         with members.together("looking for the shard cache"):
@@ -139,6 +135,4 @@ def _open_files(
                     f"[model] shard_cache = {as_toml(cache)}: a link in it leads out of the job file's directory, to "
                     f"{cache_root.resolve()}; {ELSEWHERE}"
                 )
-    rank = context.world.rank
-    chain = language(context.chain)
-    return open_files(members, rank, context.transport, chain, plan, directory, cache_root, tuple(kept))
+    return cache_root

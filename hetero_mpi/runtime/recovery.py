@@ -42,9 +42,9 @@ from hetero_mpi.report.run_files.run_directory import append_event
 from hetero_mpi.runtime.setup.context import Pending, RunContext
 from hetero_mpi.runtime.setup.data_setup import prepare
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request
-from hetero_mpi.state.local_shards import SAID, ShardWriter, supervised
-from hetero_mpi.state.peer_replicas import PeerReplicas, StateVersion
+from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.saving import Snapshots
+from hetero_mpi.state.stored_state import SHARD_METADATA, ShardWriter, StateVersion, supervised
 from hetero_mpi.state.training_state import TrainingState
 
 _LOG = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ def beside_steps(
         return
     local: ShardWriter | None = None
     if supervised():
-        said = world.broadcast_json({key: described[key] for key in SAID if key in described})
+        said = world.broadcast_json({key: described[key] for key in SHARD_METADATA if key in described})
         local = ShardWriter(world, context.run_dir, said, history.kept_version)
     threaded = context.job.cluster.communication_thread and world.thread_level == "multiple"
     fixed = every if isinstance(every, int) else None

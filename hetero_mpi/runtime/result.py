@@ -20,7 +20,7 @@ from hetero_mpi.report.run_files.run_directory import result_step
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a finished run has produced. The same on every rank; the files are on rank 0's host."""
+    """The products of a finished run. The same on every rank; the files are on rank 0's host."""
 
     run_dir: Path
     losses: tuple[float, ...]

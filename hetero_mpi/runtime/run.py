@@ -52,7 +52,7 @@ from hetero_mpi.runtime.setup.data_setup import base_name
 from hetero_mpi.runtime.setup.profile_and_plan import plan_run, say_plan
 from hetero_mpi.runtime.setup.setup import claimed, look_around, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest
-from hetero_mpi.runtime.start_state import StartState, begin, find_start, look_first
+from hetero_mpi.runtime.start_state import StartState, begin, check_header, find_start
 from hetero_mpi.runtime.trial import try_plan
 from hetero_mpi.runtime.watchdog import watched
 from hetero_mpi.state.saving import Snapshots
@@ -83,7 +83,7 @@ def _attempt(world: World, options: TrainOptions, stop: StopRequest, history: Ru
         look_around(world, run_dir, waits=world.broadcast_json(world.rank == 0 and is_used(run_dir)) and not goes_on)
         _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
         history.tell_loss(world, run_dir)
-        past = look_first(world, loaded, run_dir, options.resume) if not history.losses else None
+        past = check_header(world, loaded, run_dir, options.resume) if not history.losses else None
         if past is not None:
             return past
         threaded = loaded.job.cluster.communication_thread

@@ -4,7 +4,7 @@ All of these are versions of the trained state, which lie in parts at one rank o
 has checkpoints, the first rank of every host the shards on its disk, and after a death the survivors have copies in memory. The
 newest version that is whole is taken, and reported:
 
-    look_first    compares the header of the checkpoint with the job, before devices are opened and data are read
+    check_header  compares the header of the checkpoint with the job, before devices are opened and data are read
     find_start    finds the newest whole version; its readers compare checksums and job: a damaged shard is reported and left out,
                   and all choose again. Then the job's data are compared. Nothing has been measured yet
     begin         builds the stages of the plan, and moves the state from its readers to its holders (``redistribute.move``)
@@ -48,7 +48,6 @@ from hetero_mpi.runtime.recovery import RunHistory
 from hetero_mpi.runtime.reference_margins import check_reference
 from hetero_mpi.runtime.result import TrainResult, finished, shared
 from hetero_mpi.runtime.setup.context import Pending, RunContext, Share, TrainOptions
-from hetero_mpi.state.local_shards import supervised
 from hetero_mpi.state.redistribute import deliveries, parcels
 from hetero_mpi.state.stored_state import (
     ANY,
@@ -61,6 +60,7 @@ from hetero_mpi.state.stored_state import (
     check_train,
     find_checkpoint,
     rate_change,
+    supervised,
 )
 from hetero_mpi.state.training_state import TrainingState, unpacked
 
@@ -72,19 +72,22 @@ class StartState:
     """Where a start begins; the same on all ranks."""
 
     parts: tuple[Part, ...] = ()
-    """Of the version that it goes on from; none: it begins anew."""
+    """Parts of the version that it goes on from; none: it begins anew."""
     state: dict[str, Any] = field(default_factory=dict)
     """The training state then, as ``TrainingState.to_dict`` returns it."""
 
     @property
     def having(self) -> dict[str, tuple[int, ...]]:
         """Name of a parameter or constant -> the ranks that can read its tensors."""
-        names = set[str]().union(*(part.names for part in self.parts))
-        return {name: tuple(dict.fromkeys(p.rank for p in self.parts if name in p.names)) for name in names}
+        found: dict[str, dict[int, None]] = {}
+        for part in self.parts:
+            for name in part.names:
+                found.setdefault(name, {})[part.rank] = None
+        return {name: tuple(ranks) for name, ranks in found.items()}
 
 
 # -------------------------------------------------------------------------------------------------- before anything is measured
-def look_first(world: World, loaded: LoadedJob, run_dir: Path, resume: str | None) -> TrainResult | None:
+def check_header(world: World, loaded: LoadedJob, run_dir: Path, resume: str | None) -> TrainResult | None:
     """Look at the header of the checkpoint before anything is read or measured; the result of a run that is finished, and None
     where there is something to do. Collective. Raises CollectiveUserError: what the header says does not fit the job, or there is
     no checkpoint.
@@ -119,7 +122,7 @@ def _look(reader: CheckpointReader, path: Path, loaded: LoadedJob, run_dir: Path
 
 
 def _described(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What a job says of what is trained, on what and how; but for the dtype, which may have to be settled yet."""
+    """The tables of a job that decide what is trained, on what and how; but for the dtype, which may have to be settled yet."""
     told = {table: job.get(table) for table in ("model", "adapter", "tokenizer", "data", "train")}
     return {**told, "train": {**(told["train"] or {}), "dtype": None}}
 
@@ -134,7 +137,7 @@ def find_start(
     begun, kept = None, None
     if history.losses:
         begun = next((one for one in world.all_gather_json(history.begun) if one is not None), None)
-    parts = _in_memory(world, history, begun) + _checkpoint(context, history, resume)
+    parts = _in_memory(world, history, begun) + _checkpoint(context, history, resume, begun)
     if resume in (LATEST, ANY) or (begun is not None and supervised()):
         shards = _shards(world, run_dir)
         latest = begun or max((part.begun for part in (*parts, *shards)), default="")
@@ -161,14 +164,15 @@ def _needed(context: RunContext) -> set[str]:
 
 
 def _in_memory(world: World, history: RunHistory, begun: str | None) -> list[Part]:
-    """What the ranks have in memory of an earlier attempt. Collective."""
+    """The versions that ranks have in memory from an earlier attempt. Collective."""
     own = [version.part(world.rank, begun or "").to_row() for version in history.versions]
     return [Part.from_row(row) for rows in world.all_gather_json(own) for row in rows]
 
 
-def _checkpoint(context: RunContext, history: RunHistory, resume: str | None) -> list[Part]:
+def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, begun: str | None) -> list[Part]:
     """Rank 0's checkpoint: the one that is named, or the newest whole one; after deaths the newest of this run. Collective. Raises
-    CollectiveUserError: the one that is named is not there, or damaged.
+    CollectiveUserError: the one that is named is not there, or damaged. ``begun``: of the run, after deaths: a new rank 0 may find
+    checkpoints of another run on its disk.
     """
     found: list[list[Any]] = []
     with context.world.led("opening the checkpoint"):
@@ -176,15 +180,15 @@ def _checkpoint(context: RunContext, history: RunHistory, resume: str | None) ->
             path: Path | None = None
             if history.losses and history.token is not None:
                 path, _ = newest_good(context.run_dir / "checkpoints")
-                # A new rank 0 may find checkpoints of another run on its disk.
                 path = path if path is not None and _metadata(path).get("run") == history.token else None
             if path is None and resume in (LATEST, ANY):
                 path, skipped = newest_good(context.run_dir / "checkpoints")
                 say(*(f"passed over {damaged}: {reason}" for damaged, reason in skipped))
             elif path is None and resume is not None:
                 path, _ = find_checkpoint(context.run_dir, resume)
-            if path is not None:
-                said = _metadata(path)
+            said = _metadata(path) if path is not None else {}
+            foreign = begun is not None and resume in (LATEST, ANY) and said.get("begun") not in (None, begun)
+            if path is not None and not foreign:
                 part = Part(0, path, "", said["step"], said.get("begun") or "", 0, frozenset(_needed(context)))
                 found.append(part.to_row())
     return [Part.from_row(row) for row in context.world.broadcast_json(found)]

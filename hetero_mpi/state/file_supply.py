@@ -31,8 +31,9 @@ from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import DirectoryContents, ListedTensor, ModelFiles
 from hetero_mpi.model.files.shard_cache import ShardCache
-from hetero_mpi.model.transformers.chain import TransformersChain
-from hetero_mpi.model.transformers.weights import FileStart, TensorSource
+from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.transformers.chain import TransformersChain, language
+from hetero_mpi.model.transformers.weights import FileStart, SeededStart, Start, TensorSource
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.report.run_files.logs import say
 
@@ -43,7 +44,7 @@ _LINE_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class FilesReport:
-    """What a rank has of the model's files, and what it lacks."""
+    """The model's files on a rank, and those that it lacks."""
 
     lack: str | None = None
     """Why it cannot read the model from its own disk; None: it can."""
@@ -55,27 +56,31 @@ class FilesReport:
     """Entries of the cache that did not match."""
 
 
-def open_files(
+def open_start(
     world: World,
     rank: int,
     transport: Transport,
-    chain: TransformersChain,
+    model: LayerChain,
     plan: Plan,
-    directory: Path,
-    cache_root: Path | None,
+    directory: Path | None,
+    seed: int,
+    cache_root: Path | None = None,
     kept: Collection[int] = (),
-) -> tuple[FileStart, contextlib.AbstractContextManager[object]]:
-    """What fills modules with the start weights, and a context for the loading: if that fails, rank 0 is told. Collective over the
+) -> tuple[Start, contextlib.AbstractContextManager[object]]:
+    """The start weights, and a context for the loading: if that fails, rank 0 is told. Collective over the
     active ranks; rank 0 returns when the others have what they lack. Raises UserError: rank 0's files are missing or damaged, or a
     rank's shard cache cannot be used; on rank 0 alone: a file has become shorter meanwhile. The receivers still wait then: the
     caller must let it end the whole job.
 
     Args:
         rank: this rank's number in the plan.
-        directory: the model's directory; it must exist on rank 0.
+        directory: the model's directory; it must exist on rank 0. None: the weights are initialised from ``seed``.
         cache_root: where ranks without the model keep what they receive; None: they keep nothing.
         kept: layers that this rank has in memory and will not load.
     """
+    if directory is None:
+        return SeededStart(seed), contextlib.nullcontext()
+    chain = language(model)
     files: ModelFiles | None = None
     listed: dict[str, Any] | None = None
     with world.together("opening the model's files"):

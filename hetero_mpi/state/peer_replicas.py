@@ -4,7 +4,7 @@ steps.
     rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
     rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's
     background        each sends its copy to its *peer*, on another host where there is one,
-                      and writes what it then has to its own disk, where there is a supervisor (``local_shards``)
+                      and writes what it then has to its own disk, where there is a supervisor (``stored_state.ShardWriter``)
 
 A *version* is all ranks' trained parameters and moments after one step. Every rank keeps a copy of its own part, because its device
 has moved on when somebody dies. A peer keeps what it receives. A new version replaces the one before the last only when all ranks
@@ -21,8 +21,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,16 +29,16 @@ from numpy.typing import NDArray
 from hetero_mpi import units
 from hetero_mpi.background import Background
 from hetero_mpi.checkpoint import PIECE_BYTES
-from hetero_mpi.checkpoint.directory import Part, new_version_id
+from hetero_mpi.checkpoint.directory import new_version_id
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import send_in_order
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.state.local_shards import DISK_SHARE, ShardWriter, supervised
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.saving import MEMORY_SHARE, BesideTraining, Snapshots, lack_of_memory, size_bytes, views
+from hetero_mpi.state.stored_state import DISK_SHARE, ShardWriter, StateVersion, supervised
 from hetero_mpi.state.training_state import TrainingState
 
 VERSIONS = 2
@@ -52,27 +50,6 @@ _FIRST_LOOK = 4
 """Steps before it is first decided how often copies are made, as the first few of a run are slower than the rest."""
 _STEPS_ALONE = 3
 """Number of steps without a transfer that must have been timed before that."""
-
-
-@dataclass
-class StateVersion:
-    """What this process has of one version: the trained state after one step."""
-
-    version_id: str
-    state: dict[str, Any]
-    """The training state, as ``TrainingState.to_dict`` returns it."""
-    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    """(kind, name) -> host tensor."""
-    names: set[str] = field(default_factory=set)
-    """Parameters and constants of which every tensor is here."""
-
-    @property
-    def step(self) -> int:
-        return int(self.state["step"])
-
-    def part(self, rank: int, begun: str) -> Part:
-        """The same as it is told to other ranks, by ``rank`` of the run ``begun``."""
-        return Part(rank, None, self.version_id, self.step, begun, rank, frozenset(self.names))
 
 
 def versions_in_memory(every: int | str) -> int:
@@ -112,7 +89,7 @@ class CopyCosts:
     def __init__(self) -> None:
         self.stall_s = 0.0
         self.processor_s = 0.0
-        """Of the thread that transfers: at worst it computes on a core that training needs."""
+        """Seconds of the thread that transfers: at worst it computes on a core that training needs."""
         self._alone: deque[float] = deque(maxlen=50)
         self._beside: list[float] = []
         self._earlier: deque[tuple[float, float, float]] = deque(maxlen=10)
@@ -156,7 +133,7 @@ class CopyCosts:
         return float(statistics.mean(stalls) + max(statistics.mean(processors), statistics.mean(longer)))
 
     def _parts(self) -> tuple[float, float, float]:
-        """Of the newest version: stall, processor time, and the additional time of the steps during its transfer (may be
+        """The newest version's stall, processor time, and the additional time of the steps during its transfer (may be
         negative).
         """
         longer_s = 0.0

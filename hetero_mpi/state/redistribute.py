@@ -33,7 +33,7 @@ class Parcel:
     """A named tensor and the ranks that hold it."""
 
     kind: str
-    """As in a checkpoint: one of ``checkpoint.KINDS``."""
+    """The kind in a checkpoint: one of ``checkpoint.KINDS``."""
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Parcel:
 
     @property
     def dtype_name(self) -> str:
-        """As a checkpoint calls it."""
+        """The name in a checkpoint."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -93,7 +93,7 @@ def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype
 
 
 class LiveState:
-    """What a trainer has of parcels, where it lies on the device; what its group has cut is put together in host memory. The ranks
+    """A trainer's part of parcels, where it lies on the device; what its group has cut is put together in host memory. The ranks
     of a group, each with a part, go through the parcels in one order.
 
     ``rounded``: parameters are wanted in the compute dtype, as the result has them, else in fp32.
@@ -263,6 +263,6 @@ def keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], N
 
 
 def _own_part(trainer: Trainer, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor of a parameter."""
+    """This rank's part of a tensor of a parameter."""
     divided = trainer.divided.get(name)
     return whole if divided is None or trainer.group is None else divided.division.part(whole, trainer.group.member)

@@ -1,41 +1,91 @@
-"""The trained state as it is stored: the reader of versions, wherever their parts lie, and what a checkpoint or a local shard must
-pass before a run goes on from it.
+"""The trained state as it is stored, in parts of versions (``checkpoint.directory``): the reader of versions, wherever their parts
+lie; the writer of local shards; and the checks that a checkpoint or a shard must pass before a run goes on from it.
+
+While a supervisor may have to start the run again, a rank writes one shard of each version to its host's disk: its own part, and
+the parts it keeps as a peer. So if a machine is lost with its disk, checkpoints included, its ranks' parts are on the disks of
+their peers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetero_mpi.checkpoint import KINDS, CheckpointReader, newest_good, verify
-from hetero_mpi.checkpoint.directory import Part
+from hetero_mpi.checkpoint import KINDS, CheckpointReader, CheckpointWriter, newest_good, verify
+from hetero_mpi.checkpoint.directory import Part, keep_versions, shard_path
 from hetero_mpi.checkpoint.opening import damage_named
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.optimizer import learning_rate
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.state.peer_replicas import StateVersion
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE
 from hetero_mpi.state.redistribute import Parcel, held_as
+from hetero_mpi.state.saving import lack_of_space
 from hetero_mpi.state.training_state import packed
 
+_LOG = logging.getLogger(__name__)
+DISK_SHARE = 0.5
+"""Largest share of a host's free disk, when training begins, that copies may take."""
+VERSIONS_ON_DISK = 2
+"""One that is whole everywhere, and one that is being written."""
+SHARD_METADATA = (
+    "job",
+    "plan",
+    "model_config",
+    "generation_config",
+    "base_model",
+    "seed",
+    "versions",
+    "data_fingerprint",
+    "run",
+    "begun",
+)
+"""Keys of a checkpoint's metadata that a shard has too."""
 LATEST = "latest"
 """``--resume latest``: from the newest state in the run directory."""
 ANY = "any"
-"""As ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
+"""Like ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
 _RATE = ("steps", "learning_rate", "schedule", "warmup_steps")
 """Keys of ``[train]`` that determine the learning rate of a step."""
 
 
+@dataclass
+class StateVersion:
+    """This process's part of one version: the trained state after one step."""
+
+    version_id: str
+    state: dict[str, Any]
+    """The training state, as ``TrainingState.to_dict`` returns it."""
+    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    """(kind, name) -> host tensor."""
+    names: set[str] = field(default_factory=set)
+    """Parameters and constants of which every tensor is here."""
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    def part(self, rank: int, begun: str) -> Part:
+        """The same as it is told to other ranks, by ``rank`` of the run ``begun``."""
+        return Part(rank, None, self.version_id, self.step, begun, rank, frozenset(self.names))
+
+
 class VersionReader:
-    """What one rank can read of a version, from files and from memory. A context manager that holds the files open."""
+    """A version as one rank reads it, from files and from memory. A context manager that holds the files open."""
 
     def __init__(self, rank: int, parts: Sequence[Part], in_memory: list[StateVersion]) -> None:
         self._parts = [part for part in parts if part.rank == rank]
@@ -58,7 +108,7 @@ class VersionReader:
         return torch.from_numpy(np.ascontiguousarray(array))
 
     def metadata(self) -> dict[str, Any]:
-        """What the first part says besides tensors, JSON-able: ``state`` (``TrainingState.to_dict``), and of a file ``job`` and
+        """The first part's content besides tensors, JSON-able: ``state`` (``TrainingState.to_dict``), and of a file ``job`` and
         ``data_fingerprint``.
         """
         part = self._parts[0]
@@ -77,6 +127,85 @@ class VersionReader:
         return self._open[path]
 
 
+def supervised() -> bool:
+    """Was this run started by a supervisor (``launch --elastic``) that can start it again?"""
+    return START_VARIABLE in os.environ
+
+
+class ShardWriter:
+    """Writes this rank's shards.
+
+    Args:
+        run_dir: on this host's own disk, or on one that hosts share.
+        described: metadata that all checkpoints of the run share (``SHARD_METADATA``), on every rank.
+        kept: id of the version on disk that the run goes on from, if any: it stays until a new one is whole.
+    """
+
+    def __init__(self, world: World, run_dir: Path, described: Mapping[str, Any], kept: str | None) -> None:
+        self._world, self._run_dir, self._described, self._kept = world, run_dir, described, kept
+        self._newest: str | None = None
+        self.trouble: str | None = None
+        """Why this rank's newest shard could not be written; None: it could."""
+        self._told = False
+
+    def write(
+        self,
+        version_id: str,
+        state: Mapping[str, Any],
+        listed: Sequence[Parcel],
+        tensors: Mapping[tuple[str, str], torch.Tensor],
+    ) -> None:
+        """Write this rank's shard of a version. An error is kept in ``trouble``, and training goes on. Runs in the background.
+
+        Args:
+            version_id: in all ranks' shards of this version.
+            state: the training state, as ``TrainingState.to_dict`` returns it.
+            listed: all tensors of the shard.
+            tensors: (kind, name) -> host tensor.
+        """
+        self._newest, self.trouble = version_id, None
+        keep_versions(self._run_dir, [one for one in (self._kept, version_id) if one is not None])
+        if not listed:
+            return
+        said = dict(state)
+        losses = np.array(said.pop("losses"), dtype=np.float64)
+        metadata = {**self._described, "step": said["step"], "updates": said["updates"], "losses": losses}
+        metadata |= {"loss_scale": said["loss_scale"], "training_state": said, "version_id": version_id}
+        metadata |= {"rank": self._world.rank, "names": sorted({parcel.name for parcel in listed})}
+        path = shard_path(self._run_dir, self._world.rank, said["step"], version_id)
+        try:
+            with contextlib.ExitStack() as alone, CheckpointWriter(path, metadata) as writer:
+                for parcel in self._world.marked(listed):
+                    array = tensors[parcel.kind, parcel.name].numpy()
+                    writer.write(parcel.kind, parcel.name, array, parcel.dtype_name)
+                alone.enter_context(self._world.busy())  # nobody sees how far a slow disk is
+        except (UserError, OSError) as error:
+            _LOG.warning("step %d: no copy on disk: %s", said["step"], error)
+            self.trouble = str(error)
+
+    def settle(self, troubles: Sequence[str | None]) -> None:
+        """Called when all ranks have reported on the newest version: if it is whole, older ones are no longer kept. Local.
+        ``troubles``: every rank's ``trouble``.
+        """
+        if self._newest is None:
+            return
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text is not None]
+        if not failed:
+            self._kept = self._newest
+        elif not self._told:
+            say(f"Training goes on, but copies on disk are not renewed, and those of before stay: {failed[0]}")
+        self._told = bool(failed)
+        self._newest = None
+
+    def lack_of_disk(self, own_bytes: int) -> str | None:
+        """The hosts without room for their ranks' shards, in words; None: all have it. Collective. ``own_bytes``: this rank's."""
+        free = 0
+        with contextlib.suppress(OSError):
+            free = free_bytes(self._run_dir)
+        return lack_of_space(self._world, VERSIONS_ON_DISK * own_bytes, free, DISK_SHARE)
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
 def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
     """The checkpoint to resume from, and remarks about damaged ones that were passed over. ``wanted``: ``LATEST`` (or ``ANY``), or
     the path of a checkpoint file. Raises UserError: no whole checkpoint is there.

@@ -33,7 +33,7 @@ class TrainingState:
     """Steps of this run without an update, since gradients were not finite."""
     skips_in_a_row: int = 0
     lowest_loss: float | None = None
-    """Of the held-out losses so far; None: there is none."""
+    """The least of the held-out losses so far; None: there is none."""
     higher_in_a_row: int = 0
     """Evaluations since the one with the lowest loss."""
     newest_checkpoint: Path | None = None
@@ -43,9 +43,9 @@ class TrainingState:
     reference: NDArray[np.float32] | None = None
     """[N, K], the reference model's margin of each pair of each row of the dataset, NaN where no step needs it; see ``Pairs``."""
     metrics: list[StepMetrics] = field(default_factory=list)
-    """Of the steps that this process has taken."""
+    """The steps that this process has taken."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """Of the evaluations that this process has taken part in."""
+    """The evaluations that this process has taken part in."""
 
     @classmethod
     def initial(cls, dtype: str) -> TrainingState:
@@ -79,7 +79,7 @@ class TrainingState:
         self.reference = reference
 
     def checkpoint_metadata(self) -> dict[str, Any]:
-        """What a checkpoint of this moment holds of the state."""
+        """The part of the state that a checkpoint of this moment holds."""
         return {
             "step": self.step,
             "updates": self.updates,

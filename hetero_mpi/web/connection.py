@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Connection(BaseHTTPRequestHandler):
-    """What answers a request says ``answer``. Its helpers raise HttpError, which becomes the answer."""
+    """A connection whose requests ``answer`` answers. Its helpers raise HttpError, which becomes the answer."""
 
     protocol_version = "HTTP/1.1"
     server_version = "hetero_mpi"
@@ -84,8 +84,8 @@ class Connection(BaseHTTPRequestHandler):
             yield content
 
     def alive(self) -> bool:
-        """Is the client still there? One that has closed its sending side may be, or may have gone. It is told to continue, which
-        every client of HTTP/1.1 takes before its answer, and which the system of one that has gone refuses.
+        """True while the client is there. One that has closed its sending side may be, or may have gone. It is told to continue,
+        which every client of HTTP/1.1 takes before its answer, and which the system of one that has gone refuses.
         """
         if self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             return False
@@ -141,7 +141,7 @@ class Connection(BaseHTTPRequestHandler):
         return super().parse_request() and self._guarded(self._check_names)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What ``http.server`` refuses by itself."""
+        """The answer to what ``http.server`` refuses by itself."""
         self.close_connection = True
         self.send(HttpError(code, message or HTTPStatus(code).phrase).body(), code)
 

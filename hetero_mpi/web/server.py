@@ -3,24 +3,74 @@ MPI, and knows nothing of what is answered.
 
 It stands on ``http.server``. waitress 3.0.2 was tried: it either answers clients that have closed their sending side or notices
 those that leave before anything is sent, has no time limit for a request whose bytes drip, and resets who sends too much.
+
+It is asked under known names only. Browsers let every page of the web send requests to this machine, and by a name of its own
+that points here (DNS rebinding) read the answers. Such requests carry another name in Host, or the page's in Origin; programs that
+are no browsers are not hindered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import resource
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
 
 from hetero_mpi.background import Background
 from hetero_mpi.errors import UserError
-from hetero_mpi.web.names import Names
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(:\d*)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Names:
+    """``own``: names and addresses in small letters. ``more``: those that the user has named besides."""
+
+    own: frozenset[str]
+    more: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, address: str, more: Iterable[str] = ()) -> Names:
+        """For a server that listens on ``address``: those of this machine where it can be reached from others."""
+        wider = _machine() if address not in LOCAL else ()
+        return cls(frozenset(map(_plain, (*LOCAL, address, *wider))), frozenset(map(_plain, more)))
+
+    def has_host(self, host: str) -> bool:
+        """``host``: the value of a Host header."""
+        found = _HOST.fullmatch(host)
+        return found is not None and _plain(found[1]) in self.own | self.more
+
+    def has_origin(self, origin: str, host: str) -> bool:
+        """True if a page of ``origin`` comes from here. ``host``: the Host of its request."""
+        try:
+            address = urlsplit(origin)
+            return address.netloc.lower() == host.lower() or (address.hostname or "") in self.more
+        except ValueError:
+            return False
+
+
+def _plain(name: str) -> str:
+    return name.strip("[]").partition("%")[0].rstrip(".").lower()
+
+
+def _machine() -> list[str]:
+    """This machine's names and addresses."""
+    name = socket.gethostname()
+    addresses = [one.address for some in psutil.net_if_addrs().values() for one in some]
+    return [name, name.partition(".")[0], f"{name.partition('.')[0]}.local", socket.getfqdn(), *addresses]
+
 
 MOST_CONNECTIONS = 512
 """At once; further ones wait in the system's queue until one has ended."""

@@ -13,6 +13,7 @@ from tests.support.rank_pool import run_pooled
 CASES = (
     "the_file_is_the_moment_of_the_call",
     "training_goes_on_meanwhile",
+    "a_step_has_one_snapshot",
     "memory_is_bounded",
     "a_full_disk_costs_one_checkpoint",
     "other_errors_of_the_background_reach_training",

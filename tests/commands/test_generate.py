@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.model.layer.quantize import set_training
-from hetero_mpi.runtime.generate.place import share_out
+from hetero_mpi.runtime.generate.layer_split import share_out
 from hetero_mpi.terminal import printable
 from tests.support.family_configs import tiny_keys
 from tests.support.made_up_profile import write_profile

@@ -18,12 +18,10 @@ from hetero_mpi.model.decoding import NOT_A_NUMBER, Sampling
 from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Task, TextChanges
 from hetero_mpi.runtime.serve.api_requests import ChatRequest, CompletionRequest, parse
-from hetero_mpi.runtime.serve.api_server import ApiServer
 from hetero_mpi.runtime.serve.scheduler import CacheRoom, Scheduler
 from hetero_mpi.runtime.serve.serve import ServeOptions, _default_sampling, _say_address, check_options
-from hetero_mpi.runtime.serve.service import ServedModel, Service, Wording, context_of
-from hetero_mpi.web.names import Names
-from hetero_mpi.web.server import HttpError, bound_socket
+from hetero_mpi.runtime.serve.service import ApiServer, ServedModel, Service, Wording, context_of
+from hetero_mpi.web.server import HttpError, Names, bound_socket
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.support.training_cases import corpus, tokenizer_directory
 

@@ -54,7 +54,7 @@ class Case:
         def live(parcel: Any) -> torch.Tensor:
             return self.tensors[parcel.kind, parcel.name]
 
-        snapshots = Snapshots(world.rank, Backend(), listed, live)  # type: ignore[arg-type]
+        self.snapshots = snapshots = Snapshots(world.rank, Backend(), listed, live)  # type: ignore[arg-type]
         self.saver = Saver(world, snapshots, directory, wishes, threaded=True)  # type: ignore[arg-type]
 
     def become(self, round_: int) -> None:
@@ -108,6 +108,28 @@ def training_goes_on_meanwhile(world: World, directory: Path) -> None:
         go_on.set()
         case.saver.finish()
     case.check(1)
+
+
+def a_step_has_one_snapshot(world: World, directory: Path) -> None:
+    """Peer replicas of the saved step share its snapshot; memory is used again when nobody holds what is in it."""
+    case = Case(world, directory)
+    held = case.snapshots.holder(2)
+    taken = []
+    with case.saver:
+        for round_ in (1, 2, 3, 4):
+            case.become(round_)
+            case.saver.save(told(round_, held_out_loss=10.0 - round_))
+            case.become(99)
+            taken.append(case.snapshots.take(round_, held) if round_ % 2 else None)
+    for round_ in (1, 2, 3, 4):
+        case.check(round_)
+    first, third = taken[0], taken[2]
+    assert first is not None and third is not None and list(held) == [first, third]
+    for round_, snapshot in ((1, first), (3, third)):
+        for (kind, name), tensor in snapshot.views.items():
+            assert torch.equal(tensor, value(kind, name, round_)), "the others' steps have not touched it"
+    case.become(5)
+    assert case.snapshots.take(5, held) is first and list(held) == [third, first]
 
 
 def memory_is_bounded(world: World, directory: Path) -> None:
@@ -177,6 +199,7 @@ def main(world: World) -> int:
     cases = (
         the_file_is_the_moment_of_the_call,
         training_goes_on_meanwhile,
+        a_step_has_one_snapshot,
         memory_is_bounded,
         a_full_disk_costs_one_checkpoint,
         other_errors_of_the_background_reach_training,

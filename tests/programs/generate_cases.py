@@ -22,7 +22,7 @@ from hetero_mpi.model.eager_imports import eager_imports
 with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.runtime import run
     from hetero_mpi.runtime.generate import generate as command
-    from hetero_mpi.runtime.generate import place
+    from hetero_mpi.runtime.generate import layer_split
     from hetero_mpi.runtime.setup.context import TrainOptions
     from tests.programs.pooled import forget
 
@@ -51,7 +51,7 @@ def outcome_of(world: World, entry: dict[str, Any]) -> dict[str, Any]:
         stack.enter_context(mock.patch.object(command, "run_task", keep))
         if "shares" in entry and world.size == len(entry["shares"]):
             shares = [tuple(share) for share in entry["shares"]]
-            stack.enter_context(mock.patch.object(place, "share_out", lambda sizes, memory: shares))
+            stack.enter_context(mock.patch.object(layer_split, "share_out", lambda sizes, memory: shares))
         if "memory" in entry:
             given = Memory(entry["memory"], "given")
             stack.enter_context(mock.patch.object(Backend, "memory", lambda self, sharing=1: given))

@@ -15,8 +15,7 @@ import pytest
 
 from hetero_mpi.web import connection, server
 from hetero_mpi.web.connection import Connection
-from hetero_mpi.web.names import Names
-from hetero_mpi.web.server import WebServer, bound_socket
+from hetero_mpi.web.server import Names, WebServer, bound_socket
 
 
 class _Answers(Connection):

@@ -1,7 +1,7 @@
 """The command ``generate``: continues a prompt with a model that may be larger than any one rank's memory. And the sample at the
 end of a run: the job's prompt, continued by the stages that have just been trained.
 
-``place.py`` divides and loads the model, ``writer.py`` produces the tokens.
+``layer_split.py`` divides and loads the model, ``writer.py`` produces the tokens.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.decoding import Sampling, require_decodable
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
-from hetero_mpi.runtime.generate.place import GenerateSetup, set_up, with_writer
+from hetero_mpi.runtime.generate.layer_split import GenerateSetup, set_up, with_writer
 from hetero_mpi.runtime.generate.source import Opened, open_source, stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Task, Writer
 from hetero_mpi.runtime.setup.data_setup import model_directory, prompt_template
@@ -90,7 +89,7 @@ def task_of(opened: Opened, options: GenerateOptions) -> Task:
     room.
     """
     prompt = opened.prompt_tokens(options.prompt, options.raw)
-    positions = getattr(read_config(opened.source.config), "max_position_embeddings", None)
+    positions = opened.positions
     room = positions - len(prompt) if positions is not None else sys.maxsize
     wanted = options.max_new_tokens if options.max_new_tokens is not None else min(DEFAULT_TOKENS, max(1, room))
     if wanted > room:
@@ -98,10 +97,7 @@ def task_of(opened: Opened, options: GenerateOptions) -> Task:
             f"the model has positions for {positions} tokens (max_position_embeddings); the prompt has {len(prompt)}, and "
             f"{wanted} new ones are asked for: shorten the prompt, or give --max-new-tokens {max(room, 0)} or less"
         )
-    source = opened.source
-    directory = Path(source.base) if source.base is not None else None
-    stops = stop_tokens(source.config, directory, opened.tokenizer)
-    return Task(prompt, stops, wanted, Sampling(options.temperature, options.top_p, options.seed))
+    return Task(prompt, opened.stops, wanted, Sampling(options.temperature, options.top_p, options.seed))
 
 
 def run_task(setup: GenerateSetup, task: Task) -> list[int]:

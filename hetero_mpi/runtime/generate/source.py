@@ -41,7 +41,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class GenerateSource:
-    """Which model generates, and in which dtype and quantisation. Plain values, to be broadcast."""
+    """The model that generates, with its dtype and quantisation. Plain values, to be broadcast."""
 
     config: dict[str, Any]
     """Keys of the model's ``config.json``."""
@@ -57,6 +57,10 @@ class GenerateSource:
     cluster: dict[str, Any] = field(default_factory=lambda: ClusterTable().model_dump())
     """The keys of a job's ``[cluster]``."""
 
+    @property
+    def directory(self) -> Path | None:
+        return Path(self.base) if self.base is not None else None
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -70,15 +74,22 @@ class Opened:
     reason: str
     """Why this template, in words."""
 
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest text that the model has positions for; None: any number."""
+        return getattr(read_config(self.source.config), "max_position_embeddings", None)
+
+    @property
+    def stops(self) -> list[int]:
+        return stop_tokens(self.source.config, self.source.directory, self.tokenizer)
+
     def prompt_tokens(self, prompt: str, raw: bool) -> list[int]:
         """Token ids of the prompt as the model expects it. Raises UserError: nothing is left of it, or the chat template refuses
         it.
         """
         if not prompt.strip():
             raise UserError("the prompt is empty: give --prompt some text")
-        if raw or self.template is None:
-            return render_prompt(self.tokenizer, prompt, None)
-        return render_prompt(self.tokenizer, prompt, self.template)
+        return render_prompt(self.tokenizer, prompt, None if raw else self.template)
 
 
 def open_source(path: Path) -> Opened:

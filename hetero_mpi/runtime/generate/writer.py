@@ -57,7 +57,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TextChanges:
-    """Which texts begin and which end early, by number, before the next round."""
+    """The texts that begin, and those that end early, by number, before the next round."""
 
     begin: Mapping[int, Task] = field(default_factory=dict)
     end: Sequence[int] = ()
@@ -88,7 +88,7 @@ class _Text:
 
     @property
     def complete(self) -> bool:
-        """Are all tokens in the KV caches? Then the next one can be picked."""
+        """True if all tokens are in the KV caches: then the next one can be picked."""
         return self.cached == len(self.known)
 
     @property

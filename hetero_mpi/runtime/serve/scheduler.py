@@ -1,4 +1,4 @@
-"""Which requests are written when: first come, first served, side by side as far as memory and ``--parallel`` allow.
+"""The order in which requests are written: first come, first served, side by side as far as memory and ``--parallel`` allow.
 
 HTTP threads submit requests and take their tokens; the thread that drives the pipeline asks for the next changes and hands tokens
 out. Nothing else passes between them.

@@ -22,17 +22,15 @@ from hetero_mpi.comm.ranks.world import RELEASE_POLL_S, CollectiveUserError, Wor
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.planning.types.plan import RankMemory
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.generate.place import set_up, with_writer
+from hetero_mpi.runtime.generate.layer_split import set_up, with_writer
 from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Task, TextChanges, Writer
 from hetero_mpi.runtime.serve.api_requests import SamplingDefaults
-from hetero_mpi.runtime.serve.api_server import ApiServer
 from hetero_mpi.runtime.serve.scheduler import KEPT_FREE, CacheRoom, Scheduler
-from hetero_mpi.runtime.serve.service import ServedModel, Service, context_of, ending_error
+from hetero_mpi.runtime.serve.service import ApiServer, ServedModel, Service, context_of, ending_error
 from hetero_mpi.runtime.setup.setup import look_around
 from hetero_mpi.runtime.signals import StopRequest
-from hetero_mpi.web.names import LOCAL, Names
-from hetero_mpi.web.server import bound_socket
+from hetero_mpi.web.server import LOCAL, Names, bound_socket
 
 TOKEN_VARIABLE = "HETERO_MPI_TOKEN"
 _LAST_WORDS_S = 1.0

@@ -1,8 +1,13 @@
-"""The model as HTTP threads see it: requests become tasks, and tasks become text, in the API's JSON. On rank 0 only."""
+"""The served model on rank 0: requests become tasks, tasks become text in the JSON of OpenAI's API, and its routes, with a page for
+people. HTTP threads run all of this; it never calls MPI.
+"""
 
 from __future__ import annotations
 
+import html
+import json
 import queue
+import socket
 import sys
 import time
 import uuid
@@ -21,11 +26,13 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import GENERATION
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.generation import read_generation
-from hetero_mpi.runtime.generate.source import Opened, stop_tokens
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.runtime.generate.source import Opened
 from hetero_mpi.runtime.generate.writer import Spelling, Task
-from hetero_mpi.runtime.serve.api_requests import Asked, ChatRequest, SamplingDefaults
+from hetero_mpi.runtime.serve.api_requests import Asked, ChatRequest, CompletionRequest, SamplingDefaults, parse
 from hetero_mpi.runtime.serve.scheduler import Answer, CacheRoom, Scheduler
-from hetero_mpi.web.server import HttpError
+from hetero_mpi.web.connection import Connection
+from hetero_mpi.web.server import HttpError, Names, WebServer
 
 LOOK_S = 0.05
 """Interval at which a thread that waits for a token looks whether the service ends; Open MPI's launcher leaves 0.25 s for that."""
@@ -47,7 +54,7 @@ class Context:
 
 def context_of(opened: Opened, wanted: int | None, room: Sequence[CacheRoom]) -> Context:
     """The least of what the model, the memory and the user (``wanted``) allow."""
-    positions = getattr(read_config(opened.source.config), "max_position_embeddings", None)
+    positions = opened.positions
     limits = [(sys.maxsize, "there is no limit")]
     if positions is not None:
         limits.append((positions, f"the model has positions for {positions:,} (max_position_embeddings)"))
@@ -71,10 +78,9 @@ class ServedModel:
         self.name, self.opened, self.tokenizer, source = name, opened, opened.tokenizer, opened.source
         self.engine = own_tokens_only(opened.tokenizer)
         self.form = choose_form(opened.tokenizer, opened.template) if opened.template is not None else None
-        directory = Path(source.base) if source.base is not None else None
-        self.stops = stop_tokens(source.config, directory, opened.tokenizer)
+        self.stops = opened.stops
         self.rows = int(read_config(source.config).vocab_size)
-        self.defaults = sampling_defaults(directory)
+        self.defaults = sampling_defaults(source.directory)
         added = self.engine.get_added_tokens_decoder()
         self.special = {token.content: number for number, token in added.items() if token.special}
         """Text -> id of the tokens that no text shows."""
@@ -284,3 +290,105 @@ class Bodies:
             "completion_tokens": wording.tokens,
             "total_tokens": self._prompt_tokens + wording.tokens,
         }
+
+
+_POSTED: dict[str, type[Asked]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_MAY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+
+
+class ApiServer(WebServer):
+    """Answers requests to a model. The arguments are those of WebServer, and the service."""
+
+    def __init__(self, bound: socket.socket, token: str | None, service: Service, names: Names) -> None:
+        self.service = service
+        begun = int(time.time())
+        own = {"id": service.model.name, "object": "model", "created": begun, "owned_by": "hetero_mpi"}
+        self.models = [{**own, "max_model_len": service.context.tokens}]
+        super().__init__(bound, _ApiConnection, names, token)
+
+    def page(self) -> bytes:
+        """A text box for the model, whole in itself."""
+        values = {
+            "CHATS": json.dumps(self.service.chats),
+            "KEY": json.dumps(self.token is not None),
+            "NAME": html.escape(self.service.model.name),
+        }
+        page = _PAGE.read_text(encoding="utf-8")
+        for name, value in values.items():
+            page = page.replace(f"@{name}@", value)
+        return page.encode()
+
+
+class _ApiConnection(Connection):
+    server: ApiServer
+
+    def answer(self) -> None:
+        (self._get if self.command == "GET" else self._post)(self.server.service)
+
+    def _get(self, service: Service) -> None:
+        if self.route == "":
+            self.send_content(self.server.page(), "text/html; charset=utf-8", {"Content-Security-Policy": _PAGE_MAY})
+            return
+        if self.route == "/health":
+            if service.ending():
+                raise ending_error()
+            self.send({"status": "ok", **service.scheduler.counts()})
+            return
+        self.check_token()
+        models = self.server.models
+        if self.route == "/v1/models":
+            self.send({"object": "list", "data": models})
+        elif self.route == f"/v1/models/{service.model.name}":
+            self.send(models[0])
+        else:
+            raise HttpError(404, f"there is no {self.route[:100]} here", code="not_found")
+
+    def _post(self, service: Service) -> None:
+        self.check_token()
+        kind = _POSTED.get(self.route)
+        if kind is None:
+            raise HttpError(
+                404, f"there is no {self.route[:100]} here; POST to {' or '.join(_POSTED)}", code="not_found"
+            )
+        with self.body("application/json", service.largest_body_bytes) as body:
+            asked = parse(kind, body)
+        task = service.task(asked)
+        begin = time.monotonic()
+        answer = service.scheduler.submit(task)
+        wording = Wording(service.model.tokenizer, task, asked.stop)
+        bodies = Bodies(asked, service.model.name, len(task.prompt))
+        try:
+            pieces = service.pieces(answer, wording, self.alive)
+            if asked.stream:
+                self._stream(pieces, wording, bodies)
+            else:
+                self.send(bodies.whole("".join(pieces), wording))
+        finally:
+            answer.given_up.set()
+            how = wording.finish or "broken off"
+            say(
+                f"{self.route}: {len(task.prompt)} + {wording.tokens} tokens in {time.monotonic() - begin:.1f} s, {how}"
+            )
+
+    def _stream(self, pieces: Iterator[str], wording: Wording, bodies: Bodies) -> None:
+        text = next(pieces)  # what fails before the first token has a status of its own
+        send = self.begin_events()
+
+        def tell(value: dict[str, Any]) -> None:
+            send(json.dumps(value))
+
+        tell(bodies.chunk(text, first=True))
+        try:
+            for text in pieces:
+                if text:
+                    tell(bodies.chunk(text))
+        except HttpError as error:
+            tell(error.body())
+            return
+        for chunk in bodies.last(wording):
+            tell(chunk)
+        send("[DONE]")

@@ -28,7 +28,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.host_limits import core_quota, own_cores
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.rules import EIGHT_BIT
-from hetero_mpi.job.schema import AdapterTable
+from hetero_mpi.job.schema import AdapterTable, ClusterTable
 from hetero_mpi.model.adamw import check_eight_bit
 from hetero_mpi.model.adapter_files import with_patterns_of
 from hetero_mpi.model.layer.interface import LayerChain
@@ -82,10 +82,8 @@ def claimed(world: World, run_dir: Path) -> Iterator[None]:
 def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> RunContext:
     """Open the devices, read the data (rank 0) and build the model's chain without weights. Collective."""
     job, material = loaded.job, None
-    backend = open_device(world, job.cluster.device, Needs(job.train.dtype, job.model.quantization == "nf4"))
-    cores = share_of_cores(world, backend)
-    threads = job.cluster.threads if isinstance(job.cluster.threads, int) else default_threads(cores)
-    torch.set_num_threads(threads)  # the bits of a matrix product may depend on their number
+    needs = Needs(job.train.dtype, job.model.quantization == "nf4")
+    backend, cores, threads = open_rank(world, job.cluster, needs)
     _say_ranks(world, backend, threads)
     loaded = _with_dtype(world, loaded, backend)
     job = loaded.job
@@ -127,6 +125,15 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     if tuning.adapter is not None:
         say(tuning.summary(chain))
     return RunContext(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+
+
+def open_rank(world: World, cluster: ClusterTable, needs: Needs) -> tuple[Backend, float, int]:
+    """This rank's device, the CPU cores that it can count on, and the threads it computes with. Collective."""
+    backend = open_device(world, cluster.device, needs)
+    cores = share_of_cores(world, backend)
+    threads = cluster.threads if isinstance(cluster.threads, int) else default_threads(cores)
+    torch.set_num_threads(threads)  # the bits of a matrix product may depend on their number
+    return backend, cores, threads
 
 
 def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJob:

@@ -1,4 +1,4 @@
-"""Dividing a model among ranks that write text with it: each loads its own layers only, as many as its memory holds."""
+"""The split of a model's layers over the ranks that write text with it: each loads its own only, as many as its memory holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.transformers.weights import SeededStart, Start
+from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
@@ -34,8 +33,8 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.source import GenerateSource, Opened
 from hetero_mpi.runtime.generate.writer import Writer
 from hetero_mpi.runtime.setup.device_test import Needs
-from hetero_mpi.runtime.setup.setup import default_threads, open_device, settle_products, share_of_cores
-from hetero_mpi.state.file_supply import open_files
+from hetero_mpi.runtime.setup.setup import open_rank, settle_products
+from hetero_mpi.state.file_supply import open_start
 from hetero_mpi.state.redistribute import Parcel, deliveries, move, parcels
 
 T = TypeVar("T")
@@ -63,9 +62,7 @@ def set_up(world: World, opened: Opened | None) -> GenerateSetup:
     """
     source = GenerateSource(**world.broadcast_json(asdict(opened.source) if opened is not None else None))
     cluster = ClusterTable(**source.cluster)
-    backend = open_device(world, cluster.device, Needs(source.dtype, source.nf4))
-    cores = share_of_cores(world, backend)
-    torch.set_num_threads(cluster.threads if isinstance(cluster.threads, int) else default_threads(cores))
+    backend, _, _ = open_rank(world, cluster, Needs(source.dtype, source.nf4))
     settle_products(world, backend, source.dtype)
     with world.together("reading the model's configuration"):
         chain = TransformersChain(read_config(source.config))
@@ -190,12 +187,9 @@ def _say_division(setup: GenerateSetup) -> None:
 def _load(setup: GenerateSetup, members: World, transport: Transport) -> Stage | None:
     """This rank's layers, with their adapters. ``members``: the active ranks."""
     source, rank = setup.source, setup.world.rank
-    if source.base is None:
-        stage = _stage(setup, SeededStart(source.seed))
-    else:
-        start, files = open_files(members, rank, transport, setup.chain, setup.plan, Path(source.base), cache_root=None)
-        with members.together("loading weights"), files:
-            stage = _stage(setup, start)
+    start, files = open_start(members, rank, transport, setup.chain, setup.plan, source.directory, source.seed)
+    with members.together("loading weights"), files:
+        stage = _stage(setup, start)
     if source.adapter is not None:
         _load_adapter(setup, stage, transport)
     return stage
