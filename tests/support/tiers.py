@@ -57,7 +57,8 @@ class Tiers:
                 file.write(json.dumps(line) + "\n")
         if report.passed and tier_of(item) == "quick" and seconds > LIMIT_S and modules <= IMPORTED:
             report.outcome = "failed"
-            report.longrepr = f"{seconds:.1f} s of processor time, and a quick test may take {LIMIT_S:g}: mark it slow, or make it smaller"
+            rule = f"a quick test may take {LIMIT_S:g} s of processor time: mark it slow, or make it smaller"
+            report.longrepr = f"{seconds:.1f} s: {rule}"
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
