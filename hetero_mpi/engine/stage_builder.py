@@ -48,7 +48,7 @@ class StageBuilder:
             setup.train.dtype,
             setup.train.seed,
             setup.tuning,
-            own.recompute,
+            own.recompute and not own.streamed,  # it repeats each layer anyway, and its backward is one
             split_backward and not own.streamed,
             own.slice_sequences,
             shared,
