@@ -5,20 +5,26 @@ Whole hosts with disks of their own are lost in launch/test_elastic.py; here eve
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hetero_mpi.checkpoint import CheckpointReader, verify
+from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path, verify
 from hetero_mpi.checkpoint.directory import Part, keep_versions, newest_version, shards_on_disk
+from hetero_mpi.comm.ranks.mpi_start import Loss
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.run_files.run_directory import START_VARIABLE
+from hetero_mpi.runtime import start_state
+from hetero_mpi.runtime.recovery import RunHistory
+from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.long_run import LongRun, newest_step
 from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.training.test_recovery import outliving_or_skip
@@ -47,6 +53,32 @@ def test_the_newest_version_is_of_the_run_that_began_last_wherever_it_lies() -> 
     assert newest_version([*copies, *checkpoint], set("abc")) == copies
     assert newest_version([*checkpoint, *copies, *later_run], set("abc")) == later_run
     assert newest_version([*checkpoint, *copies, *later_run[:1]], set("abc")) == checkpoint
+
+
+@pytest.mark.parametrize(
+    ("resume", "begun", "lost", "found"),
+    [
+        ("latest", None, 0, True),
+        ("latest", "run2", 1, True),
+        ("latest", "run1", 1, False),  # of a later run, on the disk of a rank that leads after a death
+        (None, "run1", 1, False),
+        (None, None, 0, False),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_not_taken_after_a_death(
+    resume: str | None, begun: str | None, lost: int, found: bool, tmp_path: Path
+) -> None:
+    path = write_checkpoint(checkpoint_path(tmp_path / "checkpoints", 3), told(3, begun="run2", run="t2"), {"a": (2,)})
+    alone: Any = SimpleNamespace(rank=0, led=lambda what: contextlib.nullcontext(), broadcast_json=lambda value: value)
+    tuning = SimpleNamespace(trainable={"a": None}, constants={})
+    context: Any = SimpleNamespace(world=alone, run_dir=tmp_path, tuning=tuning)
+    history = RunHistory(losses=[Loss(gone=((1, "box"),), before=(0,))] * lost, token="t1")
+    parts = start_state._checkpoint(context, history, resume, begun)
+    assert [(part.path, part.step, part.begun, part.is_shard) for part in parts] == [(path, 3, "run2", False)] * found
+    assert all(part.names == {"a"} for part in parts)
+    if lost:
+        (own,) = start_state._checkpoint(context, RunHistory(losses=history.losses, token="t2"), None, "run2")
+        assert own.path == path
 
 
 @dataclass
