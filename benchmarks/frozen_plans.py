@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from clusters import Case, generate  # noqa: E402
 
-from hetero_mpi.commands import plan as offline  # noqa: E402
+from hetero_mpi.commands import plan_commands as offline  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies  # noqa: E402
 from hetero_mpi.planning.outline import outlined  # noqa: E402

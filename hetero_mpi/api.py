@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hetero_mpi.commands import plan as offline
+from hetero_mpi.commands import plan_commands as offline
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job
 from hetero_mpi.job.schema import JobConfig as Tables
@@ -90,7 +90,7 @@ class Simulation:
 
     step_s: float
     tokens_per_s: float
-    """Of the global batch; of a model made of layers, samples per second."""
+    """Speed over the global batch; of a model made of layers, samples per second."""
     use: dict[int, float]
     """Rank -> share of the step in which it computes."""
     busy_s: dict[int, float]
@@ -117,7 +117,7 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
     """
 
     def work(world: World) -> ClusterProfile:
-        from hetero_mpi.commands.profile import measure
+        from hetero_mpi.commands.profile_command import measure
 
         return measure(world, _named(job), reprofile)
 
@@ -159,7 +159,7 @@ def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterPro
     return Simulation(
         step_s=seconds,
         tokens_per_s=plan.global_batch * plan.sequence_length / seconds if seconds > 0 else float("inf"),
-        use={rank: busy / seconds if seconds > 0 else 0.0 for rank, busy in step.busy_s.items()},
+        use=step.use,
         busy_s=step.busy_s,
         memory=report.memory,
         hosts=report.hosts,

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.commands import runs as hindsight
+from hetero_mpi.commands import run_commands as hindsight
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.plan_report import Alone
 from hetero_mpi.planning.types.toml_files import save_profile
-from hetero_mpi.report.comparison import job_differences, loss_after, worth_adding
 from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.run_text import job_differences, loss_after, worth_adding
 from tests.report.test_run_files import ODD_LINES
 from tests.support.past_runs import JOB, cluster, make_run, planned
 from tests.support.planning_samples import JOB_TOML
@@ -88,7 +88,8 @@ def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.C
 
 
 def test_looking_back_needs_neither_torch_nor_mpi() -> None:
-    program = "import sys\nfor name in ('torch', 'mpi4py', 'matplotlib'): sys.modules[name] = None\nimport hetero_mpi.commands.runs"
+    absent = "import sys\nfor name in ('torch', 'mpi4py', 'matplotlib'): sys.modules[name] = None\n"
+    program = f"{absent}import hetero_mpi.commands.run_commands"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 

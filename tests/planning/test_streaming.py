@@ -102,7 +102,7 @@ def test_the_planner_knows_what_a_host_carries_at_once() -> None:
     assert after.predicted_step_s == simulate(after.plan, limited).step_s > 1.2 * before.predicted_step_s
     assert simulate(before.plan, limited).step_s >= after.predicted_step_s
     if streamed_in(after.plan) == 2:
-        assert any("copies limit it: 2 kB/s" in reason for reason in after.reasons), after.reasons
+        assert any("copies limit it: 2.00 kB/s" in reason for reason in after.reasons), after.reasons
 
 
 def test_slices_of_a_resident_stage_follow_one_another() -> None:

@@ -1,4 +1,4 @@
-"""Line charts of values over steps, and bars of what ranks spend their time on."""
+"""Line charts of values over steps."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from hetero_mpi import units
-from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, far_apart, fitted, key, new_figure, panel
+from hetero_mpi.report.figures.style import COLOURS, drawn, far_apart, key, new_figure, panel
 
 MOST_POINTS = 400
 """A series of more points is drawn as means of neighbouring points."""
 _ROUND = [1, 2, 2.5, 5, 10]
 _CHART, _BETWEEN = 250.0, 18.0
 """Pixels: height of a chart, and distance between two axes in it."""
-_ROW = 46.0
-_BARS = ((0.1, 0.42), (0.46, 0.56))
-"""(top, bottom) of the measured and of the predicted bar within a rank's row."""
 
 
 @dataclass(frozen=True)
@@ -124,46 +120,3 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     size = max(1, -(-len(finite) // MOST_POINTS))
     groups = [finite[first : first + size] for first in range(0, len(finite), size)]
     return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
-
-
-@dataclass(frozen=True)
-class RankUsage:
-    """A rank's time: (what, share of 1, colour role), and the predicted share of computing."""
-
-    name: str
-    device: str
-    measured: tuple[tuple[str, float, str], ...]
-    predicted: float | None
-
-
-@drawn
-def usage(ranks: Sequence[RankUsage]) -> Figure:
-    """A bar for every rank, divided by what it spent its time on, and a thin one below for the predicted share of computing."""
-    figure = new_figure(1080, 34 + _ROW * len(ranks))
-    axes = panel(figure, 176, 30, 4, 4)
-    present = dict.fromkeys((name, colour) for rank in ranks for name, share, colour in rank.measured if share > 0.0005)
-    for place, rank in enumerate(ranks):
-        (top, bottom), (top_2, bottom_2) = ((place + low, place + high) for low, high in _BARS)
-        begin = 0.0
-        for name, share, colour in rank.measured:
-            add_bars(axes, [(begin, begin + share, top, bottom)], [f"{name}: {share * 100:.1f} %"], colour)
-            begin += share
-        said = [f"{units.percent(rank.measured[0][1])} computing"] if rank.measured else []
-        if rank.predicted is not None:
-            parts = ((rank.predicted, 1.0, "the rest", "faint"), (0.0, rank.predicted, "computing", "soft"))
-            for left, right, name, colour in parts:
-                title = f"{name}, predicted: {(right - left) * 100:.1f} %"
-                add_bars(axes, [(left, right, top_2, bottom_2)], [title], colour)
-            said.append(f"{units.percent(rank.predicted)} predicted")
-        axes.text(0, place + 0.83, ", ".join(said), size=10.5, color=COLOURS["soft"][0])
-        figure.text(0, 1 - (30 + _ROW * (place + 0.4)) / figure.bbox.height, rank.name, size=12)
-        figure.text(
-            0, 1 - (30 + _ROW * (place + 0.73)) / figure.bbox.height, fitted(rank.device, 10.5, 166),
-            size=10.5, color=COLOURS["soft"][0],
-        )  # fmt: skip
-    axes.set(xlim=(0, 1), ylim=(len(ranks), 0))
-    axes.axis("off")
-    if present:
-        keys = [key(colour, name) for name, colour in present]
-        figure.legend(handles=keys, ncols=len(keys), loc="upper left", bbox_to_anchor=(0, 1))
-    return figure

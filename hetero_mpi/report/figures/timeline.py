@@ -18,7 +18,7 @@ from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, far_apart,
 
 WIDTH, LEFT, RIGHT = 1080, 184, 14
 MOST_LANES = 48
-"""Of more ranks, a page shows only the first ones."""
+"""Number of ranks that a page shows, the first ones."""
 _LANE, _THIN_LANE = 32, 20
 _MANY = 12
 """From this number of ranks on, lanes are thin."""
