@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hetero_mpi.commands import plan_commands as offline
+from hetero_mpi.commands.plan_commands import PlanQuestion, plan_question
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job
 from hetero_mpi.job.schema import JobConfig as Tables
@@ -246,10 +246,10 @@ def _collectively(work: Callable[[World], T]) -> T:
         logging.captureWarnings(False)
 
 
-def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> offline.PlanQuestion:
-    """A job and a profile that fits it, as the planner is asked. As ``offline.ask``, of values."""
+def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> PlanQuestion:
+    """A job and a profile that fits it, as the planner is asked. As ``plan_commands.ask``, of values."""
     loaded = job if isinstance(job, Job) else Job.load(job)
     if not isinstance(profile, ClusterProfile):
-        return offline.question(loaded, load_profile(profile), str(profile))
+        return plan_question(loaded, load_profile(profile), str(profile))
     checked = profile_from_dict(profile_to_dict(profile), "the given profile")
-    return offline.question(loaded, checked)
+    return plan_question(loaded, checked)

@@ -205,10 +205,10 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path) -> PlanQ
         loaded, profile = load_job(job, overrides), load_profile(profile_path)
         command = f"plan --profile {profile_path} --set train.global_batch={loaded.job.train.global_batch}"
         own = f"To plan the profile's own model instead, leave the job out:\n  python -m hetero_mpi {command}"
-        return question(loaded, profile, str(profile_path), own)
+        return plan_question(loaded, profile, str(profile_path), own)
     profile = load_profile(profile_path)
     loaded = _job_of(profile, profile_path.stem, overrides)
-    asked = question(loaded, profile, str(profile_path))
+    asked = plan_question(loaded, profile, str(profile_path))
     train, model = loaded.job.train, profile.model
     taken = f"No job given: {train.global_batch} sequences of {model.sequence_length:,} tokens per step of the profile's own "
     taken += f"model ({model.model_type}, {len(model.layers) - 2} blocks, {model.dtype}); --set train.global_batch=N changes that"
@@ -231,7 +231,7 @@ def _job_of(profile: ClusterProfile, name: str, overrides: Sequence[str]) -> Loa
     return replace(loaded, path=Path("a job of its own model"))
 
 
-def question(
+def plan_question(
     loaded: LoadedJob, profile: ClusterProfile, named: str = "the given profile", otherwise: str = ""
 ) -> PlanQuestion:
     """The planner's question about a job and a profile that fits it.

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_mpi import units
-from hetero_mpi.commands.plan_commands import ask
-from hetero_mpi.commands.plan_commands import question as fitted
+from hetero_mpi.commands.plan_commands import ask, plan_question
 from hetero_mpi.disk import cache_folder, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_of_tables, load_job
@@ -83,7 +82,7 @@ def _asked(
         _check_batch(request, run.report, source)
         return run.profile, request, (reason,)
     path = source / "profile.toml"
-    question = fitted(loaded, load_profile(path), str(path))
+    question = plan_question(loaded, load_profile(path), str(path))
     _check_batch(question.request, run.report, source)
     return question.profile, question.request, question.remarks
 
