@@ -55,19 +55,22 @@ def _origin(metadata: Mapping[str, Any]) -> list[str]:
     """Model, job, data, plan and software that the checkpoint comes from."""
     config = run_table(metadata, "model_config")
     blocks = next((config[key] for key in _BLOCKS if key in config), "?")
-    lines = [f"  model: {config.get('model_type', '?')}, {blocks} blocks"]
+    model = f"{config.get('model_type', '?')}, {blocks} blocks"
     if "factory" in config:
         layers = config.get("layers")
-        lines = [f"  model: {config['factory']}, {len(layers) if isinstance(layers, list) else '?'} layers"]
+        model = f"{config['factory']}, {len(layers) if isinstance(layers, list) else '?'} layers"
+    facts = dict(job_rows(run_table(metadata, "job")))
+    facts["model"] = ", ".join(filter(None, (model, facts.get("model"))))
     if metadata.get("base_model"):
-        lines.append(f"  base: {metadata['base_model']}")
-    lines += [line for what, text in job_rows(run_table(metadata, "job")) for line in wrapped(f"  {what}: ", text)]
+        facts["base"] = metadata["base_model"]
     if "data_fingerprint" in metadata:
-        lines.append(f"  data: fingerprint {metadata['data_fingerprint']}")
+        fingerprint = f"fingerprint {metadata['data_fingerprint']}"
+        facts["data"] = ", ".join(filter(None, (facts.get("data"), fingerprint)))
     if "plan" in metadata:
-        lines.append(f"  plan: {_plan_text(metadata['plan'])}")
-    versions = ", ".join(f"{name} {version}" for name, version in run_table(metadata, "versions").items())
-    return [*lines, f"  versions: {versions}"] if versions else lines
+        facts["plan"] = _plan_text(metadata["plan"])
+    if versions := run_table(metadata, "versions"):
+        facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [line for what, text in facts.items() for line in wrapped(f"  {what}: ", text)]
 
 
 def _plan_text(values: Any) -> str:

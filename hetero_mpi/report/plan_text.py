@@ -78,9 +78,7 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
     many = len(plan.numbered) > MOST_STAGES and not every
     lines = wrapped("", headline(report)) if report is not None else []
     lines += [plan_title(plan, profile), *_stages(plan, profile, report, many).lines()]
-    tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
-    shown = f"weights: parameters; compute: forward + backward of {tokens} tokens; " if profile is not None else ""
-    lines.append(f"  {shown}warm-up: micro-batches ahead of the first backward")
+    lines.append(f"  {stage_note(plan, profile)}")
     if many:
         lines.append(f"  {EVERY_STAGE}")
     if report is not None:
@@ -225,6 +223,13 @@ def stage_table(
             stage.warm_up,
         ))  # fmt: skip
     return Table(columns, rows)
+
+
+def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
+    """A line about the columns of ``stage_table``."""
+    tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
+    shown = f"weights: parameters; compute: forward + backward of {tokens} tokens; " if profile is not None else ""
+    return f"{shown}warm-up: micro-batches ahead of the first backward"
 
 
 def _layers_each(stages: Sequence[StagePlan]) -> str:

@@ -16,9 +16,8 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.plan_report import RankMemory
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import Series, StepMark, line_chart
+from hetero_mpi.report.figures.charts import Panel, Series, StepMark, line_chart, timeline
 from hetero_mpi.report.figures.style import COLOURS, svg
-from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import report_html
 from hetero_mpi.report.past_run import read_run

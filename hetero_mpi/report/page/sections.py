@@ -16,11 +16,10 @@ from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan_report import PACKING, PlanReport
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import Series, StepMark, line_chart
+from hetero_mpi.report.figures.charts import MOST_LANES, Panel, Series, StepMark, line_chart, timeline
 from hetero_mpi.report.figures.style import svg
-from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.plan_text import bound_text, headline, idle_lines, schedule_text, stage_table
+from hetero_mpi.report.plan_text import bound_text, headline, idle_lines, schedule_text, stage_note, stage_table
 from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.run_files.rank_steps import last_usage, sums, traffic
 from hetero_mpi.report.run_text import job_rows
@@ -262,7 +261,8 @@ def plan(run: PastRun) -> Section:
     if run.report is None:
         return Section("The plan, and why")
     stages = stage_table(run.report.plan, run.profile, (), lambda device: f"{device.name}, {device.host}")
-    return Section("The plan, and why", times=True, table=stages, points=_reasons(run.report))
+    note = f"{stage_note(run.report.plan, run.profile).capitalize()}."
+    return Section("The plan, and why", note, times=True, table=stages, points=_reasons(run.report))
 
 
 def _reasons(report: PlanReport) -> list[str]:
