@@ -20,10 +20,10 @@ CLOSURES = {"model.stage": 5_000, "engine.executor": 7_250, "engine.trainer": 9_
 LOADED = {"runtime.loop": 19_000}
 """The same of what is loaded when the module is imported."""
 LINES = {
-    "beside the packages": 1_650,
+    "beside the packages": 1_280,
     "checkpoint": 1_240,
     "comm": 2_890,
-    "commands": 1_400,
+    "commands": 1_730,
     "data": 3_710,
     "device": 1_650,
     "emulation": 940,
@@ -33,11 +33,11 @@ LINES = {
     "model": 7_430,
     "planning": 10_860,
     "profiling": 1_360,
-    "report": 4_530,
+    "report": 4_410,
     "runtime": 6_670,
     "state": 1_800,
     "web": 430,
-    "in all": 54_210,
+    "in all": 54_030,
 }
 """Lines of each package, and in all."""
 SLACK = 40
