@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from clusters import Case, generate  # noqa: E402
 
-from hetero_mpi.commands import plan as offline  # noqa: E402
+from hetero_mpi.commands.plan_commands import ask  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.fast_simulation import outlined  # noqa: E402
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies  # noqa: E402
@@ -130,7 +130,7 @@ def case_of(name: str) -> Case:
     devices, _, seed = name.partition("-")
     if devices.isdigit():
         return generate(int(devices), int(seed), NOISE * (int(seed) % 2))
-    asked = offline.ask(None, (), ROOT / "profiles" / f"{name}.toml")
+    asked = ask(None, (), ROOT / "profiles" / f"{name}.toml")
     way = "full" if all(x.trainable_parameters for x in asked.profile.model.layers) else "LoRA"
     return Case(name, way, asked.profile, asked.request)
 

@@ -25,8 +25,7 @@ from hetero_mpi.comm.transport import Request  # noqa: E402
 from hetero_mpi.launch.launcher.launcher import build_command, find_launcher  # noqa: E402
 from hetero_mpi.planning.types.plan import Plan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
-from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
-from hetero_mpi.report.summary import measured_step_s  # noqa: E402
+from hetero_mpi.report.run_files.metrics import measured_step_s, read_metrics  # noqa: E402
 from tests.support.processes import run_within  # noqa: E402
 
 

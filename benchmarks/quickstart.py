@@ -30,8 +30,7 @@ from harness import busy, parser_of  # noqa: E402
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
-from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
-from hetero_mpi.report.summary import measured_step_s  # noqa: E402
+from hetero_mpi.report.run_files.metrics import measured_step_s, read_metrics  # noqa: E402
 
 LAYERS, BATCH, LENGTH = 8, 16, 128
 JOB = ROOT / "jobs" / "quickstart.toml"

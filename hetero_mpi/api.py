@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hetero_mpi.commands import plan as offline
+from hetero_mpi.commands.plan_commands import PlanQuestion, plan_question
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job
 from hetero_mpi.job.schema import JobConfig as Tables
@@ -89,7 +89,7 @@ class Simulation:
 
     step_s: float
     tokens_per_s: float
-    """Of the global batch; of a model made of layers, samples per second."""
+    """Speed over the global batch; of a model made of layers, samples per second."""
     use: dict[int, float]
     """Rank -> share of the step in which it computes."""
     busy_s: dict[int, float]
@@ -116,7 +116,7 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
     """
 
     def work(world: World) -> ClusterProfile:
-        from hetero_mpi.commands.profile import measure
+        from hetero_mpi.commands.profile_command import measure
 
         return measure(world, _named(job), reprofile)
 
@@ -158,7 +158,7 @@ def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterPro
     return Simulation(
         step_s=seconds,
         tokens_per_s=plan.global_batch * plan.sequence_length / seconds if seconds > 0 else float("inf"),
-        use={rank: busy / seconds if seconds > 0 else 0.0 for rank, busy in step.busy_s.items()},
+        use=step.use,
         busy_s=step.busy_s,
         memory=report.memory,
         hosts=report.hosts,
@@ -245,10 +245,10 @@ def _collectively(work: Callable[[World], T]) -> T:
         logging.captureWarnings(False)
 
 
-def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> offline.PlanQuestion:
-    """A job and a profile that fits it, as the planner is asked. As ``offline.ask``, of values."""
+def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> PlanQuestion:
+    """A job and a profile that fits it, as the planner is asked. As ``plan_commands.ask``, of values."""
     loaded = job if isinstance(job, Job) else Job.load(job)
     if not isinstance(profile, ClusterProfile):
-        return offline.question(loaded, load_profile(profile), str(profile))
+        return plan_question(loaded, load_profile(profile), str(profile))
     checked = profile_from_dict(profile_to_dict(profile), "the given profile")
-    return offline.question(loaded, checked)
+    return plan_question(loaded, checked)

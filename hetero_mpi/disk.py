@@ -104,7 +104,7 @@ def lock(file: IO[str]) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """What is free on the disk on which ``path`` is, or would be made. Raises OSError."""
+    """Bytes free on the disk on which ``path`` is, or would be made. Raises OSError."""
     path = path.absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 

@@ -18,7 +18,7 @@ import tomli
 
 from hetero_mpi import __version__
 from hetero_mpi.cli import main, parser
-from hetero_mpi.commands.reference import COMMANDS_HEADER, ENVIRONMENT, UNITS
+from hetero_mpi.commands.reference_pages import COMMANDS_HEADER, ENVIRONMENT, UNITS
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.job.load import TABLES, load_job
 from hetero_mpi.job.rules import broken_keys, rule_of
@@ -395,7 +395,7 @@ def test_every_number_of_the_job_has_its_unit() -> None:
         for key, field in model.model_fields.items()
         if "number" in rule_of(field)
     }
-    assert numbers - plain == set(UNITS), "name its unit in hetero_mpi/commands/reference.py"
+    assert numbers - plain == set(UNITS), "name its unit in hetero_mpi/commands/reference_pages.py"
 
 
 def test_grids_and_printed_blocks_are_the_programs() -> None:

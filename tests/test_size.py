@@ -20,10 +20,10 @@ CLOSURES = {"model.stage": 5_000, "engine.executor": 7_500, "engine.trainer": 9_
 LOADED = {"runtime.loop": 20_000}
 """The same of what is loaded when the module is imported."""
 LINES = {
-    "beside the packages": 1_650,
+    "beside the packages": 1_290,
     "checkpoint": 1_240,
     "comm": 3_020,
-    "commands": 1_410,
+    "commands": 1_730,
     "data": 3_800,
     "device": 1_360,
     "emulation": 620,
@@ -33,11 +33,11 @@ LINES = {
     "model": 7_810,
     "planning": 10_860,
     "profiling": 1_360,
-    "report": 4_540,
+    "report": 4_410,
     "runtime": 7_100,
     "state": 1_780,
     "web": 440,
-    "in all": 55_010,
+    "in all": 54_840,
 }
 """Lines of each package, and in all."""
 SLACK = 40

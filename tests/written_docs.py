@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero_mpi.cli import main, parser
-from hetero_mpi.commands.reference import commands_page, job_page, reference_text
+from hetero_mpi.commands.reference_pages import commands_page, job_page, reference_text
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from tests.support.mpi import ROOT

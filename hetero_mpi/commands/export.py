@@ -176,7 +176,7 @@ def _copy_tokenizer(source: ExportSource, target: Path) -> str:
     return f"; without a tokenizer, as none is in {run} or in the base's directory: copy its files there"
 
 
-def push(directory: Path, name: str) -> str:
+def push_directory(directory: Path, name: str) -> str:
     """Upload a directory to the Hugging Face hub as the model ``name`` ("org/name"), which is made, private, if it is not there.
 
     :raises UserError: no network, no right to write, or no such name.

@@ -19,8 +19,8 @@ REFERENCE = "reference.toml"
 """No job to start from: ``reference`` prints it."""
 
 
-def listed() -> list[str]:
-    """What there is, a line each."""
+def _listed() -> list[str]:
+    """The jobs that there are, a line each."""
     width = max(map(len, _names()))
     return [
         "Jobs to start from (init NAME [DIR]):",
@@ -29,12 +29,14 @@ def listed() -> list[str]:
     ]
 
 
-def init(name: str, directory: Path) -> list[str]:
+def init(name: str | None, directory: Path) -> list[str]:
     """Copy the files of a job into ``directory``/jobs, where their paths lead to each other and to ``directory``/runs. A file
-    that is there already stays as it is. Returns the lines to print.
+    that is there already stays as it is. Returns the lines to print. Without a name: what there is.
 
     Raises UserError: no job has this name, one of it is there already, or the directory cannot be written.
     """
+    if name is None:
+        return _listed()
     own, others = _files(name)
     taken = [directory / "jobs" / path for path in own if (directory / "jobs" / path).exists()]
     if taken:

@@ -34,6 +34,11 @@ class SimulatedStep:
     busy_s: dict[int, float]
     """Rank -> seconds of forward, backward and optimizer; the rest of the step it waits."""
 
+    @property
+    def use(self) -> dict[int, float]:
+        """Rank -> share of the step in which it computes."""
+        return {rank: seconds / self.step_s if self.step_s > 0 else 0.0 for rank, seconds in self.busy_s.items()}
+
 
 @dataclass
 class _State:

@@ -1,4 +1,4 @@
-"""What a person sees (tables, progress, summary, pictures, the report page), and the files of a run (metrics, logs).
+"""Text, tables, progress, pictures and the report page of plans, profiles and runs; and the files of a run (metrics, logs).
 
 No torch, no MPI.
 """

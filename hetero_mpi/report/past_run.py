@@ -1,4 +1,5 @@
-"""A run as read from its directory: the input of reports and comparisons. Works during the run, and after a crash.
+"""A run as read from its directory: the input of reports and comparisons. Works during the run, and after a crash. ``anonymous``
+makes of it a run that may be shown to anybody: hosts have numbers for names, paths only their last part, and no user is named.
 
 ``run.json`` holds the job with all overrides, versions, and each start with its step. ``profile.toml``, ``plan.toml``,
 ``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl`` hold what happened.
@@ -7,28 +8,32 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.simulator import SimulatedStep, simulate
+from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import THREADED, Network
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
+from hetero_mpi.report.plan_text import predicted_step
 from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, objects
-from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, read_metrics
+from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, measured_step_s, read_metrics, warm_steps
 from hetero_mpi.report.run_files.rank_steps import RankStep, read_rank_steps
 from hetero_mpi.report.run_files.run_directory import RUN_NAME, SAMPLE_NAME, run_json, run_starts, run_table
-from hetero_mpi.report.summary import measured_step_s, warm_steps
 from hetero_mpi.shipped import USED_PROFILE
 
+_PATH = re.compile(r"""(?<![\w./~-])~?/(?:[^\s'"`,;:()\[\]{}<>|]*/)*([^\s'"`,;:()\[\]{}<>|/]*)""")
+"""An absolute path within a text, or one of a home; its last part."""
+_NAMED = ("host", "hosts", "name")
+"""Fields that may hold a host's name alone."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 
 
@@ -54,7 +59,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class PastRun:
-    """What is known of a run; ``None`` and empty tuples where files are missing."""
+    """The facts known of a run; ``None`` and empty tuples where files are missing."""
 
     directory: Path
     name: str
@@ -80,7 +85,7 @@ class PastRun:
 
     @property
     def emulated(self) -> bool:
-        """Are its times emulated ones?"""
+        """Whether its times are emulated."""
         return (self.profile is not None and self.profile.emulated) or any(step.emulated for step in self.metrics.steps)
 
     def setting(self, table: str, key: str) -> Any:
@@ -133,11 +138,6 @@ def read_run(directory: Path) -> PastRun:
         checkpoints=_checkpoints(directory / "checkpoints"),
         sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else "",
     )
-
-
-def predicted_step(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
-    """The simulated step; the NICs of hosts are shared if the run emulated that."""
-    return simulate(plan, profile, network=Network(shared_nic=True) if profile.emulated else THREADED)
 
 
 def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProfile | None]:
@@ -194,3 +194,61 @@ def _events(directory: Path) -> list[dict[str, Any]]:
 def _checkpoints(directory: Path) -> tuple[SavedCheckpoint, ...]:
     named = [(path.stat(), _CHECKPOINT.fullmatch(path.name)) for path in sorted(directory.glob("step-*.h5"))]
     return tuple(SavedCheckpoint(int(name[1]), file.st_size, file.st_mtime) for file, name in named if name)
+
+
+# For anybody
+
+
+def anonymous(run: PastRun) -> PastRun:
+    """The run without names of hosts and users, and without absolute paths. What a model wrote (``sample``) stays."""
+    hosts = _hosts(run)
+    users = {getpass.getuser(), *(path.parts[2] for path in _homes(run))}
+    known = {name: f"host {number}" for number, name in enumerate(hosts)} | {
+        user: "user" for user in users if user not in hosts
+    }
+    words = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
+    named = re.compile(rf"(?<![\w.-])(?:{words})(?![\w-])")
+
+    def of_text(text: str, field: str) -> str:
+        if field in _NAMED and text in hosts:
+            return known[text]
+        if text.startswith(("/", "~")):  # a path alone may have spaces
+            return f".../{Path(text).name}"
+        if " " not in text and "/" not in text:
+            return text  # a word of ours, such as "cpu", or a host's field
+        text = _PATH.sub(lambda found: f".../{found[1]}", text)
+        return named.sub(lambda found: known[found[0]], text)
+
+    def of(value: Any, field: str) -> Any:
+        if isinstance(value, str):
+            return of_text(value, field)
+        if isinstance(value, Mapping):
+            return {key: of(inner, str(key)) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(of(inner, field) for inner in value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(
+                value, **{one.name: of(getattr(value, one.name), one.name) for one in fields(value) if one.init}
+            )
+        return value
+
+    shown = ("name", "job", "report", "profile", "happenings")
+    return replace(run, **{name: of(getattr(run, name), "") for name in shown})
+
+
+def _hosts(run: PastRun) -> list[str]:
+    """The hosts of the run in the order of their ranks, then those that its events name."""
+    found = [device.host for device in run.profile.devices] if run.profile is not None else []
+    for _, event in objects(run.directory / EVENTS_NAME):
+        for key in ("host", "hosts", "present", "missing"):
+            told = event.get(key, ())
+            found += [told] if isinstance(told, str) else [name for name in told if isinstance(name, str)]
+    # "titan#2" is another machine of the same name.
+    return list(dict.fromkeys([*found, *(name.partition("#")[0] for name in found)]))
+
+
+def _homes(run: PastRun) -> list[Path]:
+    """Folders of users under which the run or its job's files lie."""
+    texts = [str(run.directory.absolute()), *(word for word in re.split(r"""[\s'",\[\]]+""", str(run.job)))]
+    paths = [Path(text) for text in texts if text.startswith(("/home/", "/Users/"))]
+    return [path for path in paths if len(path.parts) > 2]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetero_mpi import units
 from hetero_mpi.planning.analysis.idle_time import Idling
-from hetero_mpi.planning.analysis.what_if import NO_CHANGE, Losses, WhatIf
 from hetero_mpi.planning.durations import Durations, stage_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.plan import (
     WARM_UP,
     HostMemory,
@@ -23,10 +24,13 @@ from hetero_mpi.planning.types.plan import (
     StagePlan,
 )
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
-from hetero_mpi.planning.types.request import Network
+from hetero_mpi.planning.types.request import THREADED, Network
 from hetero_mpi.report.profile_text import device_heading, device_text
 from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped, least_most
 from hetero_mpi.terminal import wrapped
+
+if TYPE_CHECKING:
+    from hetero_mpi.planning.analysis.what_if import Losses, WhatIf  # brings the planner
 
 MOST_STAGES = 48
 """Number of stages of a plan up to which each has a row of its own."""
@@ -34,6 +38,8 @@ FEW = 8
 """The same on the first screen."""
 EVERY_STAGE = "every stage: `inspect PLAN --all`, of the plan.toml that `plan -o` and `train` write"
 NOT_PREDICTED = "nothing is predicted in this file; `plan --profile PROFILE --plan FILE` works it out"
+_NO_CHANGE = 0.0005
+"""Step times that differ by less are shown as the same."""
 LIMITS = {
     "device": "the speed of the devices",
     "link": "links",
@@ -41,6 +47,11 @@ LIMITS = {
     "granularity": "granularity (whole layers, whole micro-batches)",
 }
 """The values of ``Losses.limit``, in words."""
+
+
+def predicted_step(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
+    """The simulated step; the NICs of hosts are shared if the run emulated that."""
+    return simulate(plan, profile, network=Network(shared_nic=True) if profile.emulated else THREADED)
 
 
 def headline(report: PlanReport) -> str:
@@ -75,9 +86,7 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
     many = len(plan.numbered) > MOST_STAGES and not every
     lines = wrapped("", headline(report)) if report is not None else []
     lines += [plan_title(plan, profile), *_stages(plan, profile, report, many).lines()]
-    tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
-    shown = f"weights: parameters; compute: forward + backward of {tokens} tokens; " if profile is not None else ""
-    lines.append(f"  {shown}warm-up: micro-batches ahead of the first backward")
+    lines.append(f"  {stage_note(plan, profile)}")
     if many:
         lines.append(f"  {EVERY_STAGE}")
     if report is not None:
@@ -89,7 +98,7 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
 
 
 def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) -> list[str]:
-    """What ``train`` says of a plan before the first step; all else is in ``plan_lines``, for ``--verbose`` and ``inspect``."""
+    """A plan as ``train`` shows it before the first step; all else is in ``plan_lines``, for ``--verbose`` and ``inspect``."""
     stages = _stages(report.plan, profile, report, len(report.plan.numbered) > FEW)
     lines = [*wrapped("", headline(report)), plan_title(report.plan, profile)]
     lines += stages.without("weights", "warm-up").lines()
@@ -224,6 +233,13 @@ def stage_table(
     return Table(columns, rows)
 
 
+def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
+    """A line about the columns of ``stage_table``."""
+    tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
+    shown = f"weights: parameters; compute: forward + backward of {tokens} tokens; " if profile is not None else ""
+    return f"{shown}warm-up: micro-batches ahead of the first backward"
+
+
 def _layers_each(stages: Sequence[StagePlan]) -> str:
     return f"{least_most([one.last - one.first for one in stages], '{:.0f}'.format)} each"
 
@@ -266,12 +282,9 @@ def _bound_text(report: PlanReport) -> str:
     return f"no plan could take less than {units.seconds(report.bound_step_s)} (fluid bound; this one {gap} more)"
 
 
-def costed_plan_lines(
-    report: PlanReport, profile: ClusterProfile, busy_s: Mapping[int, float], lost: Losses
-) -> list[str]:
-    """A plan with its prediction and bound, the utilisation of every rank, and what limits the plan."""
-    busy = {rank: units.ratio(seconds, report.predicted_step_s) for rank, seconds in busy_s.items()}
-    lines = plan_lines(report, profile) + wrapped("Utilisation: ", utilisation(busy))
+def costed_plan_lines(report: PlanReport, profile: ClusterProfile, use: Mapping[int, float], lost: Losses) -> list[str]:
+    """A plan with its prediction and bound, the utilisation of every rank (``use``), and what limits the plan."""
+    lines = plan_lines(report, profile) + wrapped("Utilisation: ", utilisation(use))
     parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole layers and micro-batches")]
     if lost.choice > 0:
         parts.insert(0, (lost.choice, "this plan (the planner's own is faster)"))
@@ -301,14 +314,13 @@ def network_lines(network: Network, step_s: float, predicted_s: float) -> list[s
     if not said:
         return []
     more = units.ratio(step_s, predicted_s) - 1
-    change = "no change" if abs(more) < NO_CHANGE else f"{units.percent(more)} more than predicted"
+    change = "no change" if abs(more) < _NO_CHANGE else f"{units.percent(more)} more than predicted"
     return wrapped("Simulated so that ", f"{' and '.join(said)}: {change}")
 
 
 def idling_lines(
-    step_s: float, busy_s: Mapping[int, float], causes: Mapping[int, Idling], memory: Sequence[RankMemory],
-    labels: Mapping[int, str],
-) -> list[str]:  # fmt: skip
+    step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequence[RankMemory], labels: Mapping[int, str]
+) -> list[str]:
     """A row per rank, in shares of the step: computing, and idling by cause; and its peak of memory.
 
     Of many ranks, those with the same label (their device) share a row, with means and the fullest memory.
@@ -316,11 +328,11 @@ def idling_lines(
     names = ("computes", "idles", "waits for activations", "gradients", "the link", "all-reduce", "the end")
     columns = [Column("rank", several=lambda ranks: str(len(ranks))), Column("device")]
     columns += [Column(name, units.percent, lambda shares: units.percent(statistics.fmean(shares))) for name in names]
-    many, rows = len(busy_s) > MOST_STAGES, []
-    for rank in sorted(busy_s):
+    many, rows = len(step.busy_s) > MOST_STAGES, []
+    for rank in sorted(step.busy_s):
         cause = causes[rank]
-        spent = (busy_s[rank], cause.total_s, cause.activations_s, cause.gradients_s, cause.link_s, cause.sums_s)
-        shares = (units.ratio(seconds, step_s) for seconds in (*spent, cause.end_s))
+        spent = (step.busy_s[rank], cause.total_s, cause.activations_s, cause.gradients_s, cause.link_s, cause.sums_s)
+        shares = (units.ratio(seconds, step.step_s) for seconds in (*spent, cause.end_s))
         held = [one for one in memory if one.rank == rank]
         rows.append((rank, labels.get(rank) if many else None, *shares, held))
     table = Table([*columns, Column("memory peak", fullest_text, _fullest_of)], rows)
@@ -339,6 +351,6 @@ def what_if_lines(answers: Sequence[WhatIf], step_s: float) -> list[str]:
             lines.append(f"  {answer.change}: no plan ({answer.problem})")
         else:
             change = units.ratio(answer.step_s, step_s) - 1
-            effect = "no change" if abs(change) < NO_CHANGE else units.change(change)
+            effect = "no change" if abs(change) < _NO_CHANGE else units.change(change)
             lines.append(f"  {answer.change}: {effect} ({units.seconds(answer.step_s)} per step)")
     return ["What if (planned again for each):", *lines] if lines else []

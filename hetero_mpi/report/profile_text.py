@@ -145,7 +145,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     ``every``: leave nothing out, however many ranks, hosts and links there are.
     """
     lines = profile_lines(profile)
-    devices = _distinct_devices(profile)
+    devices = distinct_devices(profile)
     few = every or len(devices) <= MOST_ROWS
     if not few:
         lines += ["", ALL]
@@ -172,7 +172,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     return [*lines, *(["", "Hosts", *hosts.lines()] if hosts.rows else []), *_links(profile, every)]
 
 
-def _distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DeviceProfile]]:
+def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DeviceProfile]]:
     """Devices that differ in more than rank and host, each with the ranks that have such a device."""
 
     def figures(device: DeviceProfile) -> str:
@@ -219,7 +219,7 @@ def _sample(curve: Curve | None, tokens: int) -> tuple[float | None, float | Non
 
 
 def _host_table(profile: ClusterProfile) -> Table:
-    """What the ranks of each host share, where the profile says so."""
+    """A row per host: the memory, NIC and copies that its ranks share, where the profile says so."""
 
     def mixed(texts: Sequence[str]) -> str:
         return texts[0] if len(set(texts)) == 1 else units.counted(texts, ", ")

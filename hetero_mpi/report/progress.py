@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from hetero_mpi import units
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.report.past_run import predicted_step
-from hetero_mpi.report.plan_text import schedule_text
+from hetero_mpi.report.plan_text import predicted_step, schedule_text
 from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.terminal import is_terminal, write_text
 
@@ -31,7 +30,7 @@ _RECENT = 20
 
 @dataclass(frozen=True)
 class RankRow:
-    """What the screen shows of a rank before the first step."""
+    """A rank's row of the screen, as it is before the first step."""
 
     rank: int
     holds: str
@@ -49,7 +48,7 @@ class Overview:
 
 @dataclass(frozen=True)
 class Now:
-    """What a rank is doing, as far as it is known."""
+    """The present work of a rank, as far as it is known."""
 
     text: str
     """Such as ``waits for rank 0 to send``."""
@@ -63,7 +62,7 @@ Standings = Callable[[], Mapping[int, Now]]
 
 def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     """The screen's first line, and a row for every rank that has a stage."""
-    simulation = predicted_step(plan, profile)
+    use = predicted_step(plan, profile).use
     stages, emulated = len(plan.numbered), ", EMULATED" if profile.emulated else ""
     title = f"{name}: {stages} stage{'s' if stages > 1 else ''} on {len(plan.ranks)} of {len(profile.devices)} ranks"
     title += f"{schedule_text(plan)}{emulated}"
@@ -71,8 +70,7 @@ def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     for rank in plan.ranks:
         held = [plan.numbered[number][2] for number in plan.of_rank(rank)]
         holds = "; ".join(units.layers(stage.first, stage.last, plan.layers) for stage in held)
-        share = simulation.busy_s[rank] / simulation.step_s if simulation.step_s > 0 else 0.0
-        rows.append(RankRow(rank, holds, share))
+        rows.append(RankRow(rank, holds, use[rank]))
     return Overview(title, tuple(rows))
 
 

@@ -82,7 +82,7 @@ class Table:
         return [(column, texts) for column, texts in found if any(texts)]
 
     def __bool__(self) -> bool:
-        """Is there anything to show?"""
+        """Whether there is anything to show."""
         return bool(self.texts())
 
     def html(self) -> tuple[list[tuple[str, bool]], list[tuple[str, ...]]]:

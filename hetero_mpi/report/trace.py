@@ -35,36 +35,13 @@ number 0 for the kernel's. So lane 0 has the process's number, no other lane has
 """
 
 
-def trace(events: Sequence[Event], labels: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """The trace as JSON values: a process per rank, a complete event per ``Event``.
+def trace(kinds: Mapping[str, Sequence[Event]], labels: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """The trace as JSON values: a process per rank and kind, one below the other; a complete event per ``Event``.
 
     Steps follow each other: a step begins where the longest rank of the one before ended. ``labels``: names of ranks.
     """
-    return _trace([("", events)], labels)
-
-
-def run_trace(
-    measured: Sequence[Event],
-    predicted: Sequence[Event],
-    labels: Mapping[int, str] | None = None,
-    emulated: bool = False,
-) -> dict[str, Any]:
-    """A run's recorded steps. Below every rank is the predicted step, once for each recorded one, beginning with it.
-
-    Args:
-        measured: events of any number of steps, each step's times on one clock (``measured.on_one_clock``).
-        predicted: events of one step.
-        emulated: the measured times are emulated ones, and are labelled so.
-    """
-    steps = sorted({event.step for event in measured})
-    repeated = [replace(event, step=step) for step in steps or [0] for event in predicted]
-    return _trace([("measured, emulated" if emulated else "measured", measured), ("predicted", repeated)], labels)
-
-
-def _trace(kinds: Sequence[tuple[str, Sequence[Event]]], labels: Mapping[int, str] | None) -> dict[str, Any]:
-    """``kinds``: (its name, its events). A rank has a process for each kind, one below the other."""
-    begins, entries = _begins_s([event for _, events in kinds for event in events]), list[dict[str, Any]]()
-    for place, (kind, events) in enumerate(kinds):
+    begins, entries = _begins_s([event for events in kinds.values() for event in events]), list[dict[str, Any]]()
+    for place, (kind, events) in enumerate(kinds.items()):
         order = {rank: len(kinds) * rank + place for rank in sorted({event.rank for event in events})}
         pids = {rank: _NUMBERS * (1 + number) for rank, number in order.items()}
         for rank, pid in pids.items():
@@ -104,24 +81,27 @@ def _copies(event: Event) -> TypeGuard[MeasuredEvent]:
     return isinstance(event, MeasuredEvent) and event.copied_s > 0
 
 
-def save_run_trace(run: PastRun, path: Path) -> Path | None:
-    """Write the trace of a run's recorded steps beside the predicted one; None where there is nothing to write."""
+def run_events(run: PastRun) -> dict[str, Sequence[Event]]:
+    """A run's recorded steps; and the predicted step, once for each recorded one, beginning with it. Empty: nothing is known."""
     simulation = run.predicted()
-    if run.plan is None or run.profile is None or simulation is None:
-        return None
+    if run.plan is None or simulation is None:
+        return {}
     measured = [event for records in steps_under(run.rank_steps, run.plan) for event in on_one_clock(records)]
-    labels = {device.rank: place_text(run.profile, device.rank) for device in run.profile.devices}
-    return _write(run_trace(measured, simulation.events, labels, run.emulated), path)
+    steps = sorted({event.step for event in measured})
+    predicted = [replace(event, step=step) for step in steps or [0] for event in simulation.events]
+    return {"measured, emulated" if run.emulated else "measured": measured, "predicted": predicted}
 
 
-def save_trace(events: Sequence[Event], path: str | Path, labels: Mapping[int, str] | None = None) -> Path:
-    """Write ``trace(events)`` to ``path``; its folder is created if missing."""
-    return _write(trace(events, labels), Path(path))
+def save_run_trace(run: PastRun, path: Path) -> Path | None:
+    """Write the trace of ``run_events``; None where there is nothing to write."""
+    kinds, devices = run_events(run), run.profile.devices if run.profile is not None else ()
+    return save_trace(kinds, path, {one.rank: place_text(run.profile, one.rank) for one in devices}) if kinds else None
 
 
-def _write(values: dict[str, Any], path: Path) -> Path:
+def save_trace(kinds: Mapping[str, Sequence[Event]], path: Path, labels: Mapping[int, str]) -> Path:
+    """Write ``trace(kinds)`` to ``path``; its folder is created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, allow_nan=False), encoding="utf-8")
+    path.write_text(json.dumps(trace(kinds, labels), allow_nan=False), encoding="utf-8")
     return path
 
 

@@ -21,13 +21,14 @@ from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.job.load import job_to_dict
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
-from hetero_mpi.report.past_run import predicted_step, read_run
+from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.plan_text import predicted_step
 from hetero_mpi.report.progress import Now, ProgressDisplay, overview
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, Trackers
+from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, Trackers, measured_step_s
 from hetero_mpi.report.run_files.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_result
-from hetero_mpi.report.summary import final_lines, measured_step_s
+from hetero_mpi.report.run_text import final_lines
 from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.runtime.generate.generate import write_sample
 from hetero_mpi.runtime.other_programs import OtherPrograms
@@ -53,11 +54,7 @@ def draw_plan(context: RunContext, report: PlanReport) -> None:
         from hetero_mpi.report.figures.style import save
 
         profile = context.profile
-        simulation = predicted_step(report.plan, profile)
-        busy = {
-            rank: seconds / simulation.step_s for rank, seconds in simulation.busy_s.items() if simulation.step_s > 0
-        }
-        figure = architecture(report, profile, context.loaded.name, busy)
+        figure = architecture(report, profile, context.loaded.name, predicted_step(report.plan, profile).use)
         for kind in ("png", "svg"):
             save(figure, context.run_dir / f"architecture.{kind}", f"architecture: {context.loaded.name}")
 

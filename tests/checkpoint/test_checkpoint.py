@@ -31,7 +31,7 @@ from hetero_mpi.checkpoint import (
     verify,
 )
 from hetero_mpi.checkpoint.sink import WINDOW_BYTES
-from hetero_mpi.report.checkpoints import checkpoint_lines
+from hetero_mpi.report.checkpoint_text import checkpoint_lines
 from tests.support.checkpoint_samples import told
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint.md"

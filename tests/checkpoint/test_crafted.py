@@ -46,9 +46,9 @@ from pathlib import Path
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good, prune
 from hetero_mpi.checkpoint.directory import lowest_held_out
 from hetero_mpi.checkpoint.directory import shards_on_disk
-from hetero_mpi.commands.plan import inspect
+from hetero_mpi.commands.plan_commands import inspect
 from hetero_mpi.errors import UserError
-import hetero_mpi.report.checkpoints
+import hetero_mpi.report.checkpoint_text
 taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + {MEMORY_BYTES}, taken + {MEMORY_BYTES}))
 for name in sys.stdin.read().split():

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.commands import runs as hindsight
+from hetero_mpi.commands import run_commands
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.plan import Alone
 from hetero_mpi.planning.types.toml_files import save_profile
-from hetero_mpi.report.comparison import job_differences, loss_after, worth_adding
 from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.run_text import job_differences, loss_after, worth_adding
 from tests.report.test_run_files import ODD_LINES
 from tests.support.past_runs import JOB, cluster, make_run, planned
 from tests.support.planning_samples import JOB_TOML
@@ -35,7 +35,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert rows["loss after 2.40 k tokens"][0] == rows["loss after 2.40 k tokens"][1], "equal losses at equal tokens"
     assert rows["energy"] == ["not", "measured", "not", "measured"] and "train.steps" not in rows
     with pytest.raises(UserError, match="needs two runs or more"):
-        hindsight.compare([first])
+        run_commands.compare([first])
 
 
 def test_the_loss_after_equally_many_tokens(tmp_path: Path) -> None:
@@ -84,11 +84,12 @@ def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.C
     assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(run)]) == 0
     assert "measured, median of 58 steps" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"--set train\.global_batch=8"):
-        hindsight.baseline(tmp_path / "job.toml", ("train.global_batch=4",), run)
+        run_commands.baseline(tmp_path / "job.toml", ("train.global_batch=4",), run)
 
 
 def test_looking_back_needs_neither_torch_nor_mpi() -> None:
-    program = "import sys\nfor name in ('torch', 'mpi4py', 'matplotlib'): sys.modules[name] = None\nimport hetero_mpi.commands.runs"
+    absent = "import sys\nfor name in ('torch', 'mpi4py', 'matplotlib'): sys.modules[name] = None\n"
+    program = f"{absent}import hetero_mpi.commands.run_commands"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 

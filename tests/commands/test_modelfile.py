@@ -11,7 +11,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.commands.modelfile import layout_of, write_modelfile
+from hetero_mpi.commands.gguf import layout_of, write_modelfile
 from hetero_mpi.data.template import PLAIN_FORM
 from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.errors import UserError

@@ -77,8 +77,8 @@ def hub() -> Iterator[tuple[str, type[_Hub]]]:
 PUSH = """
 import sys
 from pathlib import Path
-from hetero_mpi.commands.export import push
-print(push(Path(sys.argv[1]), "org/mine"))
+from hetero_mpi.commands.export import push_directory
+print(push_directory(Path(sys.argv[1]), "org/mine"))
 """
 
 

@@ -34,7 +34,7 @@ from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan_file, load_profile, save_plan, save_profile
-from hetero_mpi.report.checkpoints import checkpoint_lines
+from hetero_mpi.report.checkpoint_text import checkpoint_lines
 from hetero_mpi.report.plan_text import plan_lines
 from hetero_mpi.report.profile_text import inspection_lines
 from tests.support.checkpoint_samples import told

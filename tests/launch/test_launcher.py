@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.cli import add_launch_options, parser
 from hetero_mpi.comm.ranks.library import MpiLibrary
+from hetero_mpi.commands.options import add_launch_options, parser
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.command import main
 from hetero_mpi.launch.hosts.hostfile import (

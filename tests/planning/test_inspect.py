@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.commands import plan
+from hetero_mpi.commands import plan_commands
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.profile import LinkProfile
 from hetero_mpi.planning.types.toml_files import load_profile, plan_from_dict, save_plan, save_profile
@@ -104,7 +104,7 @@ def test_inspect_shows_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[
     write_checkpoint(Path("step-00000003.h5"), metadata, {"a.weight": (3, 4), "b.weight": (4,)})
     text = run(capsys, "inspect", "step-00000003.h5")
     assert "step 3 of 20" in text and "3.2500 at the last step" in text and "2.5000 at best" in text
-    assert "qwen3, 28 blocks; trained: a lora adapter" in text and "computed in bf16" in text
+    assert "model: qwen3, 28 blocks" in text and "method: LoRA" in text and "dtype: bf16" in text
     assert "2 trained tensors, 16 numbers" in text and "torch 2.13.0" in text
 
 
@@ -176,6 +176,6 @@ def test_offline_commands_need_neither_torch_nor_mpi(folder: Path) -> None:
 
 def test_dropout_is_seen_in_the_jobs_files(folder: Path) -> None:
     """Without the model's code, rates in its configuration and the adapter's are what can be seen."""
-    question = plan.ask(Path("job.toml"), (), Path("profile.toml"))
-    assert not plan.uses_dropout(question.loaded, {"attention_dropout": 0.0, "drop_count": 3})
-    assert plan.uses_dropout(question.loaded, {"resid_pdrop": 0.1})
+    question = plan_commands.ask(Path("job.toml"), (), Path("profile.toml"))
+    assert not plan_commands.uses_dropout(question.loaded, {"attention_dropout": 0.0, "drop_count": 3})
+    assert plan_commands.uses_dropout(question.loaded, {"resid_pdrop": 0.1})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.drift import as_measured
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision import decide
-from hetero_mpi.planning.decision.explain import streamed_texts
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import Durations, duration, finished_layers_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS, predict_hosts, predict_memory, stage_memory, streamed_memory
@@ -105,18 +103,6 @@ def test_the_planner_knows_what_a_host_carries_at_once() -> None:
     assert simulate(before.plan, limited).step_s >= after.predicted_step_s
     if streamed_in(after.plan) == 2:
         assert any("copies limit it: 2.00 kB/s" in reason for reason in after.reasons), after.reasons
-
-
-def test_copies_are_told_beside_what_ranks_compute_that_share_cores() -> None:
-    """Two threads on half a core take four times as long, so that the copies hide behind them."""
-    profile = cluster(host="box", backend="cpu", host_to_device_bytes_per_s=144.0)
-    plan = plan_of(profile, StagePlan((0,), 0, 4, 1, streamed=True), StagePlan((1,), 4, 10, 0))
-    crowded = replace(profile, hosts=(HostProfile("box", 10**6, "its memory", cores=0.5),))
-    shares = []
-    for one in (profile, crowded):
-        (text,) = streamed_texts(plan, one)
-        shares.append(int(re.findall(r"(\d+)% of its time", text)[0]))
-    assert shares[0] > 2 * shares[1] > 0, shares
 
 
 def test_slices_of_a_resident_stage_follow_one_another() -> None:

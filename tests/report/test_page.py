@@ -15,14 +15,13 @@ from matplotlib.patches import FancyArrowPatch
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, RankMemory, StagePlan
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import Series, StepMark, line_chart
+from hetero_mpi.report.figures.charts import Panel, Series, StepMark, line_chart, timeline
 from hetero_mpi.report.figures.style import COLOURS, svg
-from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import report_html
-from hetero_mpi.report.page.sections import job_rows
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
+from hetero_mpi.report.run_text import job_rows
 from tests.support.past_runs import JOB, cluster, make_run, planned
 
 LORA: dict[str, Any] = {
@@ -36,7 +35,8 @@ LORA: dict[str, Any] = {
 
 def rows_of(directory: Path, job: dict[str, Any]) -> dict[str, str]:
     profile = cluster(1)
-    return dict(job_rows(read_run(make_run(directory, planned(profile), profile, steps=2, job=job))))
+    run = read_run(make_run(directory, planned(profile), profile, steps=2, job=job))
+    return dict(job_rows(run.job, profile.model.dtype))
 
 
 def test_the_page_says_which_job_it_was(tmp_path: Path) -> None:

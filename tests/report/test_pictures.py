@@ -17,9 +17,9 @@ from hetero_mpi.planning.schedule import Action, Event, Op, parse_action
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.report.figures.profile import profile_picture
+from hetero_mpi.report.figures.charts import KINDS, Panel, timeline
+from hetero_mpi.report.figures.profile_curves import profile_picture
 from hetero_mpi.report.figures.style import COLOURS, save, svg
-from hetero_mpi.report.figures.timeline import KINDS, Panel, timeline
 from hetero_mpi.report.trace import save_trace, trace
 from tests.support.planning_samples import (
     make_model,
@@ -113,7 +113,7 @@ def test_a_picture_that_cannot_be_written_says_where_else(tmp_path: Path) -> Non
 
 def test_a_trace_has_one_complete_event_per_event(tmp_path: Path) -> None:
     events = predicted(3, 8)
-    path = save_trace(events, tmp_path / "new" / "trace.json", {1: "Strix Halo"})
+    path = save_trace({"": events}, tmp_path / "new" / "trace.json", {1: "Strix Halo"})
     entries = json.loads(path.read_text())["traceEvents"]
     complete = [entry for entry in entries if entry["ph"] == "X"]
     assert len(complete) == len(events)
@@ -129,7 +129,7 @@ def test_a_trace_has_one_complete_event_per_event(tmp_path: Path) -> None:
 def test_a_lane_has_a_number_of_its_own_and_computing_that_of_its_process() -> None:
     """Perfetto takes the thread that bears its process's number for the main one, and 0 for the kernel's: it put computing into the
     lane of receives (seen by ``benchmarks/perfetto.py``)."""
-    entries = trace(predicted(4, 8))["traceEvents"]
+    entries = trace({"": predicted(4, 8)})["traceEvents"]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
     assert len({tid for _, tid in lanes}) == len(lanes) and all(tid > 0 for _, tid in lanes)
     assert {pid for pid, tid in lanes if lanes[pid, tid] == "compute"} == {pid for pid, _ in lanes}
@@ -139,7 +139,7 @@ def test_a_lane_has_a_number_of_its_own_and_computing_that_of_its_process() -> N
 def test_events_of_a_lane_do_not_overlap() -> None:
     """Perfetto draws a lane's events above each other where they overlap: computing and sending are lanes of their own."""
     for events in (predicted(4, 8), *(several(seed) for seed in range(30))):
-        complete = [entry for entry in trace(events)["traceEvents"] if entry["ph"] == "X"]
+        complete = [entry for entry in trace({"": events})["traceEvents"] if entry["ph"] == "X"]
         _assert_lanes_do_not_overlap(complete)
 
 
@@ -150,7 +150,7 @@ def _assert_lanes_do_not_overlap(complete: list[dict[str, Any]]) -> None:
 
 
 def test_sums_of_gradients_have_lanes_of_their_own() -> None:
-    entries = trace(several(8))["traceEvents"]
+    entries = trace({"": several(8)})["traceEvents"]
     names = {(entry["pid"], entry["tid"]): entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
     lanes = {op: {names[e["pid"], e["tid"]] for e in entries if e.get("cat") == op} for op in ("REDUCE", "W", "STEP")}
     assert lanes["REDUCE"] == {"gradient all-reduce", "all-reduce of the embedding's gradients"}
@@ -160,5 +160,5 @@ def test_sums_of_gradients_have_lanes_of_their_own() -> None:
 def test_steps_follow_each_other_in_a_trace() -> None:
     action = Action(Op.F, 0, 0)
     events = [Event(0, 5, action, 0.0, 2.0), Event(1, 5, action, 1.0, 3.0), Event(0, 6, action, 0.5, 1.0)]
-    found = [(entry["ts"], entry["dur"]) for entry in trace(events)["traceEvents"] if entry["ph"] == "X"]
+    found = [(entry["ts"], entry["dur"]) for entry in trace({"": events})["traceEvents"] if entry["ph"] == "X"]
     assert found == [(0.0, 2e6), (1e6, 2e6), (3.5e6, 0.5e6)]

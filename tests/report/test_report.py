@@ -26,8 +26,8 @@ from hetero_mpi.planning.types.toml_files import plan_to_dict, report_from_dict
 from hetero_mpi.report.plan_text import plan_lines, planned_lines
 from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.report.progress import ProgressDisplay
-from hetero_mpi.report.run_files.metrics import Evaluation
-from hetero_mpi.report.summary import final_lines, measured_step_s
+from hetero_mpi.report.run_files.metrics import Evaluation, measured_step_s
+from hetero_mpi.report.run_text import final_lines
 from hetero_mpi.terminal import WIDTH
 from tests.support.past_runs import metrics
 

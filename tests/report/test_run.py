@@ -34,7 +34,7 @@ from hetero_mpi.report.run_files.rank_steps import (
     traffic,
 )
 from hetero_mpi.report.run_files.run_directory import describe_run
-from hetero_mpi.report.trace import run_trace, save_run_trace
+from hetero_mpi.report.trace import save_run_trace, trace
 from hetero_mpi.shipped import USED_PROFILE
 from tests.support.mpi import run_mpi
 from tests.support.past_runs import JOB, cluster, make_run, measured, planned, several_stages
@@ -95,9 +95,7 @@ def test_messages_of_one_link_follow_each_other() -> None:
     found = [event for event in on_one_clock(records) if event.action.op is Op.SEND_F]
     assert [(event.start_s, event.end_s) for event in found] == [(1.0, 4.0), (4.0, 5.0)]
     copies = [
-        entry
-        for entry in run_trace(found, [])["traceEvents"]
-        if entry["ph"] == "X" and entry["tid"] - entry["pid"] == 7
+        entry for entry in trace({"": found})["traceEvents"] if entry["ph"] == "X" and entry["tid"] - entry["pid"] == 7
     ]
     assert [entry["ts"] for entry in copies] == [1e6, 2e6], "but they were copied when the rank began them"
 

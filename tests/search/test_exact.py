@@ -172,7 +172,7 @@ def test_ranks_that_share_a_hosts_memory_fit_together(batch: int) -> None:
     report = make_plan(replace(profile, devices=devices, hosts=(host,)), request)
     (both,) = report.hosts
     assert both.peak_bytes <= both.usable_bytes == need - 1 and report.predicted_step_s >= roomy.predicted_step_s
-    with pytest.raises(UserError, match="ranks 0, 1 share the memory of host host0, 40.0 kB"):
+    with pytest.raises(UserError, match=r"ranks 0, 1 share the memory of host host0, 40\.0 kB"):
         make_plan(replace(profile, devices=devices, hosts=(replace(host, memory_bytes=40_000),)), request)
 
 

@@ -19,7 +19,7 @@ import pytest
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MPICH, MpiLibrary
-from hetero_mpi.commands.plan import ask
+from hetero_mpi.commands.plan_commands import ask
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
 from hetero_mpi.planning.decision.planner import make_plan

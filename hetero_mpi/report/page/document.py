@@ -23,7 +23,7 @@ def report_html(run: PastRun) -> str:
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("hetero_mpi.report", "page"), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    told = [section for section in _sections(run) if section.told]
+    told = [section for section in page_sections(run) if section.told]
     return templates.get_template("report.html").render(
         name=run.name,
         about=_about(run),
@@ -44,7 +44,8 @@ def write_report(run: PastRun, path: Path) -> Path:
     return path
 
 
-def _sections(run: PastRun) -> list[sections.Section]:
+def page_sections(run: PastRun) -> list[sections.Section]:
+    """All sections in their order, also of a run that goes on; those that it has nothing for are empty."""
     predicted = run.predicted()
     records = newest_step(run.rank_steps, run.plan) if run.plan is not None else ()
     measured = on_one_clock(records)

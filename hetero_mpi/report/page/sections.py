@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,25 +12,20 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from hetero_mpi import units
-from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import RankUsage, Series, StepMark, line_chart
-from hetero_mpi.report.figures.charts import usage as usage_bars
+from hetero_mpi.report.figures.charts import MOST_LANES, Panel, Series, StepMark, line_chart, timeline
 from hetero_mpi.report.figures.style import svg
-from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_table
+from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_note, stage_table
 from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.run_files.rank_steps import last_usage, sums, traffic
+from hetero_mpi.report.run_text import job_rows
 from hetero_mpi.report.table import Column, Table, least_most
 
-USAGE_NOTE = (
-    "Shares of the time since training began, or since the plan last changed. "
-    "The thin bar is the prediction: computing, and the rest."
-)
+USAGE_NOTE = "Shares of the time since training began, or since the plan last changed."
 MEMORY_NOTE = (
     "Highest memory of each rank. The prediction counts weights, gradients, optimizer state, activations and buffers of messages. "
     "A GPU rank measures what is allocated on the device; a CPU rank the whole process."
@@ -89,81 +84,12 @@ class Section:
 
 def job(run: PastRun) -> Section:
     """The job: method, model, data, optimizer."""
-    return Section("The job", table=Table.of_texts(("", "asked for"), job_rows(run)))
-
-
-def job_rows(run: PastRun) -> list[tuple[str, str]]:
-    """(what, setting); rows of which the run says nothing are left out."""
-
-    def told(text: str, table: str, key: str) -> str:
-        said = _said(run.setting(table, key))
-        return text.format(said) if said else ""
-
-    held_out, config = run.setting("data", "held_out"), run.setting("model", "config")
-    own_held_out = f"{units.percent(held_out)} of the sequences held out" if isinstance(held_out, (int, float)) else ""
-    new = (
-        f"a new {_said(config.get('model_type'))} model".replace("  ", " ")
-        if isinstance(config, dict)
-        else _said(config)
+    return Section(
+        "The job",
+        table=Table.of_texts(
+            ("", "asked for"), job_rows(run.job, run.profile.model.dtype if run.profile is not None else "")
+        ),
     )
-    by_plan = run.setting("train", "micro_batch") == "auto"
-    adamw = "AdamW in 8 bits" if run.setting("train", "optimizer") == EIGHT_BIT else "AdamW"
-    betas = [_said(beta) for key in ("beta1", "beta2") if (beta := run.setting("train", key)) is not None]
-    asked, used = told("{}", "train", "dtype"), run.profile.model.dtype if run.profile is not None else ""
-    rows = {
-        "method": _method(run, told),
-        "model": [told("{}", "model", "path"), told("made by {}", "model", "factory"), new],
-        "data": [
-            told("text {}", "data", "text"),
-            told("records {}", "data", "records"),
-            told("sequences of {} tokens", "data", "sequence_length"),
-            {True: "packed", False: "one document per sequence"}.get(run.setting("data", "packing"), ""),
-            told("evaluated on {}", "data", "evaluation") or own_held_out,
-        ],
-        "steps": [
-            told("{} steps", "train", "steps"),
-            told("{} sequences per step", "train", "global_batch"),
-            "micro-batches as the plan has them" if by_plan else told("micro-batches of {}", "train", "micro_batch"),
-        ],
-        "optimizer": [
-            told(f"{adamw}, peak learning rate {{}}", "train", "learning_rate"),
-            told("schedule {}", "train", "schedule"),
-            told("{} steps of warm-up", "train", "warmup_steps"),
-            f"betas {' and '.join(betas)}" if betas else "",
-            told("epsilon {}", "train", "epsilon"),
-            told("weight decay {}", "train", "weight_decay"),
-            told("gradients clipped to norm {}", "train", "clip_norm"),
-        ],
-        "dtype": [f"{used} ({asked})" if asked and used and asked != used else asked or used],
-        "seed": [told("{}", "train", "seed")],
-    }
-    joined = {what: ", ".join(filter(None, parts)) for what, parts in rows.items()}
-    return [(what, text) for what, text in joined.items() if text and run.job]
-
-
-def _method(run: PastRun, told: Callable[[str, str, str], str]) -> list[str]:
-    method = run.setting("adapter", "method")
-    if method != "lora":
-        return ["full training of all weights"] if method == "none" else []
-    nf4 = run.setting("model", "quantization") == "nf4"
-    doubled = ", double quantization" if run.setting("model", "double_quantization") else ""
-    return [
-        f"LoRA on NF4 weights{doubled}" if nf4 else "LoRA",
-        told("rank {}", "adapter", "rank"),
-        told("alpha {}", "adapter", "alpha"),
-        told("dropout {}", "adapter", "dropout"),
-        *(key for key in ("rslora", "dora") if run.setting("adapter", key)),
-        told("targets {}", "adapter", "targets"),
-        told("from {}", "adapter", "path"),
-    ]
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(_said, value))
-    if value is None:
-        return ""
-    return format(value, {int: ",", float: "g"}.get(type(value), ""))
 
 
 def sample(run: PastRun) -> Section:
@@ -225,26 +151,28 @@ def speed(run: PastRun) -> Section:
 
 
 def usage(run: PastRun, predicted: SimulatedStep | None) -> Section:
-    """A bar per rank: what it spent its time on, and the predicted share of computing."""
-    busy = _busy(predicted)
-    spent = {
-        rank: tuple((name, getattr(used, field) / used.seconds, colour) for field, name, colour in SPENT)
-        for rank, used in last_usage(run.rank_steps).items()
-        if used.seconds > 0
-    }
-    ranks = [
-        RankUsage(f"rank {rank}", place_text(run.profile, rank), spent.get(rank, ()), busy.get(rank))
-        for rank in sorted(spent or busy)
-    ]
-    drawn = usage_bars(ranks) if ranks else None
-    return Section("What the ranks do", USAGE_NOTE, times=True, picture=_picture(drawn, "what the ranks do"))
+    """A row per rank: the shares of what it spent its time on, as a bar and as figures; and the predicted share of computing."""
+    use = predicted.use if predicted is not None else {}
+    used = {rank: one for rank, one in last_usage(run.rank_steps).items() if one.seconds > 0}
+    rows = list[Sequence[Any]]()
+    for rank in sorted(used or use):
+        own = used.get(rank)
+        spent = [getattr(own, field) / own.seconds if own is not None else None for field, _, _ in SPENT]
+        rows.append((rank, place_text(run.profile, rank), spent, use.get(rank), *spent))
+    keys = (
+        Markup('<i class="key" style="background:var(--{})"></i> {}').format(colour, name) for _, name, colour in SPENT
+    )
+    figures = (Column(name, units.percent) for name in ("computing, predicted", *keys))
+    columns = (Column("rank"), Column("device", left=True), Column("", _bar, left=True), *figures)
+    return Section("What the ranks do", USAGE_NOTE, times=True, table=Table(columns, rows))
 
 
-def _busy(predicted: SimulatedStep | None) -> dict[int, float]:
-    """Rank -> predicted share of the step in which it computes."""
-    if predicted is None or predicted.step_s <= 0:
-        return {}
-    return {rank: seconds / predicted.step_s for rank, seconds in predicted.busy_s.items()}
+def _bar(shares: Sequence[float | None]) -> Markup:
+    """A bar of these shares in the colours of ``SPENT``, with texts under the pointer."""
+    part = Markup('<i style="width:{:.1f}%;background:var(--{})" title="{}"></i>')
+    told = [(share, name, colour) for share, (_, name, colour) in zip(shares, SPENT, strict=True) if share is not None]
+    parts = [part.format(100 * share, colour, f"{name}: {share * 100:.1f} %") for share, name, colour in told]
+    return Markup('<span class="bar">{}</span>').format(Markup("").join(parts)) if parts else Markup("")
 
 
 def memory(run: PastRun) -> Section:
@@ -324,7 +252,7 @@ def topology(run: PastRun, predicted: SimulatedStep | None) -> Section:
     """The figure of the plan."""
     drawn = None
     if run.report is not None and run.profile is not None:
-        drawn = architecture(run.report, run.profile, run.name, _busy(predicted))
+        drawn = architecture(run.report, run.profile, run.name, predicted.use if predicted is not None else {})
     return Section("Where everything is", times=True, picture=_picture(drawn, f"architecture: {run.name}"))
 
 
@@ -333,7 +261,8 @@ def plan(run: PastRun) -> Section:
     if run.report is None:
         return Section("The plan, and why")
     stages = stage_table(run.report.plan, run.profile, (), lambda device: f"{device.name}, {device.host}")
-    return Section("The plan, and why", times=True, table=stages, points=_reasons(run.report))
+    note = f"{stage_note(run.report.plan, run.profile).capitalize()}."
+    return Section("The plan, and why", note, times=True, table=stages, points=_reasons(run.report))
 
 
 def _reasons(report: PlanReport) -> list[str]:

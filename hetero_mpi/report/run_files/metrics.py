@@ -13,16 +13,20 @@ import math
 import netrc
 import os
 import socket
+import statistics
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 from hetero_mpi.report.run_files.line_files import LineFile, keep_until, objects
 from hetero_mpi.report.run_files.logs import say
 
+WARM_UP_STEPS = 2
+"""Number of first steps under a plan that do not count for times, while caches, allocators and links warm up."""
 PROJECT = "hetero_mpi"
 """In Weights & Biases and Trackio, unless ``WANDB_PROJECT`` or ``TRACKIO_PROJECT`` names another."""
 
@@ -134,6 +138,23 @@ def _numbers(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluatio
             return None
         found[field.name] = value
     return found
+
+
+def measured_step_s(steps: Sequence[StepMetrics]) -> float | None:
+    """Median seconds per step under the last plan, without its first two; None where no step is left."""
+    warm = [step.step_s for step in warm_steps(steps)]
+    return statistics.median(warm) if warm else None
+
+
+def warm_steps(steps: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
+    """The steps of a run that count for its times: those under its last plan, without the first two."""
+    under = by_plan(steps)
+    return under[-1][WARM_UP_STEPS:] if under else ()
+
+
+def by_plan(steps: Sequence[StepMetrics]) -> list[list[StepMetrics]]:
+    """The steps of a run under each of its plans, which are told apart by their predictions."""
+    return [list(group) for _, group in groupby(steps, lambda step: step.predicted_step_s)]
 
 
 # Other programs
@@ -248,7 +269,7 @@ class TrackedRun:
 
 
 def _told(variable: str, run_dir: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """What both services are told of a run. A resumed run is another one of its group."""
+    """The keywords by which both services know a run. A resumed run is another one of its group."""
     project = os.environ.get(variable, PROJECT)
     return {"project": project, "name": run_dir.name, "group": run_dir.name, "config": dict(job)}
 
@@ -266,7 +287,7 @@ def weights_and_biases(run_dir: Path, job: Mapping[str, Any]) -> TrackedRun:
 
 
 def _has_key() -> bool:
-    """Is there a key for Weights & Biases, in the environment or where ``wandb login`` keeps it?"""
+    """Whether there is a key for Weights & Biases, in the environment or where ``wandb login`` keeps it."""
     host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
         return "WANDB_API_KEY" in os.environ or netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None

@@ -80,7 +80,7 @@ def claim(run_dir: str | Path, tell: Callable[[str], None] = write_line) -> Iter
 
 
 def is_used(run_dir: Path) -> bool:
-    """Does the directory hold anything but its lock?"""
+    """Whether the directory holds anything but its lock."""
     return run_dir.is_dir() and any(path.name != LOCK_NAME for path in run_dir.iterdir())
 
 
@@ -158,7 +158,7 @@ def _print(text: str) -> None:
 
 
 def own_event(values: Mapping[str, Any]) -> bool:
-    """Does an event belong to this process's run: was it written by its supervisor, or by its ranks since they began?"""
+    """Whether an event belongs to this process's run: its supervisor wrote it, or its ranks have since they began."""
     import psutil  # doctor runs before it is installed
 
     supervisor = os.environ.get(START_VARIABLE, "").partition(".")[0]
@@ -235,7 +235,7 @@ def run_starts(told: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Is there a run that has taken a step?"""
+    """Whether there is a run that has taken a step."""
     metrics = run_dir / METRICS_NAME
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
     return has_metrics or any((run_dir / "checkpoints").glob("step-*.h5"))

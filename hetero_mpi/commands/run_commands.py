@@ -1,14 +1,16 @@
-"""The commands that look back at runs: ``report``, ``compare`` and ``baseline``. Neither torch nor MPI is imported."""
+"""The commands that look at what is there: ``report``, ``compare``, ``baseline``, ``cache``. Neither torch nor MPI is imported."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hetero_mpi import units
-from hetero_mpi.commands.plan import ask
-from hetero_mpi.commands.plan import question as fitted
+from hetero_mpi.commands.plan_commands import ask, plan_question
+from hetero_mpi.disk import cache_folder, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_of_tables, load_job
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of
@@ -19,22 +21,22 @@ from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile
-from hetero_mpi.report.anonymous import anonymous
-from hetero_mpi.report.comparison import baseline_lines, comparison_lines
-from hetero_mpi.report.past_run import PastRun, read_run
+from hetero_mpi.report.past_run import PastRun, anonymous, read_run
 from hetero_mpi.report.run_files.run_directory import REPORT_NAME
+from hetero_mpi.report.run_text import baseline_lines, comparison_lines
 
+_KINDS = {"tokens": "token ids of data", "profiles": "times of devices"}
 SHARED_NAME = "report-shared.html"
 
 
-def report(directory: Path, output: Path | None, share: bool = False) -> list[str]:
+def report(run_dir: Path, output: Path | None, share: bool = False) -> list[str]:
     """Write a run's report, by default into its directory. Returns the lines to print. ``share``: without names of hosts and users,
     and without absolute paths.
     """
     from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
-    run = read_run(directory)
-    usual = directory / (SHARED_NAME if share else REPORT_NAME)
+    run = read_run(run_dir)
+    usual = run_dir / (SHARED_NAME if share else REPORT_NAME)
     written = write_report(anonymous(run) if share else run, output if output is not None else usual)
     return [f"Report: {written}"]
 
@@ -46,26 +48,26 @@ def compare(runs: list[Path]) -> list[str]:
     return comparison_lines([read_run(run) for run in runs])
 
 
-def baseline(job: Path | None, overrides: tuple[str, ...], source: Path) -> list[str]:
+def baseline(job: Path | None, overrides: Sequence[str], profile: Path) -> list[str]:
     """Was it worth adding the other devices? The best single device of a profile, or of a run's, against all together.
 
     Args:
         job: None: the run's own; of a profile, one that trains the profile's model.
-        source: a profile, or the directory of a run, whose plan and measured times are then what is compared.
+        profile: a profile, or the directory of a run, whose plan and measured times are then what is compared.
 
     Raises:
         UserError: the job and the profile do not fit each other, or nothing can do the job.
     """
-    run = read_run(source) if source.is_dir() else None
-    profile, request, remarks = _asked(job, overrides, source, run)
-    report = run.report if run is not None and run.report is not None else make_plan(profile, request)
-    singles = [alone(profile, request, members[0]) for members in rank_classes(profile)]
+    run = read_run(profile) if profile.is_dir() else None
+    cluster, request, remarks = _asked(job, overrides, profile, run)
+    report = run.report if run is not None and run.report is not None else make_plan(cluster, request)
+    singles = [alone(cluster, request, members[0]) for members in rank_classes(cluster)]
     tokens = report.plan.global_batch * report.plan.sequence_length
-    return baseline_lines(singles, report, profile, tokens, run, [*remarks, *_sharing(profile)])
+    return baseline_lines(singles, report, cluster, tokens, run, [*remarks, *_sharing(cluster)])
 
 
 def _asked(
-    job: Path | None, overrides: tuple[str, ...], source: Path, run: PastRun | None
+    job: Path | None, overrides: Sequence[str], source: Path, run: PastRun | None
 ) -> tuple[ClusterProfile, PlanRequest, tuple[str, ...]]:
     """The profile, and what the job asks, which must fit each other; a job that emulates stands in for the profile's model."""
     if run is None:
@@ -80,7 +82,7 @@ def _asked(
         _check_batch(request, run.report, source)
         return run.profile, request, (reason,)
     path = source / "profile.toml"
-    question = fitted(loaded, load_profile(path), str(path))
+    question = plan_question(loaded, load_profile(path), str(path))
     _check_batch(question.request, run.report, source)
     return question.profile, question.request, question.remarks
 
@@ -103,3 +105,17 @@ def _sharing(profile: ClusterProfile) -> list[str]:
         "compute on all cores: `launch -np 1 -- train JOB --run-dir DIR` measures that, and `compare` then tells."
         for host, own in sorted(threads.items())
     ]
+
+
+def cache(empty: bool) -> list[str]:
+    """A line for each kind: entries, bytes and folder. ``empty``: they are removed. Raises UserError: they cannot be."""
+    lines = []
+    for kind, what in _KINDS.items():
+        folder = cache_folder(kind)
+        entries = list(folder.iterdir()) if folder.is_dir() else []
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        if empty and entries:
+            with writing(folder, "remove it yourself"):
+                shutil.rmtree(folder)
+        lines.append(f"{what}: {len(entries):,}, {units.size(size)}{' removed' if empty else ''} ({folder})")
+    return lines

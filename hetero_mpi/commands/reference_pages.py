@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
+from hetero_mpi.commands.options import parser
 from hetero_mpi.job.load import TABLES
 from hetero_mpi.job.rules import as_toml, rule_of
 from hetero_mpi.terminal import line_width
@@ -112,6 +113,11 @@ UNITS = {tuple(key.split(".")): unit for unit, keys in _KEYS_IN.items() for key 
 """(table, key) -> what a number counts; keys that are not here are numbers without a unit, or no numbers."""
 
 
+def reference(markdown: bool, commands: bool) -> str:
+    """The text to print."""
+    return commands_page(parser()) if commands else job_page() if markdown else reference_text()
+
+
 def reference_text() -> str:
     """The text of ``jobs/reference.toml``: TOML, with every key of every table in the order of ``job/schema.py``."""
     parts = [HEADER]
@@ -165,9 +171,9 @@ def commands_page(top: argparse.ArgumentParser) -> str:
     """The text of ``docs/commands.md``: a Markdown section for every command of ``top``, actions of commands included."""
     found = list(_commands(top, ""))
     parts = [COMMANDS_HEADER]
-    for name, help_text, parser in found:
-        parts.append(f"## {name}\n\n{_sentence(help_text)}\n\n```\n{_usage(name, parser)}\n```\n\n")
-        rows = [_argument_row(action, parser) for action in _own_arguments(parser)]
+    for name, help_text, command in found:
+        parts.append(f"## {name}\n\n{_sentence(help_text)}\n\n```\n{_usage(name, command)}\n```\n\n")
+        rows = [_argument_row(action, command) for action in _own_arguments(command)]
         if rows:
             parts.append("| argument | |\n| --- | --- |\n" + "".join(rows) + "\n")
     parts.append("## Environment variables\n\n| variable | |\n| --- | --- |\n")

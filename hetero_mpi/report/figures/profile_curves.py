@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from hetero_mpi import units
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile
 from hetero_mpi.report.figures.style import COLOURS, INK, drawn, fitted, key
-from hetero_mpi.report.table import grouped
+from hetero_mpi.report.profile_text import distinct_devices
 
 LINES = tuple(COLOURS[role][0] for role in ("accent", "warm", "good", "violet", "alert", "soft"))
 """Colours of the devices' curves; further devices share one colour."""
@@ -33,7 +33,9 @@ def profile_picture(profile: ClusterProfile) -> Figure:
     heights = [4.4, 5.2][: 2 if profile.links else 1]
     figure = Figure(figsize=(max(12.0, 4.4 * len(kinds)), sum(heights) + 0.5), dpi=72, layout="constrained")
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
-    devices = _distinct(profile)
+    devices = [
+        (f"{units.ranks(ranks)}: {units.device_name(one.name, 28)}", one) for ranks, one in distinct_devices(profile)
+    ]
     panels = parts[0, 0].subplots(1, len(kinds), squeeze=False)[0]
     for kind, axes in zip(kinds, panels, strict=True):
         _draw_curves(axes, kind, devices)
@@ -51,15 +53,6 @@ def profile_picture(profile: ClusterProfile) -> Figure:
     title = fitted(f"{about}; {profile.date}, {profile.source}", 12, figure.bbox.width - 20, bold=True)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold")
     return figure
-
-
-def _distinct(profile: ClusterProfile) -> list[tuple[str, DeviceProfile]]:
-    """Devices with equal curves once, as (their ranks and name, one of them)."""
-    groups = grouped(profile.devices, lambda device: repr(device.layers))
-    return [
-        (f"{units.ranks([d.rank for d in members])}: {units.device_name(members[0].name, 28)}", members[0])
-        for members in groups.values()
-    ]
 
 
 def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfile]]) -> None:

@@ -10,6 +10,9 @@ from hetero_mpi import units
 from hetero_mpi.checkpoint import CheckpointReader
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.toml_files import plan_from_dict
+from hetero_mpi.report.run_files.run_directory import run_table
+from hetero_mpi.report.run_text import job_rows
+from hetero_mpi.terminal import wrapped
 
 _BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
 
@@ -23,7 +26,7 @@ def checkpoint_lines(path: Path) -> list[str]:
         found, metadata, writer = reader.check_all(), reader.metadata, reader.writer
     size = units.size(path.stat().st_size)
     return [
-        f"Checkpoint after step {metadata['step']} of {_table(metadata, 'job', 'train').get('steps', '?')}, {size}",
+        f"Checkpoint after step {metadata['step']} of {run_table(run_table(metadata, 'job'), 'train').get('steps', '?')}, {size}",
         *_progress(metadata),
         *_origin(metadata),
         f"  sizes: {found.parameters:,} trained tensors, {found.numbers:,} numbers, and their moments; "
@@ -50,26 +53,24 @@ def _progress(metadata: Mapping[str, Any]) -> list[str]:
 
 def _origin(metadata: Mapping[str, Any]) -> list[str]:
     """Model, job, data, plan and software that the checkpoint comes from."""
-    config, train = _table(metadata, "model_config"), _table(metadata, "job", "train")
-    adapter = _table(metadata, "job", "adapter").get("method", "none")
-    trained = "all its weights" if adapter == "none" else f"a {adapter} adapter"
+    config = run_table(metadata, "model_config")
     blocks = next((config[key] for key in _BLOCKS if key in config), "?")
-    model, rows = f"{config.get('model_type', '?')}, {blocks} blocks", "sequences of {} tokens"
+    model = f"{config.get('model_type', '?')}, {blocks} blocks"
     if "factory" in config:
         layers = config.get("layers")
-        model, rows = f"{config['factory']}, {len(layers) if isinstance(layers, list) else '?'} layers", "samples"
-    lines = [f"  model: {model}; trained: {trained}"]
+        model = f"{config['factory']}, {len(layers) if isinstance(layers, list) else '?'} layers"
+    facts = dict(job_rows(run_table(metadata, "job")))
+    facts["model"] = ", ".join(filter(None, (model, facts.get("model"))))
     if metadata.get("base_model"):
-        lines.append(f"  base: {metadata['base_model']}")
-    length = _table(metadata, "job", "data").get("sequence_length", "?")
-    batch = f"{train.get('global_batch', '?')} {rows.format(length)}"
-    lines.append(f"  dtype: computed in {train.get('dtype', '?')}; a step is {batch}, seed {train.get('seed', '?')}")
+        facts["base"] = metadata["base_model"]
     if "data_fingerprint" in metadata:
-        lines.append(f"  data: fingerprint {metadata['data_fingerprint']}")
+        fingerprint = f"fingerprint {metadata['data_fingerprint']}"
+        facts["data"] = ", ".join(filter(None, (facts.get("data"), fingerprint)))
     if "plan" in metadata:
-        lines.append(f"  plan: {_plan_text(metadata['plan'])}")
-    versions = ", ".join(f"{name} {version}" for name, version in _table(metadata, "versions").items())
-    return [*lines, f"  versions: {versions}"] if versions else lines
+        facts["plan"] = _plan_text(metadata["plan"])
+    if versions := run_table(metadata, "versions"):
+        facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [line for what, text in facts.items() for line in wrapped(f"  {what}: ", text)]
 
 
 def _plan_text(values: Any) -> str:
@@ -79,11 +80,3 @@ def _plan_text(values: Any) -> str:
         return "of another version of this program"
     pipelines = f"{len(plan.pipelines)} pipelines, " if len(plan.pipelines) > 1 else ""
     return f"{pipelines}{len(plan.numbered)} stages on {len(plan.ranks)} ranks (a run may be resumed under any other)"
-
-
-def _table(metadata: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """A table within the metadata; empty where there is none."""
-    found: Any = metadata
-    for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}

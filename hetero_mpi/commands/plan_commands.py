@@ -6,6 +6,7 @@ Costs of the model come from the profile, so a laptop answers for any cluster wh
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import THREADED, Network, PlanRequest
+from hetero_mpi.planning.types.request import Network, PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
 from hetero_mpi.report.plan_text import costed_plan_lines, idling_lines, network_lines, plan_lines, what_if_lines
 from hetero_mpi.report.profile_text import inspection_lines
@@ -35,7 +36,7 @@ from hetero_mpi.terminal import wrapped
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""What the number of blocks is called in a ``config.json``."""
+"""Names of the number of blocks in a ``config.json``."""
 SEQUENCES_PER_RANK = 4
 LEAST_BATCH = 32
 """Sequences per step where no job says how many: so many for each rank, and this many at least."""
@@ -49,46 +50,50 @@ class PlanQuestion:
     profile: ClusterProfile
     request: PlanRequest
     remarks: tuple[str, ...]
-    """What was taken for granted, for a person."""
+    """Sentences for a person about what was taken for granted."""
 
 
-def inspect(path: Path, picture: Path | None, every: bool = False) -> list[str]:
-    """Show a profile (also a shipped one, by its name), a plan or a checkpoint, told apart by content; of a profile also draws a
-    picture.
+def inspect(file: Path, output: Path | None, every: bool = False) -> list[str]:
+    """A profile (also a shipped one, by its name), a plan or a checkpoint as lines, told apart by content; a profile is drawn, too.
 
     Of a run directory: its profile, without a picture, its plan, and its newest checkpoint.
 
-    ``every``: of a cluster of many ranks, a row for each of them. Raises UserError: it is none of them, or damaged.
+    Args:
+        output: of the picture.
+        every: of a cluster of many ranks, a row for each of them.
+
+    Raises:
+        UserError: it is none of them, or damaged.
     """
-    if path.is_dir():
-        return _inspect_run(path, picture, every)
-    place = profile_file(path)
+    if file.is_dir():
+        return _inspect_run(file, output, every)
+    place = profile_file(file)
     try:
         require_regular(place)
-        with place.open("rb") as file:
-            is_hdf5 = file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
+        with place.open("rb") as opened:
+            is_hdf5 = opened.read(len(HDF5_MAGIC)) == HDF5_MAGIC
         if is_hdf5:
-            from hetero_mpi.report.checkpoints import checkpoint_lines
+            from hetero_mpi.report.checkpoint_text import checkpoint_lines
 
-            return checkpoint_lines(path)
+            return checkpoint_lines(file)
         content = toml.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+        raise UserError(f"{file}: cannot be read ({error.strerror}); check the path") from error
     except (toml.TomlError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint"
+            f"{file}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint"
         ) from error
     if "pipelines" in content:
-        decision, report = load_plan_file(path)
+        decision, report = load_plan_file(file)
         return plan_lines(report or decision, None, every)
     if "devices" not in content:
         hint = "; it looks like a job: ask with `plan` or `simulate`" if "train" in content or "data" in content else ""
-        raise UserError(f"{path}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}")
-    profile = load_profile(path)
-    from hetero_mpi.report.figures.profile import profile_picture
+        raise UserError(f"{file}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}")
+    profile = load_profile(file)
+    from hetero_mpi.report.figures.profile_curves import profile_picture
     from hetero_mpi.report.figures.style import save
 
-    drawn = save(profile_picture(profile), picture or path.with_suffix(".png"), f"profile {path.stem}")
+    drawn = save(profile_picture(profile), output or file.with_suffix(".png"), f"profile {file.stem}")
     return [*inspection_lines(profile, every), "", f"Picture: {drawn}"]
 
 
@@ -105,14 +110,14 @@ def _inspect_run(directory: Path, picture: Path | None, every: bool) -> list[str
 
 def plan(
     job: Path | None,
-    overrides: tuple[str, ...],
+    overrides: Sequence[str],
     profile: Path,
     given: Path | None,
     output: Path | None,
     explain: bool,
     as_json: bool,
-) -> str:
-    """The text to print: the planner's plan for a job, or the given one, with everything that is known about it."""
+) -> str | list[str]:
+    """The planner's plan for a job, or the given one, with everything that is known about it: as lines, or as one JSON object."""
     question = ask(job, overrides, profile)
     chosen = _chosen(question, given)
     own = chosen if given is None else make_plan(question.profile, question.request)
@@ -131,9 +136,7 @@ def plan(
             "tokens_per_s": tokens / chosen.predicted_step_s if chosen.predicted_step_s > 0 else float("inf"),
             "bound_step_s": chosen.bound_step_s,
             "gap": chosen.predicted_step_s / chosen.bound_step_s - 1 if chosen.bound_step_s > 0 else 0.0,
-            "utilisation": {
-                rank: seconds / result.step_s for rank, seconds in result.busy_s.items() if result.step_s > 0
-            },
+            "utilisation": result.use,
             "limit": lost.limit,
             "lost": asdict(lost),
             "planner_step_s": own.predicted_step_s,
@@ -142,7 +145,7 @@ def plan(
             "remarks": question.remarks,
         }
         return json.dumps(encode(figures, infinity_as_text=True), indent=1)
-    lines = costed_plan_lines(chosen, question.profile, result.busy_s, lost)
+    lines = costed_plan_lines(chosen, question.profile, result.use, lost)
     lines += [line for text in otherwise for line in wrapped("The given plan differs from the job: ", text)]
     if given is not None:
         lines.append(f"The planner's own plan: {units.seconds(own.predicted_step_s)} per step")
@@ -150,22 +153,24 @@ def plan(
     lines += [*what_if_lines(answers, own.predicted_step_s), *_said(question)]
     if output is not None:
         lines.append(f"Written: {output}")
-    return "\n".join(lines)
+    return lines
 
 
 def simulation(
     job: Path | None,
-    overrides: tuple[str, ...],
+    overrides: Sequence[str],
     profile: Path,
     given: Path | None,
     output: Path | None,
-    network: Network = THREADED,
+    blocking_sends: bool,
+    shared_nic: bool,
 ) -> list[str]:
     """Simulate a step; writes ``timeline.png``, ``timeline.svg`` and ``trace.json``. Returns the lines to print."""
+    from hetero_mpi.report.figures.charts import Panel, timeline
     from hetero_mpi.report.figures.style import save
-    from hetero_mpi.report.figures.timeline import Panel, timeline
     from hetero_mpi.report.trace import save_trace
 
+    network = Network(blocking_sends=blocking_sends, shared_nic=shared_nic)
     question = ask(job, overrides, profile)
     chosen = _chosen(question, given)
     result = simulate(chosen.plan, question.profile, network=network)
@@ -176,20 +181,20 @@ def simulation(
     figure = timeline([Panel(title, result.events)], labels)
     with writing(folder):
         written = [save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg")]
-        written.append(save_trace(result.events, folder / "trace.json", labels))
+        written.append(save_trace({"": result.events}, folder / "trace.json", labels))
     tokens = chosen.plan.global_batch * chosen.plan.sequence_length
     return [
         *plan_lines(chosen, question.profile),
         *_said(question),
         *network_lines(network, result.step_s, chosen.predicted_step_s),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
-        *idling_lines(result.step_s, result.busy_s, idling(result.events, chosen.plan), chosen.memory, labels),
+        *idling_lines(result, idling(result.events, chosen.plan), chosen.memory, labels),
         "Written (trace.json opens in https://ui.perfetto.dev):",
         *(f"  {path}" for path in written),
     ]
 
 
-def ask(job: Path | None, overrides: tuple[str, ...], profile_path: Path) -> PlanQuestion:
+def ask(job: Path | None, overrides: Sequence[str], profile_path: Path) -> PlanQuestion:
     """Read a profile, and a job that it fits; None: the profile's own model is what is trained.
 
     Raises UserError: one of them is damaged, or the profile was made for another model, dtype or sequence length.
@@ -198,17 +203,17 @@ def ask(job: Path | None, overrides: tuple[str, ...], profile_path: Path) -> Pla
         loaded, profile = load_job(job, overrides), load_profile(profile_path)
         command = f"plan --profile {profile_path} --set train.global_batch={loaded.job.train.global_batch}"
         own = f"To plan the profile's own model instead, leave the job out:\n  python -m hetero_mpi {command}"
-        return question(loaded, profile, str(profile_path), own)
+        return plan_question(loaded, profile, str(profile_path), own)
     profile = load_profile(profile_path)
     loaded = _job_of(profile, profile_path.stem, overrides)
-    asked = question(loaded, profile, str(profile_path))
+    asked = plan_question(loaded, profile, str(profile_path))
     train, model = loaded.job.train, profile.model
     taken = f"No job given: {train.global_batch} sequences of {model.sequence_length:,} tokens per step of the profile's own "
     taken += f"model ({model.model_type}, {len(model.layers) - 2} blocks, {model.dtype}); --set train.global_batch=N changes that"
     return replace(asked, remarks=(taken, *asked.remarks))
 
 
-def _job_of(profile: ClusterProfile, name: str, overrides: tuple[str, ...]) -> LoadedJob:
+def _job_of(profile: ClusterProfile, name: str, overrides: Sequence[str]) -> LoadedJob:
     """A job that trains the profile's model, as far as planning asks."""
     model, ranks = profile.model, len(profile.devices)
     tables: dict[str, dict[str, Any]] = {
@@ -224,10 +229,10 @@ def _job_of(profile: ClusterProfile, name: str, overrides: tuple[str, ...]) -> L
     return replace(loaded, path=Path("a job of its own model"))
 
 
-def question(
+def plan_question(
     loaded: LoadedJob, profile: ClusterProfile, named: str = "the given profile", otherwise: str = ""
 ) -> PlanQuestion:
-    """What the planner is asked, of a job and a profile that fits it.
+    """The planner's question about a job and a profile that fits it.
 
     Args:
         named: what the profile is called in texts.
@@ -278,7 +283,7 @@ def _said(question: PlanQuestion) -> list[str]:
 
 
 def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
-    """Does the job draw random numbers in training, as far as its files say? (A family's own defaults are not seen.)"""
+    """Whether the job draws random numbers in training, as far as its files say. (A family's own defaults are not seen.)"""
     rates = [value for key, value in config.items() if isinstance(value, float) and ("drop" in key or "jitter" in key)]
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
@@ -307,7 +312,7 @@ def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
 
 
 def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: ClusterProfile) -> list[str]:
-    """What the job says otherwise than the profile's model."""
+    """The differences between the job and the profile's model, in words."""
     job, model = loaded.job, profile.model
     found = []
     if job.data.sequence_length != model.sequence_length:
@@ -329,6 +334,6 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
 
 
 def _frozen(profile: ClusterProfile) -> bool:
-    """Does the profile's model train an adapter over frozen weights?"""
+    """Whether the profile's model trains an adapter over frozen weights."""
     inside = profile.model.layers[1:-1]
     return sum(layer.trainable_parameters for layer in inside) < sum(layer.parameters for layer in inside) / 2
