@@ -37,7 +37,7 @@ LINES = {
     "runtime": 7_100,
     "state": 1_780,
     "web": 440,
-    "in all": 54_840,
+    "in all": 54_830,
 }
 """Lines of each package, and in all."""
 SLACK = 40
