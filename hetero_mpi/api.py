@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hetero_mpi.commands.plan_commands import PlanQuestion, plan_question
+from hetero_mpi.commands.plan_commands import PlanQuestion, chosen_plan, plan_question
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job
 from hetero_mpi.job.schema import JobConfig as Tables
-from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import simulate as simulate_step
 from hetero_mpi.planning.types.plan import HostMemory, Plan, PlanReport, RankMemory
@@ -135,11 +134,7 @@ def plan(
     Raises:
         UserError: nothing fits, the profile was not made for this job, or the given plan does not fit.
     """
-    question = _question(job, profile)
-    if given is None:
-        return make_plan(question.profile, question.request)
-    plan = given if isinstance(given, Plan) else load_plan(given)
-    return complete_plan(plan, question.profile, question.request)
+    return chosen_plan(_question(job, profile), given)
 
 
 def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterProfile | str | Path) -> Simulation:
@@ -151,13 +146,12 @@ def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterPro
         UserError: the plan or the profile does not fit the job.
     """
     question = _question(job, profile)
-    plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    report = complete_plan(plan, question.profile, question.request)
-    step = simulate_step(plan, question.profile)
+    report = chosen_plan(question, plan)
+    step = simulate_step(report.plan, question.profile)
     seconds = step.step_s
     return Simulation(
         step_s=seconds,
-        tokens_per_s=plan.global_batch * plan.sequence_length / seconds if seconds > 0 else float("inf"),
+        tokens_per_s=report.plan.global_batch * report.plan.sequence_length / seconds if seconds > 0 else float("inf"),
         use=step.use,
         busy_s=step.busy_s,
         memory=report.memory,

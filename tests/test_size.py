@@ -20,7 +20,7 @@ CLOSURES = {"model.stage": 5_000, "engine.executor": 7_500, "engine.trainer": 9_
 LOADED = {"runtime.loop": 20_000}
 """The same of what is loaded when the module is imported."""
 LINES = {
-    "beside the packages": 1_290,
+    "beside the packages": 1_280,
     "checkpoint": 1_240,
     "comm": 3_020,
     "commands": 1_730,
@@ -37,7 +37,7 @@ LINES = {
     "runtime": 7_100,
     "state": 1_780,
     "web": 440,
-    "in all": 54_830,
+    "in all": 54_820,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -25,7 +25,7 @@ from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
-from hetero_mpi.planning.types.plan import PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import Network, PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
@@ -119,7 +119,7 @@ def plan(
 ) -> str | list[str]:
     """The planner's plan for a job, or the given one, with everything that is known about it: as lines, or as one JSON object."""
     question = ask(job, overrides, profile)
-    chosen = _chosen(question, given)
+    chosen = chosen_plan(question, given)
     own = chosen if given is None else make_plan(question.profile, question.request)
     result = outlined(chosen.plan, question.profile)
     lost = losses(chosen, own, question.profile, question.request)
@@ -172,7 +172,7 @@ def simulation(
 
     network = Network(blocking_sends=blocking_sends, shared_nic=shared_nic)
     question = ask(job, overrides, profile)
-    chosen = _chosen(question, given)
+    chosen = chosen_plan(question, given)
     result = simulate(chosen.plan, question.profile, network=network)
     folder = output if output is not None else run_directory(question.loaded) / "simulation"
     labels = {device.rank: device.name for device in question.profile.devices}
@@ -288,11 +288,12 @@ def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
 
-def _chosen(question: PlanQuestion, given: Path | None) -> PlanReport:
-    """The given plan, checked and costed, or the planner's."""
+def chosen_plan(question: PlanQuestion, given: Plan | str | Path | None) -> PlanReport:
+    """The given plan, or that of a file, checked and costed; else the planner's."""
     if given is None:
         return make_plan(question.profile, question.request)
-    return complete_plan(load_plan(given), question.profile, question.request)
+    plan = given if isinstance(given, Plan) else load_plan(given)
+    return complete_plan(plan, question.profile, question.request)
 
 
 def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:

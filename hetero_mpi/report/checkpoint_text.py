@@ -10,6 +10,7 @@ from hetero_mpi import units
 from hetero_mpi.checkpoint import CheckpointReader
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.toml_files import plan_from_dict
+from hetero_mpi.report.plan_text import stages_text
 from hetero_mpi.report.run_files.run_directory import run_table
 from hetero_mpi.report.run_text import job_rows
 from hetero_mpi.terminal import wrapped
@@ -62,7 +63,7 @@ def _origin(metadata: Mapping[str, Any]) -> list[str]:
     facts = dict(job_rows(run_table(metadata, "job")))
     facts["model"] = ", ".join(filter(None, (model, facts.get("model"))))
     if metadata.get("base_model"):
-        facts["base"] = metadata["base_model"]
+        facts["base"] = str(metadata["base_model"])
     if "data_fingerprint" in metadata:
         fingerprint = f"fingerprint {metadata['data_fingerprint']}"
         facts["data"] = ", ".join(filter(None, (facts.get("data"), fingerprint)))
@@ -78,5 +79,5 @@ def _plan_text(values: Any) -> str:
         plan = plan_from_dict(values)
     except UserError:
         return "of another version of this program"
-    pipelines = f"{len(plan.pipelines)} pipelines, " if len(plan.pipelines) > 1 else ""
-    return f"{pipelines}{len(plan.numbered)} stages on {len(plan.ranks)} ranks (a run may be resumed under any other)"
+    on = f" on {units.plural(len(plan.ranks), 'rank')}"
+    return f"{stages_text(plan, on)} (a run may be resumed under any other)"

@@ -111,9 +111,14 @@ def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
     """``Plan: 4 stages in 2 pipelines, schedule 1F1B``."""
     interleaved = any(pipeline.interleaved for pipeline in plan.pipelines)
     on = f" on {units.plural(len(plan.ranks), 'rank')}" if interleaved else ""
+    emulated = ", on emulated devices" if profile is not None and profile.emulated else ""
+    return f"Plan: {stages_text(plan, on)}{emulated}"
+
+
+def stages_text(plan: Plan, on: str = "") -> str:
+    """``4 stages in 2 pipelines, schedule 1F1B``. ``on``: words about the ranks, behind the number of stages."""
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
-    emulated = " on emulated devices" if profile is not None and profile.emulated else ""
-    return f"Plan: {units.plural(len(plan.numbered), 'stage')}{on}{pipelines}{emulated}{schedule_text(plan)}"
+    return f"{units.plural(len(plan.numbered), 'stage')}{on}{pipelines}{schedule_text(plan)}"
 
 
 def schedule_text(plan: Plan) -> str:

@@ -293,15 +293,15 @@ def _link_table(profile: ClusterProfile) -> Table:
         Column("(worst)", units.percent),
         Column("samples"),
     )
+    names = [units.device_name(device_text(device), SHORT_NAME) for device in profile.devices]
     rows = []
     for link in sorted(profile.told_links(), key=lambda link: (link.source, link.destination)):
-        ends = (device_text(profile.devices[rank]) for rank in (link.source, link.destination))
-        devices = " - ".join(sorted(units.device_name(name, SHORT_NAME) for name in ends))
+        between = " - ".join(sorted((names[link.source], names[link.destination])))
         found = [abs(one) for one in residuals(link)]
         errors = (statistics.median(found), max(found), len(found)) if found else (None, None, None)
         where = "inside a host" if link.same_host else "between hosts"
         name = f"{link.source} -> {link.destination}"
-        rows.append((name, where, devices, link.latency_s, link.bytes_per_s, *errors))
+        rows.append((name, where, between, link.latency_s, link.bytes_per_s, *errors))
     return Table(columns, rows)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from hetero_mpi import units
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.report.plan_text import predicted_step, schedule_text
+from hetero_mpi.report.plan_text import predicted_step, stages_text
 from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.terminal import is_terminal, write_text
 
@@ -63,9 +63,8 @@ Standings = Callable[[], Mapping[int, Now]]
 def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     """The screen's first line, and a row for every rank that has a stage."""
     use = predicted_step(plan, profile).use
-    stages, emulated = len(plan.numbered), ", EMULATED" if profile.emulated else ""
-    title = f"{name}: {stages} stage{'s' if stages > 1 else ''} on {len(plan.ranks)} of {len(profile.devices)} ranks"
-    title += f"{schedule_text(plan)}{emulated}"
+    on = f" on {len(plan.ranks)} of {len(profile.devices)} ranks"
+    title = f"{name}: {stages_text(plan, on)}{', EMULATED' if profile.emulated else ''}"
     rows = []
     for rank in plan.ranks:
         held = [plan.numbered[number][2] for number in plan.of_rank(rank)]

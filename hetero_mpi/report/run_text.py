@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.types.plan import Alone, PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.plan_text import schedule_text
+from hetero_mpi.report.plan_text import stages_text
 from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.run_files.metrics import WARM_UP_STEPS, Evaluation, StepMetrics, by_plan
 from hetero_mpi.report.table import Table
@@ -257,22 +256,13 @@ def worth_adding(
 
 
 def _devices(profile: ClusterProfile | None) -> str:
-    if profile is None:
-        return ""
-    counts = Counter(device.name for device in profile.devices)
-    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
+    return units.counted((device.name for device in profile.devices), ", ") if profile is not None else ""
 
 
 def _plan(report: PlanReport | None) -> str:
     if report is None:
         return ""
-    plan = report.plan
-    stages, pipelines = len(plan.numbered), len(plan.pipelines)
-    text = f"{stages} stage{'s' if stages > 1 else ''}"
-    text += f" in {pipelines} pipelines" if pipelines > 1 else ""
-    return (
-        f"{text}{schedule_text(plan).replace(', schedule', ',')}{f', {len(report.idle)} idle' if report.idle else ''}"
-    )
+    return f"{stages_text(report.plan)}{f', {len(report.idle)} idle' if report.idle else ''}"
 
 
 def _model(profile: ClusterProfile | None) -> tuple[object, ...]:
@@ -304,13 +294,14 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
         text = _setting_text(setting(name))
         return form.format(text) if text else ""
 
-    lora = setting("adapter.method") == "lora"
-    method = {"none": "full training of all weights", "lora": "LoRA"}.get(setting("adapter.method"), "")
+    lora, packed = setting("adapter.method") == "lora", setting("data.packing")
+    method = "LoRA" if lora else "full training of all weights" if setting("adapter.method") == "none" else ""
     if lora and setting("model.quantization") == "nf4":
         method += f" on NF4 weights{', double quantization' if setting('model.double_quantization') else ''}"
     of_adapter = (("rank {}", "rank"), ("alpha {}", "alpha"), ("dropout {}", "dropout"), ("targets {}", "targets"))
     config, held_out, asked = setting("model.config"), setting("data.held_out"), told("{}", "train.dtype")
-    own_held_out = f"{units.percent(held_out)} of the sequences held out" if isinstance(held_out, (int, float)) else ""
+    is_share = isinstance(held_out, (int, float)) and 0 < held_out < 1
+    own_held_out = f"{units.percent(held_out)} of the sequences held out" if is_share else ""
     new = f"a new {config.get('model_type', '')} model" if isinstance(config, Mapping) else _setting_text(config)
     by_plan = setting("train.micro_batch") == "auto"
     betas = [_setting_text(beta) for key in ("beta1", "beta2") if (beta := setting(f"train.{key}")) is not None]
@@ -326,7 +317,7 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
             told("text {}", "data.text"),
             told("records {}", "data.records"),
             told("sequences of {} tokens", "data.sequence_length"),
-            {True: "packed", False: "one document per sequence"}.get(setting("data.packing"), ""),
+            "packed" if packed is True else "one document per sequence" if packed is False else "",
             told("evaluated on {}", "data.evaluation") or own_held_out,
         ],
         "steps": [

@@ -260,7 +260,7 @@ def test_a_plan_says_who_holds_what() -> None:
     rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
     assert [("of" in row) for row in rows[1:5]] == [True, True, False, False]  # a rank's memory stands once
     assert (
-        "busiest: stages 1, 2 (rank 1: block 0, block 1)" in text or "busiest: stages 0, 3 (rank 0: embedding" in text
+        "busiest: stages 1, 2 (rank 1: block 0; block 1)" in text or "busiest: stages 0, 3 (rank 0: embedding" in text
     )
 
 
