@@ -227,9 +227,9 @@ def member_chain_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) 
     return ChainSeconds(everybodys_s, all_s - everybodys_s, 2 * half_s)
 
 
-def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int, room: float = 1.0) -> ClusterProfile:
+def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int, part: float = 1.0) -> ClusterProfile:
     """The cluster in which each group is one rank, numbered anew in the order of first ranks: as fast as the group, with memory for
-    what its members hold together (the part ``room`` of it), and reached by messages that its leader has handed on."""
+    what its members hold together (``part`` of it), and reached by messages that its leader has handed on."""
     followers = {rank for group in groups for rank in group.ranks[1:]}
     kept = [rank for rank in range(len(profile.devices)) if rank not in followers]
     number = {rank: place for place, rank in enumerate(kept)}
@@ -237,7 +237,7 @@ def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int
     devices, links = list(small.devices), {(link.source, link.destination): link for link in small.links}
     for group in groups:
         own = number[group.ranks[0]]
-        memory = math.floor(room * _memory_bytes(profile, group, tokens))
+        memory = math.floor(part * _memory_bytes(profile, group, tokens))
         devices[own] = replace(group_device(profile, group), rank=own, memory_bytes=memory)
         inner = replace(group, first=1, last=len(profile.model.layers) - 1)
         row_bytes = max(1, profile.model.layers[0].boundary_bytes_per_token)

@@ -60,8 +60,10 @@ def corrected(profile: ClusterProfile, plan: Plan, measured: Measured) -> Cluste
     slowness, of_optimizer = (_believed(own, number, number.__getitem__) for own in (computing, measured.optimizer))
     slower = with_slowness(profile, slowness, of_optimizer)
     sums, links = _by_host(profile, measured)
-    ranks = {name: sorted(number[one.rank] for one in profile.devices if one.host == name) for name in _hosts(profile)}
-    of_hosts = _believed(sums, ranks, lambda name: tuple(ranks[name]))
+    ranks: dict[str, list[int]] = {}
+    for one in profile.devices:
+        ranks.setdefault(one.host, []).append(number[one.rank])
+    of_hosts = _believed(sums, ranks, lambda name: tuple(sorted(ranks[name])))
     hosts = tuple(_with_sums(host, of_hosts.get(host.name, 1.0)) for host in profile.hosts)
     return _with_links(replace(slower, hosts=hosts), plan, links)
 
@@ -102,10 +104,6 @@ def _step_noise(logs: Sequence[Sequence[float]]) -> float:
         off = sorted(abs(one - middle) for one in own)[count % 2 :]  # the middle one of an odd number is no deviation
         away += [one * math.sqrt(count / (count - 1)) for one in off]
     return sigma_of(away)
-
-
-def _hosts(profile: ClusterProfile) -> list[str]:
-    return list(dict.fromkeys(device.host for device in profile.devices))
 
 
 def _by_host(profile: ClusterProfile, measured: Measured) -> tuple[dict[str, Ratios], dict[Pair, Ratios]]:

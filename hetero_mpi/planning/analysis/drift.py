@@ -17,6 +17,7 @@ between neighbouring stages told. Two questions, asked apart:
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import statistics
 from collections import deque
@@ -80,7 +81,7 @@ def as_measured(ratios: Mapping[Watched, float]) -> Measured:
 
 
 @dataclass
-class _Record:
+class _Speed:
     """All that is known of one speed."""
 
     planned: float = 1.0
@@ -95,37 +96,66 @@ class _Record:
     steps: int = 0
     """Steps since the speed went to that side."""
 
+    @property
+    def median(self) -> float:
+        """Of the last steps; what was planned with, while there are too few."""
+        return statistics.median(self.recent) if len(self.recent) >= FEWEST else self.planned
+
+    @property
+    def band(self) -> float:
+        """As a logarithm."""
+        if not self.jumps or not self.recent:
+            return math.log1p(BAND)
+        sigma = statistics.median(self.jumps) / 0.954  # of normal values
+        return max(math.log1p(BAND), SPREADS * median_error(sigma, len(self.recent)))
+
+    def observe(self, ratio: float) -> None:
+        if self.recent:
+            self.jumps.append(abs(math.log(ratio / self.recent[-1])))
+        self.recent.append(ratio)
+        if len(self.recent) < FEWEST:
+            return
+        away = math.log(self.median / self.planned)
+        side = 0 if abs(away) <= self.band else int(math.copysign(1, away))
+        if side and side == self.side:
+            self.medians, self.steps = self.medians + 1, self.steps + 1
+        else:
+            # The newest steps, one after the other, that were themselves outside on this side.
+            beyond = (side * math.log(value / self.planned) > math.log1p(BAND) for value in reversed(self.recent))
+            self.medians, self.steps = abs(side), sum(1 for _ in itertools.takewhile(bool, beyond))
+        self.side = side
+
 
 class SpeedWatch:
     """Speeds as ratios: measured over profiled seconds. Of all ``ranks``, and of what else is told."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._records: dict[Watched, _Record] = {rank: _Record() for rank in ranks}
+        self._speeds: dict[Watched, _Speed] = {rank: _Speed() for rank in ranks}
 
     def observe(self, ratios: Mapping[Watched, float]) -> None:
         """One step: the ratios of what was measured in it."""
         for one, ratio in ratios.items():
-            _take(self._records.setdefault(one, _Record()), ratio)
+            self._speeds.setdefault(one, _Speed()).observe(ratio)
 
     def changed(self) -> dict[Watched, int]:
         """Speeds that have left their bands for good enough reasons -> for how many steps now."""
-        return {one: record.steps for one, record in self._records.items() if record.medians >= PATIENCE}
+        return {one: speed.steps for one, speed in self._speeds.items() if speed.medians >= PATIENCE}
 
     def ratios(self) -> dict[Watched, float]:
         """Every ratio as far as is known: the median of the last steps, else what was planned with."""
-        return {one: _median(record) for one, record in self._records.items()}
+        return {one: speed.median for one, speed in self._speeds.items()}
 
     def far_from(self, ratios: Mapping[Watched, float]) -> bool:
         """True where a speed has moved on by more than its band from these, which a plan is being made with."""
         return any(
-            abs(math.log(_median(record) / ratios.get(one, record.planned))) > _band(record)
-            for one, record in self._records.items()
+            abs(math.log(speed.median / ratios.get(one, speed.planned))) > speed.band
+            for one, speed in self._speeds.items()
         )
 
     def look_again(self) -> None:
         """Changes must show themselves ``PATIENCE`` times once more."""
-        for record in self._records.values():
-            record.medians = 0
+        for speed in self._speeds.values():
+            speed.medians = 0
 
     def settle(self, ratios: Mapping[Watched, float], moved: bool) -> None:
         """These ratios have been planned with: bands are around them from now on.
@@ -133,44 +163,11 @@ class SpeedWatch:
         Args:
             moved: layers have moved: what was measured before says nothing of the steps to come.
         """
-        for one, record in self._records.items():
-            record.planned = ratios.get(one, record.planned)
-            record.side = record.medians = record.steps = 0
+        for one, speed in self._speeds.items():
+            speed.planned = ratios.get(one, speed.planned)
+            speed.side = speed.medians = speed.steps = 0
             if moved:
-                record.recent.clear()
-
-
-def _take(record: _Record, ratio: float) -> None:
-    if record.recent:
-        record.jumps.append(abs(math.log(ratio / record.recent[-1])))
-    record.recent.append(ratio)
-    if len(record.recent) < FEWEST:
-        return
-    away = math.log(_median(record) / record.planned)
-    side = 0 if abs(away) <= _band(record) else int(math.copysign(1, away))
-    if side and side == record.side:
-        record.medians, record.steps = record.medians + 1, record.steps + 1
-    else:
-        record.medians, record.steps = abs(side), _newest_beyond(record, side)
-    record.side = side
-
-
-def _band(record: _Record) -> float:
-    """As a logarithm."""
-    if not record.jumps or not record.recent:
-        return math.log1p(BAND)
-    sigma = statistics.median(record.jumps) / 0.954  # of normal values
-    return max(math.log1p(BAND), SPREADS * median_error(sigma, len(record.recent)))
-
-
-def _newest_beyond(record: _Record, side: int) -> int:
-    """The number of newest steps, one after the other, that were themselves outside ``BAND`` on this side."""
-    beyond = [side * math.log(value / record.planned) > math.log1p(BAND) for value in reversed(record.recent)]
-    return beyond.index(False) if False in beyond else len(beyond)
-
-
-def _median(record: _Record) -> float:
-    return statistics.median(record.recent) if len(record.recent) >= FEWEST else record.planned
+                speed.recent.clear()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import partial
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
-from hetero_mpi.planning.decision.alone import alone, fastest
+from hetero_mpi.planning.decision.alone import fastest
 from hetero_mpi.planning.decision.decide import Decision
 from hetero_mpi.planning.durations import whole_model_s
 from hetero_mpi.planning.fast_simulation import outlined
@@ -88,10 +88,8 @@ def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: 
     roomy = with_plenty_of_memory(free)
     found = _decided(roomy, request)
     suits = fits_memory(found.plan, free, request.memory_reserve)
-    without_links = min(
-        found.step_s if suits else _decided(free, request).step_s,
-        outlined(own.plan, free).step_s,
-    )
+    planned_s = found.step_s if suits else _decided(free, request).step_s
+    without_links = min(planned_s, outlined(own.plan, free).step_s)
     without_both = min(without_links, found.step_s)
     bound_s = fluid_bound_s(roomy, request)
     step_s = plan.predicted_step_s
@@ -128,11 +126,7 @@ def what_ifs(
         for rank in _representatives(used, profile)[:MOST_RANKS]:
             name = f"without rank {rank} ({profile.devices[rank].name})"
             others = [device.rank for device in profile.devices if device.rank != rank]
-            if len(others) == 1:
-                last = alone(profile, request, others[0])
-                yield WhatIf(name, last.step_s, last.problem)
-            else:
-                yield _what_if(name, restricted(profile, others), request)
+            yield _what_if(name, restricted(profile, others), request)
     fastest = min(usable_devices(profile), key=lambda device: (whole_model_s(profile, device), device.rank))
     more = with_copy_of(profile, fastest.rank)
     alike = sum(device.name == fastest.name for device in profile.devices)
@@ -155,11 +149,11 @@ def faster_networks(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, 
     """The cluster with the usual next Ethernet, for each that the plan's messages between hosts run over now."""
     used = {ethernet_gbit(profile.link(*pair)) for a, b in link_pairs(plan) for pair in ((a, b), (b, a))}
     for now in sorted(speed for speed in used if speed is not None):
-        after = NEXT_GBIT.get(now)
-        if after is not None:
-            alike = partial(lambda speed, link: ethernet_gbit(link) == speed, now)
-            faster = with_faster_links(profile, times=after / now, latency=False, where=alike)
-            yield f"{after:g} GbE instead of {now:g}", faster
+        times, alike = NEXT_GBIT[now] / now, partial(lambda speed, link: ethernet_gbit(link) == speed, now)
+        yield (
+            f"{NEXT_GBIT[now]:g} GbE instead of {now:g}",
+            with_faster_links(profile, times=times, latency=False, where=alike),
+        )
 
 
 def ethernet_gbit(link: LinkProfile | HostLinkProfile) -> float | None:

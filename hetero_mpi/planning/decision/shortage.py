@@ -42,12 +42,12 @@ class _Shortages:
         self.profile, self.request = profile, request
         self.layer_count, self.micro_batch = len(profile.model.layers), min(request.micro_batch_choices)
         self.tokens = self.micro_batch * request.sequence_length
-        rooms: dict[tuple[int, float], list[int]] = {}
+        ranks: dict[tuple[int, float], list[int]] = {}
         for device in in_own_order(profile, self.tokens):
             usable = rank_usable_bytes(profile, device.rank, request.memory_reserve)
-            rooms.setdefault((usable, device.activation_ratio), []).append(device.rank)
-        self.rooms = sorted(rooms, key=lambda room: (-room[0], room[1]))
-        self.ranks = [rooms[room] for room in self.rooms]
+            ranks.setdefault((usable, device.activation_ratio), []).append(device.rank)
+        self.kinds = sorted(ranks, key=lambda kind: (-kind[0], kind[1]))
+        self.ranks = [ranks[kind] for kind in self.kinds]
         self.longest = min(sum(map(len, self.ranks)), self.layer_count)
         self.shortest = 1 if request.allow_idle else self.longest
         self._of = lru_cache(maxsize=None)(self._least)
@@ -62,7 +62,7 @@ class _Shortages:
 
     def _by_stage(self, kind: int, in_flight: int) -> NDArray[np.float64]:
         """[first, last]: bytes that such a stage lacks, at the cheapest choice of recompute; negative where it fits."""
-        usable, ratio = self.rooms[kind]
+        usable, ratio = self.kinds[kind]
         tables = [
             stage_bytes(self.profile.model.keeping(ratio), self.tokens, again)
             for again in self.request.recompute_choices
