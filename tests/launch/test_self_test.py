@@ -22,7 +22,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.accelerators import Accelerator, CudaBackend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.self_test import NF4, Result, SelfTest, self_test, text_of
-from hetero_mpi.launch.doctor.probe import devices_to_test
+from hetero_mpi.launch.doctor.host_facts import devices_to_test
 from hetero_mpi.runtime.setup import device_test
 from tests.stand_in_gpu import build
 from tests.support.long_run import LongRun

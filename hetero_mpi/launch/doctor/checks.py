@@ -299,20 +299,18 @@ def _odd(facts: HostFacts) -> Iterator[tuple[str, dict[str, Any]]]:
             kind = "old driver"
         else:
             kind, said = "GPU not started", f": {said}" if said else ""
-        yield (
-            kind,
-            {
-                "vendor": vendor,
-                "loaded": loaded,
-                "version": facts.torch["version"],
-                "python": facts.python,
-                "builds": ", ".join(facts.torch["builds"]) or "the CPU",
-                "said": said,
-                "hiding": ", ".join(hiding),
-                "variable": hiding[0].partition("=")[0] if hiding else "",
-                "container": container if facts.system.startswith("Linux") else "",
-            },
-        )
+        values = {
+            "vendor": vendor,
+            "loaded": loaded,
+            "version": facts.torch["version"],
+            "python": facts.python,
+            "builds": ", ".join(facts.torch["builds"]) or "the CPU",
+            "said": said,
+            "hiding": ", ".join(hiding),
+            "variable": hiding[0].partition("=")[0] if hiding else "",
+            "container": container if facts.system.startswith("Linux") else "",
+        }
+        yield kind, values
     if facts.system.startswith("Darwin") and facts.system.endswith("arm64") and "mps" not in offered:
         yield ("old macOS" if "mps" in facts.torch["builds"] else "no Metal"), {"python": facts.python}
     for device in facts.torch["devices"]:
