@@ -29,7 +29,7 @@ LINES = {
     "emulation": 610,
     "engine": 2_170,
     "job": 1_170,
-    "launch": 4_510,
+    "launch": 4_520,
     "model": 7_480,
     "planning": 11_770,
     "profiling": 1_360,
