@@ -86,7 +86,7 @@ def check_reach(places: Sequence[Examined]) -> Iterator[Finding]:
 _SILENT = ("timed out", "No route to host", "no answer", "unreachable")
 _MESH_REMEDY = "its address is in the mesh, which must be up there and here: on both `sudo wg-quick up {mesh}`, then `sudo wg show`"
 _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    ((OTHER_SOURCE, "bring the same commit"),
+    ((OTHER_SOURCE, "bring the same commit", f"No module named {PROGRAM}"),
         "bring the same commit of this project there (`git pull`, `rsync -a` or the same wheel file)"),
     (("No module named",), "install this project there, as here: `{python} -m pip install {origin}` (copy the path there first)"),
     (("Permission denied (", "Too many authentication failures"), "let this user log in without a password: `ssh-copy-id {host}`"),
