@@ -32,7 +32,7 @@ from harness import found_by_ranks, parser_of, run_ranks  # noqa: E402
 from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
 from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
 from hetero_mpi.comm.ranks.world import World  # noqa: E402
-from hetero_mpi.device.accelerators import every_device  # noqa: E402
+from hetero_mpi.device.accelerators import BACKENDS, available, usable  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.engine.channel import Inbox, Outbox  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
@@ -78,7 +78,8 @@ def main() -> int:
 
 
 def _cards() -> list[Backend]:
-    return [backend for backend in every_device() if backend.copying().beside]
+    every = (BACKENDS[name](index) for name in available() for index in usable(name))
+    return [backend for backend in every if backend.copying().beside]
 
 
 def _hidden(copies_s: float, messages_s: float, channel_s: float) -> float:

@@ -25,7 +25,7 @@ LINES = {
     "comm": 2_890,
     "commands": 1_720,
     "data": 3_710,
-    "device": 1_650,
+    "device": 1_640,
     "emulation": 940,
     "engine": 2_070,
     "job": 1_140,

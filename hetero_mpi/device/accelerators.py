@@ -401,11 +401,6 @@ def usable(name: str) -> tuple[int, ...]:
     return tuple(index for index in range(kind.count()) if index not in left_out)
 
 
-def every_device() -> list[Backend]:
-    """All devices of this process that ranks take unless told otherwise, best kind first, the CPU last."""
-    return [BACKENDS[name](index) for name in available() for index in usable(name)]
-
-
 def visible_devices(wanted: str) -> tuple[str, dict[int, str]]:
     """(the backend that ``wanted`` means here, index of each of its usable GPUs -> what tells it from others of this host)."""
     name = available()[0] if wanted == "auto" else wanted

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -45,13 +45,13 @@ def _numbers(count: int, device: torch.device) -> Tensor:
     return torch.arange(_TOKENS, device=device) * 7 % count
 
 
-_FUNCTIONS: dict[str, tuple[Sequence[tuple[int, ...]], Callable[..., Tensor]]] = {
-    "embedding": ([(_INNER, _WIDTH)], lambda w: F.embedding(_numbers(_INNER, w.device), w)),
-    "normalisation": ([(_TOKENS, _WIDTH), (_WIDTH,)], lambda x, w: F.rms_norm(x, (_WIDTH,), w, 1e-6)),
-    "product": ([(_TOKENS, _WIDTH), (_INNER, _WIDTH)], F.linear),
-    "activation": ([(_TOKENS, _INNER), (_TOKENS, _INNER)], lambda gate, up: F.silu(gate) * up),
+_FUNCTIONS: dict[str, tuple[dict[str, tuple[int, ...]], Callable[..., Tensor]]] = {
+    "embedding": ({"weights": (_INNER, _WIDTH)}, lambda w: F.embedding(_numbers(_INNER, w.device), w)),
+    "normalisation": ({"inputs": (_TOKENS, _WIDTH), "weights": (_WIDTH,)}, lambda x, w: F.rms_norm(x, (_WIDTH,), w, 1e-6)),
+    "product": ({"inputs": (_TOKENS, _WIDTH), "weights": (_INNER, _WIDTH)}, F.linear),
+    "activation": ({"gates": (_TOKENS, _INNER), "inputs": (_TOKENS, _INNER)}, lambda gate, x: F.silu(gate) * x),
     "loss": (
-        [(_TOKENS, _INNER)],  # a sum: a mean's gradients are too small for fp16
+        {"logits": (_TOKENS, _INNER)},  # a sum: a mean's gradients are too small for fp16
         lambda x: F.cross_entropy(x if x.dtype is torch.float64 else x.float(), _numbers(_INNER, x.device), reduction="sum"),
     ),
 }  # fmt: skip
@@ -63,21 +63,21 @@ def _random(*shape: int) -> Tensor:
 
 
 def _both_ways(
-    backend: Backend, leaves: Sequence[Tensor], function: Callable[..., Tensor], exact: Callable[..., Tensor]
+    backend: Backend, leaves: Mapping[str, Tensor], function: Callable[..., Tensor], exact: Callable[..., Tensor]
 ) -> Compared:
     """The output and the gradient of every argument: of ``function`` on the device, of ``exact`` in fp64."""
     sides = []
     for values, compute in (
-        ([backend.from_host(leaf.clone()) for leaf in leaves], function),
-        ([leaf.double() for leaf in leaves], exact),
+        ([backend.from_host(leaf.clone()) for leaf in leaves.values()], function),
+        ([leaf.double() for leaf in leaves.values()], exact),
     ):
         arguments = [value.requires_grad_() for value in values]
         output = compute(*arguments)
         torch.manual_seed(1)
-        gradient = torch.randn(output.shape, dtype=torch.float64).to(leaves[0].dtype)
+        gradient = torch.randn(output.shape, dtype=torch.float64).to(next(iter(leaves.values())).dtype)
         output.backward(gradient.to(output.device, output.dtype))
         sides.append([output, *(argument.grad for argument in arguments)])
-    names = ["output", *(f"gradient {number}" for number in range(1, len(leaves) + 1))]
+    names = ["output", *(f"gradient of {name}" for name in leaves)]
     for name, found, expected in zip(names, *sides, strict=True):
         assert found is not None and expected is not None
         yield name, found, expected
@@ -85,7 +85,8 @@ def _both_ways(
 
 def _function(name: str, backend: Backend, dtype: torch.dtype) -> Compared:
     shapes, function = _FUNCTIONS[name]
-    yield from _both_ways(backend, [_random(*shape).to(dtype) for shape in shapes], function, function)
+    leaves = {name: _random(*shape).to(dtype) for name, shape in shapes.items()}
+    yield from _both_ways(backend, leaves, function, function)
 
 
 def _attention(masked: bool, backend: Backend, dtype: torch.dtype) -> Compared:
@@ -110,11 +111,12 @@ def _attention(masked: bool, backend: Backend, dtype: torch.dtype) -> Compared:
         logits = (q @ repeated(k).transpose(-1, -2) / math.sqrt(_HEAD_WIDTH)).masked_fill(~mask, -math.inf)
         return logits.softmax(-1) @ repeated(v)
 
-    query, key, value = (_random(1, heads, _TOKENS, _HEAD_WIDTH) for heads in (_HEADS, _GROUPS, _GROUPS))
-    yield from _both_ways(backend, [leaf.to(dtype) for leaf in (query, key, value)], on_device, exact)
-    query, key = query * 0.1, key * 0.1
-    query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(_HEAD_WIDTH)
-    leaves = [leaf.to(dtype) for leaf in (query, key, value)]
+    queries, keys, values = (_random(1, heads, _TOKENS, _HEAD_WIDTH) for heads in (_HEADS, _GROUPS, _GROUPS))
+    leaves = {"queries": queries.to(dtype), "keys": keys.to(dtype), "values": values.to(dtype)}
+    yield from _both_ways(backend, leaves, on_device, exact)
+    queries, keys = queries * 0.1, keys * 0.1
+    queries[..., 0], keys[..., 0] = 1.0, -120 * math.sqrt(_HEAD_WIDTH)
+    leaves |= {"queries": queries.to(dtype), "keys": keys.to(dtype)}
     for name, found, _ in _both_ways(backend, leaves, on_device, exact):
         # How well -120 and a little is rounded is not at issue.
         yield f"{name}, logits of -120", torch.isfinite(found).all().float(), torch.ones(())
@@ -151,7 +153,7 @@ def _nf4(backend: Backend, dtype: torch.dtype) -> Compared:
     yield "unpacked weights", dequantize_4bit(there, state), exact
     rows = _random(_TOKENS, _WIDTH).to(dtype)
     yield from _both_ways(
-        backend, [rows], lambda x: matmul_4bit(x, there.t(), quant_state=state), lambda x: x @ exact.T
+        backend, {"inputs": rows}, lambda x: matmul_4bit(x, there.t(), quant_state=state), lambda x: x @ exact.T
     )
     with torch.no_grad():
         one = matmul_4bit(backend.from_host(rows[:1]), there.t(), quant_state=state)

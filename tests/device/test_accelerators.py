@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
-from hetero_mpi.device.accelerators import every_device, open_backend
+from hetero_mpi.device.accelerators import available, open_backend, usable
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan
 from hetero_mpi.report.past_run import read_run
@@ -30,7 +30,7 @@ from tests.support.mpi import ROOT, run_bounded
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.training.test_recovery import outliving_or_skip
 
-GPUS = [(backend.name, backend.index) for backend in every_device() if backend.name != "cpu"]
+GPUS = [(name, index) for name in available() for index in usable(name) if name != "cpu"]
 REAL = bool(GPUS)
 GPUS = GPUS or [("cuda", 0), ("cuda", 1)]
 FIRST, LAST, CPU = 0, len(GPUS) - 1, len(GPUS)

@@ -96,6 +96,7 @@ def test_two_good_hosts_pass_every_check() -> None:
         ("bash: line 1: /e/bin/python: No such file or directory", "name the one that there is"),
         ("env: '/e/bin/python': No such file", "reads no .bashrc"),
         ("/e/bin/python: No module named hetero_mpi", "/e/bin/python -m pip install -e "),
+        ("/e/bin/python: No module named hetero_mpi.launch.host_agent", "bring the same commit"),
         ("me@rtx: Permission denied (publickey,password).", "ssh-copy-id 10.77.0.1"),
         ("Host key verification failed.", "accept the host's key"),
         ("ssh: Could not resolve hostname rtx", "/etc/hosts"),

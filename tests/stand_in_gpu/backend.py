@@ -1,4 +1,4 @@
-"""Puts the stand-in GPU in CUDA's place: ``every_device``, ``open_backend`` and all that follows find it there."""
+"""Puts the stand-in GPU in CUDA's place: ``available``, ``open_backend`` and all that follows find it there."""
 
 from __future__ import annotations
 

