@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hetero_mpi.job.load import JobConfig, load_job  # noqa: E402
+from hetero_mpi.job.load import load_job  # noqa: E402
+from hetero_mpi.job.schema import JobConfig  # noqa: E402
 from hetero_mpi.model.optimizer import learning_rate  # noqa: E402
 from hetero_mpi.runtime.setup.material import Material, prepare  # noqa: E402
 

@@ -49,7 +49,8 @@ from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.emulation.pace import emulate  # noqa: E402
 from hetero_mpi.engine.stage_builder import StageBuilder  # noqa: E402
 from hetero_mpi.engine.trainer import Trainer  # noqa: E402
-from hetero_mpi.job.load import JobConfig, LoadedJob  # noqa: E402
+from hetero_mpi.job.load import LoadedJob  # noqa: E402
+from hetero_mpi.job.schema import JobConfig  # noqa: E402
 from hetero_mpi.model.model_cost import model_cost  # noqa: E402
 from hetero_mpi.model.stage import Stage  # noqa: E402
 from hetero_mpi.model.transformers.chain import TransformersChain  # noqa: E402

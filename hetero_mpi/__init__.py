@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hetero_mpi.api import simulate as simulate
     from hetero_mpi.api import train as train
     from hetero_mpi.errors import UserError as UserError
-    from hetero_mpi.model.custom.layered import LayeredModel as LayeredModel
+    from hetero_mpi.model.custom.layered_model import LayeredModel as LayeredModel
     from hetero_mpi.planning.types.plan import Plan as Plan
     from hetero_mpi.planning.types.plan_report import PlanReport as PlanReport
     from hetero_mpi.planning.types.profile import ClusterProfile as ClusterProfile
@@ -44,7 +44,7 @@ if not any(name in os.environ for name in (*_WAITING, "KMP_BLOCKTIME")):
 _NAMES = {
     "api": "Job Simulation profile plan simulate train",
     "errors": "UserError",
-    "model.custom.layered": "LayeredModel",
+    "model.custom.layered_model": "LayeredModel",
     "planning.types.toml_files": "load_plan load_profile load_report save_plan save_profile",
     "planning.types.plan": "Plan",
     "planning.types.plan_report": "PlanReport",

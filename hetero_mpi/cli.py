@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi import __version__
-from hetero_mpi.errors import UserError
+from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.shipped import absent_packages, pip_argument
 from hetero_mpi.text import fitted, folded, printable
 
@@ -35,7 +35,11 @@ Add = Callable[..., argparse.Action]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    given = vars(parser().parse_args(arguments))
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words:
+        parser().print_help(sys.stderr)
+        return ExitCode.USER_ERROR
+    given = vars(parser().parse_args(words))
     run = given.pop("run")
     try:
         _refuse_undecodable(given.values())

@@ -20,8 +20,9 @@ from hetero_mpi import __version__
 from hetero_mpi.cli import main, parser
 from hetero_mpi.commands.reference import COMMANDS_HEADER, ENVIRONMENT, UNITS
 from hetero_mpi.errors import ExitCode
-from hetero_mpi.job.load import TABLES, load_job
+from hetero_mpi.job.load import load_job
 from hetero_mpi.job.rules import broken_keys, rule_of
+from hetero_mpi.job.schema import TABLES
 from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts
 from hetero_mpi.launch.wireguard.mesh import read_mesh
 from hetero_mpi.planning.decision.planner import make_plan

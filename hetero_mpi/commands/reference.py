@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
-from hetero_mpi.job.load import TABLES
 from hetero_mpi.job.rules import as_toml, rule_of
+from hetero_mpi.job.schema import TABLES
 from hetero_mpi.report.lines import line_width
 
 HEADER = """\

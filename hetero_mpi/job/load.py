@@ -17,32 +17,8 @@ from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.contradictions import Known, contradictions
 from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, unknown_table
-from hetero_mpi.job.schema import (
-    TABLES,
-    AdapterTable,
-    CheckpointTable,
-    ClusterTable,
-    JobConfig,
-    ProfileTable,
-    TrainTable,
-)
+from hetero_mpi.job.schema import TABLES, JobConfig
 from hetero_mpi.shipped import profile_file
-
-__all__ = [
-    "TABLES",
-    "AdapterTable",
-    "CheckpointTable",
-    "ClusterTable",
-    "JobConfig",
-    "LoadedJob",
-    "ProfileTable",
-    "TrainTable",
-    "job_from_dict",
-    "job_of_tables",
-    "job_to_dict",
-    "load_job",
-    "run_directory",
-]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Words for what a job file may say: the rule of a key, the value that breaks it, the name that was probably meant.
 
-Knows pydantic models in general and none in particular: ``job.py`` hands its tables in, ``reference.py`` borrows the
-rules.
+Knows pydantic models in general and none in particular: the tables of job files and of hosts are handed in.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hetero_mpi.model.custom.layers import CustomChain
+from hetero_mpi.model.custom.custom_chain import CustomChain
 from hetero_mpi.model.files.model_directory import LayersWriter, ModelDirectoryWriter
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import language

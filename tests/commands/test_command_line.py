@@ -42,6 +42,11 @@ def test_a_word_that_is_like_no_other_gets_no_guess(capsys: pytest.CaptureFixtur
         assert "did you mean" not in capsys.readouterr().err
 
 
+def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "train a model: mpirun" in capsys.readouterr().err
+
+
 @pytest.fixture
 def without_torch(tmp_path: Path) -> dict[str, str]:
     """Variables with which importing torch or transformers fails."""

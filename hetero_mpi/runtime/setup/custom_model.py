@@ -22,9 +22,9 @@ from hetero_mpi.data.dataset import Samples, pair
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
-from hetero_mpi.model.custom.layered import Builder, LayeredModel, builder_of, outline
-from hetero_mpi.model.custom.layers import CustomChain, LayerShape
-from hetero_mpi.model.custom.shape_check import look_at
+from hetero_mpi.model.custom.custom_chain import CustomChain, LayerShape
+from hetero_mpi.model.custom.layer_check import checked_layers
+from hetero_mpi.model.custom.layered_model import Builder, LayeredModel, builder_of, outline
 from hetero_mpi.model.layer.seeds import seeded
 
 
@@ -38,7 +38,7 @@ def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
     evaluation = _data(loaded, "evaluation", model.evaluation) if model.evaluation is not None else None
     samples = Samples(data, evaluation, job.data.held_out, job.train.seed)
     pairs = pair(data, 0), pair(data, len(data) - 1)
-    shapes = look_at(model, pairs, job.train.seed)
+    shapes = checked_layers(model, pairs, job.train.seed)
     layers = [asdict(shape) for shape in shapes]
     keys = {"factory": job.model.factory, "digest": digest, "existing": model.existing, "layers": layers}
     return keys, samples

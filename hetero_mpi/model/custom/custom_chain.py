@@ -1,6 +1,6 @@
-"""A user's list of layers as a chain of layers (``model.custom.layered`` is what the user gives).
+"""A user's list of layers as a chain of layers (``model.custom.layered_model`` is what the user gives).
 
-Rank 0 builds every layer once, one at a time, and sees what it makes of two real samples (``look_at``); what it has seen goes to
+Rank 0 builds every layer once, one at a time, and sees what it makes of two real samples (``checked_layers``); what it has seen goes to
 all ranks, which build only their own.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.custom.layered import Builder
+from hetero_mpi.model.custom.layered_model import Builder
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, PassThrough, as_input
 from hetero_mpi.model.layer.seeds import seeded
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.custom.layered import Builder, LayeredModel, check_not_shared, shared
-from hetero_mpi.model.custom.layers import REMEDY, LayerShape, build_layer, sampled, shapes_of, unlike
+from hetero_mpi.model.custom.custom_chain import REMEDY, LayerShape, build_layer, sampled, shapes_of, unlike
+from hetero_mpi.model.custom.layered_model import Builder, LayeredModel, check_not_shared, shared
 from hetero_mpi.model.layer.interface import as_input, embedding_matrices
 from hetero_mpi.model.layer.seeds import seeded
 
@@ -27,7 +27,7 @@ _ALIKE = 1e-4
 Pair = tuple[NDArray[Any], NDArray[Any]]
 
 
-def look_at(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> tuple[LayerShape, ...]:
+def checked_layers(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> tuple[LayerShape, ...]:
     """What is known of each layer.
 
     :raises UserError: with the layer, the rule it breaks and what to do.
