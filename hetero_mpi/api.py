@@ -90,7 +90,7 @@ class Simulation:
 
     step_s: float
     tokens_per_s: float
-    """Of the global batch; of a model made of layers, samples per second."""
+    """Counted in the global batch; for a model made of layers, samples per second."""
     use: dict[int, float]
     """Rank -> share of the step in which it computes."""
     busy_s: dict[int, float]

@@ -18,9 +18,9 @@ from hetero_mpi.errors import UserError
 PROCESS_MARK = os.urandom(4).hex()
 """In the names of this process's temporary files: those with another mark may be left of a process that died."""
 SPARE_BYTES = 100_000_000
-"""What is kept for later, or beside what memory holds, leaves so much of a disk free."""
+"""Bytes of a disk that stay free of what is kept for later, or beside what memory holds."""
 _UNABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EEXIST}
-"""What a file system answers that cannot do a thing: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
+"""Answers of a file system that cannot do a thing: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
 
 
 def cache_folder(kind: str = "") -> Path:
@@ -104,7 +104,7 @@ def lock(file: IO[str]) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """What is free on the disk on which ``path`` is, or would be made. Raises OSError."""
+    """Bytes that are free on the disk on which ``path`` is, or would be made. Raises OSError."""
     path = path.absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 

@@ -24,11 +24,11 @@ LINES = {
     "checkpoint": 1_240,
     "comm": 3_020,
     "commands": 1_410,
-    "data": 3_710,
+    "data": 3_650,
     "device": 1_360,
     "emulation": 610,
     "engine": 2_170,
-    "job": 1_170,
+    "job": 1_140,
     "launch": 4_810,
     "model": 7_810,
     "planning": 11_770,
@@ -37,7 +37,7 @@ LINES = {
     "runtime": 7_120,
     "state": 1_770,
     "web": 430,
-    "in all": 56_000,
+    "in all": 55_900,
 }
 """Lines of each package, and in all."""
 SLACK = 40

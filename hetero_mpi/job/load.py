@@ -237,7 +237,7 @@ def _override_value(text: str) -> Any:
 
 
 def _as_values(value: Any) -> Any:
-    """What a Python program gives as a job file would have it: paths are texts, tuples are lists, None is empty."""
+    """A Python program's value as a job file would have it: paths are texts, tuples are lists, None is empty."""
     if isinstance(value, Mapping):
         return {str(key): _as_values(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from hetero_mpi.checkpoint import CheckpointWriter, newest_good
 from hetero_mpi.data.records import read_records
-from hetero_mpi.data.text_sequences import read_documents
+from hetero_mpi.data.text_sequences import Corpus
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.files.model_files import ModelFiles
@@ -219,7 +219,7 @@ SUBJECTS = {
     "text": Subject(
         "corpus.txt",
         lambda _: "Straße, naïve, 日本\n".encode() * 5,
-        lambda path: list(read_documents([str(path)], "line").blocks()),
+        lambda path: list(Corpus([str(path)], "line").blocks()),
     ),
 }
 

@@ -14,7 +14,7 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.data.record_files import values_of
-from hetero_mpi.data.text_sequences import read_documents
+from hetero_mpi.data.text_sequences import Corpus
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
@@ -69,7 +69,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "json": lambda path: read_json(path, ""),
     "weights": read_header,
     "records": lambda path: list(values_of(path)),
-    "text": lambda path: list(read_documents([str(path)]).blocks()),
+    "text": lambda path: list(Corpus([str(path)]).blocks()),
     "adapter": lambda path: adapter_of(path.parent),
     "model": lambda path: ModelFiles(path.parent).check(),
     "tokenizer": lambda path: load_tokenizer(path.parent),

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
+from hetero_mpi.model.files.model_directory import LayersWriter, ModelDirectoryWriter
+from hetero_mpi.model.files.model_files import WEIGHTS
 
 SMALL = {
     "hidden_size": 32,
@@ -206,3 +208,29 @@ def test_a_full_disk_is_a_plain_error_and_leaves_nothing(tmp_path: Path) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_of_a_model_of_ones_own_become_one_file(tmp_path: Path) -> None:
+    state = {f"{layer}.weight": torch.randn(3, 4) + layer for layer in range(3)}
+    buffers = {"1.counter": torch.tensor(7), "1.wave": torch.ones(2, dtype=torch.complex64)}
+
+    def write(values: dict[str, torch.Tensor]) -> None:
+        with LayersWriter(tmp_path, [dict, lambda: buffers], dict.fromkeys(state, (3, 4))) as writer:
+            for name, value in values.items():
+                writer.add({name: value})
+
+    write(state)
+    found = load_file(tmp_path / WEIGHTS)
+    assert found.keys() == {*state, *buffers} and [path.name for path in tmp_path.iterdir()] == [WEIGHTS]
+    assert all(torch.equal(found[name], tensor) for name, tensor in (state | buffers).items())
+    with pytest.raises(AssertionError, match=r"never added: \['2.weight'\]"):
+        write({name: torch.zeros(3, 4) for name in list(state)[:2]})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(UserError, match=r"model.safetensors could not be written .* free space"):
+            write(state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS]
+    assert torch.equal(load_file(tmp_path / WEIGHTS)["2.weight"], state["2.weight"]), "the former file is whole"

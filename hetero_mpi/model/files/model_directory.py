@@ -33,15 +33,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.disk import atomic_write, sync
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import GENERATION, INDEX, WEIGHTS, file_parts, header_of
+from hetero_mpi.model.files.model_files import GENERATION, INDEX, WEIGHTS, header_of, write_tensors
 
 T = TypeVar("T", bound="WholeDirectory")
-
-
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make a safetensors file of host tensors."""
-    with path.open("wb") as file:
-        file.writelines(file_parts(tensors))
 
 
 class WholeDirectory:

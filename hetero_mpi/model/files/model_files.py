@@ -50,8 +50,9 @@ _DTYPES = {
     "BOOL": ("bool", 1),
 }
 """safetensors dtype -> torch's name for it, bytes per element."""
-_ITEM_BYTES = dict(_DTYPES.values())
-_STORED = {name: stored for stored, (name, _) in _DTYPES.items()}
+_ITEM_BYTES = dict(_DTYPES.values()) | {"complex64": 8}
+_STORED = {name: stored for stored, (name, _) in _DTYPES.items()} | {"complex64": "C64"}
+"""The inverse, and what is written but not read: a buffer of a user's layer."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class ListedTensor:
 
 @dataclass(frozen=True)
 class DirectoryContents:
-    """What a model directory holds, without its tensors: so little that it can be sent, enough to tell two models apart.
+    """The contents of a model directory, without its tensors: so little that it can be sent, enough to tell two models apart.
 
     Sizes and times of files say nothing (the next fine-tuning of a model has files of the same size, and a copy may be cut into
     other files); hashing all bytes would read the whole model at each start. So every tensor is known by its name,
@@ -207,7 +208,7 @@ class ModelFiles:
         return {name: self.read(name) for name in names}
 
     def contents(self) -> DirectoryContents:
-        """What is here, known from headers and a few blocks of every tensor."""
+        """The contents, known from headers and a few blocks of every tensor."""
         tensors = {}
         for name, stored in self.names.items():
             tensors[name] = ListedTensor(stored.dtype, stored.shape, _sample(stored))
@@ -337,15 +338,16 @@ def header_of(tensors: Mapping[str, tuple[str, Iterable[int]]]) -> tuple[bytes, 
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + place for name, place in places.items()}
 
 
-def file_parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
-    """The bytes of a safetensors file with host tensors, part by part: there is no second copy of any tensor."""
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make a safetensors file of host tensors, without a second copy of any."""
     import torch
 
     listed = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
     begin, places = header_of(listed)
-    yield begin
-    for name in places:
-        yield tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    with path.open("wb") as file:
+        file.write(begin)
+        for name in places:
+            file.write(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _entry(path: Path, data: int, entry: dict[str, Any]) -> StoredTensor:

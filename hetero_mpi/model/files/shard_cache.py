@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from hetero_mpi.disk import SPARE_BYTES, atomic_write, free_bytes, write_whole
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, file_parts, read_header, read_tensor
+from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, read_header, read_tensor, write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class ShardCache:
             self.directory.mkdir(parents=True, exist_ok=True)
 
     def holds(self, layer: int, wanted: Mapping[str, ListedTensor]) -> bool:
-        """Is there a sound entry with exactly these tensors? Reads all of it; what does not match is removed."""
+        """True: there is a sound entry with exactly these tensors. Reads all of it; what does not match is removed."""
         path, manifest = self._paths(layer)
         if not manifest.exists():  # never written, or its writer was ended in between
             return False
@@ -88,13 +88,10 @@ class ShardCache:
         """
         path, manifest = self._paths(layer)
         with self._usable():  # nothing is forced to the disk: what a power loss spoils is found by its hash
-            with atomic_write(path) as temporary, open(temporary, "wb") as file:
-                digest = hashlib.sha256()
-                for part in file_parts(tensors):
-                    file.write(part)
-                    digest.update(part)
+            with atomic_write(path) as temporary:
+                write_tensors(temporary, tensors)
             described = {
-                "sha256": digest.hexdigest(),
+                "sha256": _sha256(path),
                 "model": self.identity,
                 "layer": layer,
                 "bytes": path.stat().st_size,

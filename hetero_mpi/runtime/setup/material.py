@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.chat_template import Template, choose_form, plain_texts, tokenize_records
+from hetero_mpi.data.chat_template import Template, choose_template, plain_texts, tokenize_records
 from hetero_mpi.data.dataset import Dataset, DataSource, SequenceSettings
 from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
 from hetero_mpi.data.records import Record, Records, read_records
 from hetero_mpi.data.source_files import matching_files
-from hetero_mpi.data.text_sequences import build_sequences, pieces_of, read_documents
+from hetero_mpi.data.text_sequences import Corpus, build_sequences, pieces_of
 from hetero_mpi.data.token_cache import entry, marks_of, read_dataset, write_dataset
 from hetero_mpi.data.tokenizer import (
     bpe_split,
@@ -77,10 +77,10 @@ def prepare(loaded: LoadedJob) -> Material:
 
 def _from_text(loaded: LoadedJob) -> Material:
     data = loaded.job.data
-    corpus = read_documents(loaded.text_patterns(), data.documents, data.max_bytes)
+    corpus = Corpus(loaded.text_patterns(), data.documents, data.max_bytes)
     evaluation = None
     if data.evaluation is not None:
-        evaluation = read_documents(loaded.evaluation_patterns(), data.documents, key="data.evaluation")
+        evaluation = Corpus(loaded.evaluation_patterns(), data.documents, key="data.evaluation")
     for read in (corpus, evaluation):
         next(iter(read.blocks() if read else ("",)))  # there is some text
     config, generation, told = _model_keys(loaded)
@@ -136,29 +136,29 @@ def _from_records(loaded: LoadedJob) -> Material:
 
     def fill(folder: Path) -> None:
         every = [record for source in read() for record in source.records]
-        form = choose_form(tokenizer, data.template, every)
+        chosen = choose_template(tokenizer, data.template, every)
         # What the template refuses is told as early as a broken line, if it is no rare exception.
         sample = every[:: len(every) // _SAMPLED] if len(every) > _SAMPLED else ()  # few are all read soon
-        for _ in tokenize_records(tokenizer, form, sample, BadRecords(data.skip_bad)):
+        for _ in tokenize_records(tokenizer, chosen, sample, BadRecords(data.skip_bad)):
             pass
         sources = {name: source for (name, _), source in zip(named, read(), strict=True)}
         evaluation = sources.pop(_EVALUATION, None)
         lines = [
             line if data.weights is None else f"{name}: {line}"
             for name, source in sources.items()
-            for line in source.lines(form.source)
+            for line in source.lines(chosen.source)
         ]
-        lines.extend(f"evaluation: {line}" for line in (evaluation.lines(form.source) if evaluation else ()))
+        lines.extend(f"evaluation: {line}" for line in (evaluation.lines(chosen.source) if evaluation else ()))
         settings = _settings(loaded, packing)
         dataset = build_record_sequences(
             [(name, source.records) for name, source in sources.items()],
-            RecordSequences(tokenizer, form, settings, data.train_on_prompt, isolate, preference, stops),
+            RecordSequences(tokenizer, chosen, settings, data.train_on_prompt, isolate, preference, stops),
             None if evaluation is None else evaluation.records,
             bad,
             data.weights,
         )
-        lines += ["records become text by " + _FORMS[form.kind], *note, *bad.lines(), *dataset.notes]
-        values = {"notes": lines, "kind": form.kind, "source": form.source, "skipped": len(bad.problems)}
+        lines += ["records become text by " + _FORMS[chosen.kind], *note, *bad.lines(), *dataset.notes]
+        values = {"notes": lines, "kind": chosen.kind, "source": chosen.source, "skipped": len(bad.problems)}
         write_dataset(folder, dataset, values)
 
     more = [_mark(tokenizer), data.template, packing, isolate, data.train_on_prompt, data.weights, stops]
