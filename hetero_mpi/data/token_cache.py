@@ -38,7 +38,7 @@ _TOLD = "told.json"
 _COLUMNS = ("tokens", "targets", "positions", "answers")
 
 
-def marks_of(paths: Sequence[Path]) -> list[Any]:
+def file_marks(paths: Sequence[Path]) -> list[Any]:
     """Marks that tell files' content from another: name, size, time of change, and a hash of all of it or of samples.
 
     Raises UserError: one is no regular file.

@@ -275,7 +275,7 @@ def test_evaluation_files_take_the_place_of_the_held_out_share(workshop: Path) -
 
 def test_text_files_that_give_nothing_are_told(workshop: Path) -> None:
     (workshop / "empty.txt").write_text("")
-    text = ["data.records=", "data.text=['*.txt']", "data.sequence_length=2", "data.packing=true"]
+    text = ["data.records=", "data.text=['*.txt']", "data.sequence_length=2", "data.packing=true", "data.held_out=0"]
     notes = prepare(job(workshop, *text)).notes
     assert "corpus: 1 documents from 1 files, 0.0 MB of text" in notes
     assert f"corpus: 1 files skipped, such as {workshop}/empty.txt: is empty" in notes

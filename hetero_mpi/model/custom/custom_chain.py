@@ -1,7 +1,7 @@
 """A user's list of layers as a chain of layers (``model.custom.layered_model`` is what the user gives).
 
-Rank 0 builds every layer once, one at a time, and sees what it makes of two real samples (``checked_layers``); what it has seen goes to
-all ranks, which build only their own.
+Rank 0 builds every layer once, one at a time, and sees what it makes of two real samples (``checked_layers``); what it has seen
+goes to all ranks, which build only their own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SAMPLES, _ALIKE = 8, 1e-3
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What is known of a layer without building it again."""
+    """A layer's description, which is known without building it again."""
 
     name: str
     module: str

@@ -18,7 +18,7 @@ from hetero_mpi.data.record_sequences import RecordSequences, build_record_seque
 from hetero_mpi.data.records import Record, Records, read_records
 from hetero_mpi.data.source_files import matching_files
 from hetero_mpi.data.text_sequences import Corpus, build_sequences, pieces_of
-from hetero_mpi.data.token_cache import entry, marks_of, read_dataset, write_dataset
+from hetero_mpi.data.token_cache import entry, file_marks, read_dataset, write_dataset
 from hetero_mpi.data.tokenizer import (
     bpe_split,
     check_vocabulary,
@@ -84,7 +84,7 @@ def _from_text(loaded: LoadedJob) -> Material:
     for read in (corpus, evaluation):
         next(iter(read.blocks() if read else ("",)))  # there is some text
     config, generation, told = _model_keys(loaded)
-    files = [marks_of(read.paths) if read else None for read in (corpus, evaluation)]
+    files = [file_marks(read.paths) if read else None for read in (corpus, evaluation)]
     key = ["text", *files, data.documents, data.max_bytes]
     tokenizer, notes = _tokenizer(
         loaded, config, key, lambda: (piece.text for piece in pieces_of(corpus.blocks(), bpe_split))
@@ -112,7 +112,7 @@ def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
     preference, bad = loaded.job.train.preference != "none", BadRecords(data.skip_bad)
     named = _named_patterns(loaded)
-    files = [marks_of(matching_files(key, patterns, say)) for key, patterns in named]
+    files = [file_marks(matching_files(key, patterns, say)) for key, patterns in named]
     key = ["records", files, [name for name, _ in named], data.skip_bad, preference]
 
     @functools.cache
