@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,6 @@ def _named(value: Any) -> str:
 
 def rendered_records(template: ChatTemplate, records: Sequence[Record]) -> list[Rendered | BadRecord]:
     """Each record as text, or what is wrong with it."""
-    if template.ours:
-        return [_attempt(template, record) for record in records]
     items = [
         {"messages": [[m.role, m.content, m.given, m.trained] for m in record.messages], "tools": record.tools}
         for record in records
@@ -139,39 +137,34 @@ def rendered_records(template: ChatTemplate, records: Sequence[Record]) -> list[
         BadRecord(answer["bad"])
         if "bad" in answer
         else Rendered(**{**answer, "spans": [(a, b, learnt) for a, b, learnt in answer["spans"]]})
-        for answer in _PROCESS.answers(template, items)
+        for answer in _answers(template, items)
     ]
 
 
 def rendered_prompt(template: ChatTemplate, conversation: Conversation) -> str:
     """A conversation up to where the next answer begins. Raises BadRecord."""
-    if template.ours:
-        return template.text(conversation, asking=True)[0]
-    (answer,) = _PROCESS.answers(template, [{"conversation": list(conversation)}])
+    (answer,) = _answers(template, [{"conversation": list(conversation)}])
     if "bad" in answer:
         raise BadRecord(answer["bad"])
     return str(answer["text"])
 
 
-def _attempt(template: ChatTemplate, record: Record) -> Rendered | BadRecord:
-    try:
-        return rendered(template, record.messages, record.tools)
-    except BadRecord as problem:
-        return problem
+def _answers(template: ChatTemplate, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    if template.ours:
+        return [_answer(template, item, lambda: None) for item in items]
+    return _PROCESS.answers(template, items)
 
 
-def _answer(template: ChatTemplate, item: dict[str, Any]) -> dict[str, Any]:
-    """In the process: the fields of :class:`Rendered`, the text of a prompt, or what is ``bad``."""
+def _answer(template: ChatTemplate, item: dict[str, Any], begin: Callable[[], object]) -> dict[str, Any]:
+    """The fields of :class:`Rendered`, the text of a prompt, or what is ``bad``. ``begin``: is called before each rendering."""
     try:
         if "conversation" in item:
-            _begin()
+            begin()
             return {"text": template.text(item["conversation"], asking=True)[0]}
         messages = [ChatMessage(*fields) for fields in item["messages"]]
-        return vars(rendered(template, messages, item["tools"], _begin))
+        return vars(rendered(template, messages, item["tools"], begin))
     except BadRecord as problem:
         return {"bad": str(problem)}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _begin() -> None:
@@ -193,7 +186,9 @@ def _main() -> None:
         try:
             values, items = json.loads(line)
             for item in items:
-                answers.write(json.dumps(_answer(ChatTemplate(**values), item)).encode() + b"\n")
+                answer = _answer(ChatTemplate(**values), item, _begin)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                answers.write(json.dumps(answer).encode() + b"\n")
                 answers.flush()
         except MemoryError:
             os._exit(_NO_MEMORY)

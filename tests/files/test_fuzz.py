@@ -76,7 +76,7 @@ def request() -> PlanRequest:
 def look_at_job(path: Path) -> None:
     loaded = load_job(path)
     run_directory(loaded)
-    loaded.text_patterns(), loaded.record_patterns(), loaded.evaluation_patterns()
+    loaded.patterns("text"), loaded.patterns("records"), loaded.patterns("evaluation")
     sent = json.dumps(job_to_dict(loaded.job))
     assert json.dumps(job_to_dict(job_from_dict(json.loads(sent)))) == sent, "other ranks see another job"
 

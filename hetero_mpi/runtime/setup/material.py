@@ -77,10 +77,10 @@ def prepare(loaded: LoadedJob) -> Material:
 
 def _from_text(loaded: LoadedJob) -> Material:
     data = loaded.job.data
-    corpus = Corpus(loaded.text_patterns(), data.documents, data.max_bytes)
+    corpus = Corpus(loaded.patterns("text"), data.documents, data.max_bytes)
     evaluation = None
     if data.evaluation is not None:
-        evaluation = Corpus(loaded.evaluation_patterns(), data.documents, key="data.evaluation")
+        evaluation = Corpus(loaded.patterns("evaluation"), data.documents, key="data.evaluation")
     for read in (corpus, evaluation):
         next(iter(read.blocks() if read else ("",)))  # there is some text
     config, generation, told = _model_keys(loaded)
@@ -184,12 +184,12 @@ _SAMPLED = 256
 
 def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
     """(name, patterns of files) of the job's records: of each entry of ``data.records`` for itself where these have weights."""
-    patterns, data = list(loaded.record_patterns()), loaded.job.data
+    patterns, data = list(loaded.patterns("records")), loaded.job.data
     named = [("data.records", patterns)]
     if data.weights is not None:
         pairs = zip(data.records or (), patterns, strict=True)
         named = [(f"data.records {text}", [pattern]) for text, pattern in pairs]
-    return named if data.evaluation is None else [*named, (_EVALUATION, list(loaded.evaluation_patterns()))]
+    return named if data.evaluation is None else [*named, (_EVALUATION, list(loaded.patterns("evaluation")))]
 
 
 def _kept(
