@@ -132,7 +132,7 @@ def by_datasets(size: int) -> Callable[[], object]:
 
 
 def conversation(messages: int, plainly: bool = False) -> Callable[[], object]:
-    from hetero_mpi.data.chat_template import choose_form, tokenize_records
+    from hetero_mpi.data.chat_template import choose_template, tokenize_records
     from hetero_mpi.data.records import read_records
     from hetero_mpi.data.tokenizer import load_tokenizer
 
@@ -147,8 +147,8 @@ def conversation(messages: int, plainly: bool = False) -> Callable[[], object]:
         return lambda: [found.apply_chat_template(turns) for _ in range(10)]
     Path("chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 11)
     records = read_records(["chat.jsonl"]).records
-    list(tokenize_records(found, choose_form(found, "chat"), records[:1]))  # the process that renders is there
-    return lambda: list(tokenize_records(found, choose_form(found, "chat"), records[1:]))
+    list(tokenize_records(found, choose_template(found, "chat"), records[:1]))  # the process that renders is there
+    return lambda: list(tokenize_records(found, choose_template(found, "chat"), records[1:]))
 
 
 def plain_conversation(messages: int) -> Callable[[], object]:

@@ -88,7 +88,7 @@ class Simulation:
 
     step_s: float
     tokens_per_s: float
-    """Speed over the global batch; of a model made of layers, samples per second."""
+    """Counted in the global batch; for a model made of layers, samples per second."""
     use: dict[int, float]
     """Rank -> share of the step in which it computes."""
     busy_s: dict[int, float]

@@ -18,9 +18,9 @@ from hetero_mpi.errors import UserError
 PROCESS_MARK = os.urandom(4).hex()
 """In the names of this process's temporary files: those with another mark may be left of a process that died."""
 SPARE_BYTES = 100_000_000
-"""Bytes of a disk that stay free when something is kept for later, or beside what memory holds."""
+"""Bytes of a disk that stay free of what is kept for later, or beside what memory holds."""
 _UNABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EEXIST}
-"""Errors of a file system that cannot do a thing: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
+"""Answers of a file system that cannot do a thing: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
 
 
 def cache_folder(kind: str = "") -> Path:

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The number the program ends with; ``docs/recovery.md`` explains each. A signal n that ends it at once makes it 128 + n."""
+    """Exit codes of the program; ``docs/recovery.md`` explains each. A signal n that ends it at once makes it 128 + n."""
 
     DONE = 0
     FAILED = 1

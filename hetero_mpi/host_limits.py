@@ -1,4 +1,4 @@
-"""The limits of a process on its host: memory and cores, under the limits of its control groups. Standard library only."""
+"""Limits of what a process may use of its host: memory and cores, under its control groups. Standard library only."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _free_bytes(group: Path) -> int | None:
 
 
 def _quota(group: Path) -> float | None:
-    """Cores of a group's quota. Version 2 has one file, ``QUOTA PERIOD`` or ``max PERIOD``; version 1 has two, -1 for none."""
+    """Version 2 has one file that says ``QUOTA PERIOD`` or ``max PERIOD``; version 1 two files, -1 for none. In microseconds."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()

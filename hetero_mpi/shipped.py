@@ -1,4 +1,4 @@
-"""Things beside the code that come with the program: packages it needs, its jobs and profiles, and what pip was given for it."""
+"""Packages, jobs and profiles that come with the program beside its code, and the argument that pip was given for it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def file_of_run(directory: Path, *names: str) -> Path:
 
 
 def no_such_profile(path: Path) -> UserError:
-    """The error for a ``path`` that is neither a file nor a shipped profile."""
+    """The error when neither a file nor a shipped profile is meant by ``path``."""
     known = shipped_profiles()
     near = difflib.get_close_matches(path.name.removesuffix(".toml"), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(known)}"
@@ -79,7 +79,7 @@ def no_such_profile(path: Path) -> UserError:
 
 
 def pip_argument() -> str:
-    """The argument of ``pip install`` with which another machine gets this version the way it came here, quoted for a shell."""
+    """The argument of ``pip install`` so that another machine gets this version the way it came here, quoted for a shell."""
     if (_PACKAGE.parent / "pyproject.toml").is_file():
         return f"-e {shlex.quote(str(_PACKAGE.parent))}"  # a clone
     text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")

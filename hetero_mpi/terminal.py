@@ -12,7 +12,7 @@ import textwrap
 from typing import TextIO
 
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that a terminal obeys instead of showing them, that turn the direction of text, and that no encoding can write."""
+"""Characters that a terminal obeys instead of showing them, that turn the direction of text, or that no encoding can write."""
 
 
 def printable(text: str) -> str:
@@ -68,7 +68,7 @@ def folded(line: str, width: int, start: str = "", indent: str | None = None) ->
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """True if a person watches this stream.
+    """True: a person watches this stream.
 
     Open MPI gives every rank a pseudo-terminal, even when its own output goes to a file. Then the stdout of the launcher, which is
     this process's parent, decides. Where that cannot be seen the answer is no, since plain lines are right everywhere. Nobody

@@ -9,7 +9,7 @@ import tomli
 DEEPEST = 64
 """Tables and lists within one another; what is made of them is walked recursively."""
 MOST_BITS = 4096
-"""Bits of a whole number: Python refuses to write ones of more than 4,300 digits (14,000 bits), even into an error's text."""
+"""Limit of a whole number: Python refuses to write ones of more than 4,300 digits (14,000 bits), even into an error's text."""
 
 
 class TomlError(ValueError):

@@ -24,7 +24,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.answers import Printer
+from hetero_mpi.data.answers import ChatTemplate
 from hetero_mpi.data.record_files import BadRecord
 from hetero_mpi.data.template_process import rendered_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer
@@ -289,9 +289,9 @@ def _talk(turns: int, system: bool = False) -> list[dict[str, str]]:
 def _render(tokenizer: PreTrainedTokenizerFast, talk: Sequence[Mapping[str, str]]) -> str:
     """The chat template's text, without a beginning token that the tokenizer adds by itself, as Ollama does."""
     begin = str(tokenizer.bos_token) if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else ""
-    printer = Printer(str(tokenizer.chat_template), None, tokenizer.special_tokens_map)
+    template = ChatTemplate("chat", str(tokenizer.chat_template), None, tokenizer.special_tokens_map)
     try:
-        return rendered_prompt(printer, False, talk).removeprefix(begin)
+        return rendered_prompt(template, talk).removeprefix(begin)
     except BadRecord as error:
         raise ValueError(f"it refuses a conversation ({str(error).splitlines()[0]})") from None
 

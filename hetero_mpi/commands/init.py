@@ -84,7 +84,7 @@ def _files(name: str) -> tuple[list[Path], list[Path]]:
 def _needed(loaded: LoadedJob) -> list[Path]:
     """Files beside the job file that it reads: data, the module of its layers, the job whose run it continues from."""
     jobs, model = loaded.directory, loaded.job.model
-    patterns = (*loaded.text_patterns(), *loaded.record_patterns(), *loaded.evaluation_patterns())
+    patterns = (*loaded.patterns("text"), *loaded.patterns("records"), *loaded.patterns("evaluation"))
     found = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern))]
     if model.factory is not None:
         found.append(jobs / f"{model.factory.partition(':')[0]}.py")

@@ -18,8 +18,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -37,17 +37,17 @@ FEW = 4
 
 
 @dataclass(frozen=True)
-class Printer:
-    """The chat templates of a tokenizer, with what they know of it. Plain values."""
+class ChatTemplate:
+    """How conversations become text: a Jinja chat template, with what it knows of its tokenizer. Plain values."""
 
+    kind: Literal["chat", "plain"]
     source: str
     with_tools: str | None
     """The one for records with tools, where the tokenizer has one of its own for them."""
     special: Mapping[str, Any]
     """The tokenizer's ``special_tokens_map``."""
-
-    def values(self) -> dict[str, Any]:
-        return asdict(self)
+    ours: bool = False
+    """It is the plain form, by whatever way it came here, and needs no process of its own."""
 
     def text(
         self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None = None, asking: bool = False
@@ -99,7 +99,7 @@ class Rendered:
 
 
 def rendered(
-    printer: Printer,
+    template: ChatTemplate,
     messages: Sequence[ChatMessage],
     tools: Sequence[Mapping[str, Any]] | None,
     begin: Callable[[], object] = lambda: None,
@@ -110,13 +110,13 @@ def rendered(
 
     def text_of(some: Conversation, asking: bool) -> str:
         begin()
-        return printer.text(some, tools, asking)[0]
+        return template.text(some, tools, asking)[0]
 
     begin()
-    conversation, text, marks, forgotten = _whole(printer, messages, tools)
+    conversation, text, marks, forgotten = _whole(template, messages, tools)
     if marks is not None:
         return Rendered(text, _marked(text, marks, messages), True, forgotten)
-    whole = _Whole(text, messages, conversation, text_of, str(printer.special.get("eos_token") or ""))
+    whole = _Whole(text, messages, conversation, text_of, str(template.special.get("eos_token") or ""))
     return Rendered(text, whole.spans(), False, forgotten)
 
 
@@ -213,7 +213,7 @@ def _marked(
 
 
 def _whole(
-    printer: Printer, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
+    template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
 ) -> tuple[Conversation, str, list[tuple[int, int]] | None, bool]:
     """(what the template gets, the text that it makes of it, its marks, are thoughts of earlier answers left out): the messages as
     they stand in the file, if it can print them so.
@@ -223,20 +223,17 @@ def _whole(
     """
     given = [message.given or {"role": message.role, "content": message.content} for message in messages]
     plainer = [_plainer(message) for message in messages]
-    try:
-        text, marks = printer.text(given, tools)
-    except BadRecord:
-        if plainer == given:
-            raise
-        text, marks = None, None
-    if plainer != given and (text is None or _garbled(text, messages)):
-        given = plainer
-        text, marks = printer.text(plainer, tools)
-    assert text is not None
+    if plainer != given:
+        with suppress(BadRecord):
+            text, marks = template.text(given, tools)
+            lost, forgotten = unprinted(text, messages, tools)
+            if lost is None and not _quoted(text, messages):
+                return given, text, marks, forgotten
+    text, marks = template.text(plainer, tools)
     lost, forgotten = unprinted(text, messages, tools)
     if lost is not None:
         raise BadRecord(f"the tokenizer's chat template prints nothing of {lost}. {WAY_OUT}, or change the record.")
-    return given, text, marks, forgotten
+    return plainer, text, marks, forgotten
 
 
 def _plainer(message: ChatMessage) -> Mapping[str, Any]:
@@ -263,32 +260,13 @@ def _opened(function: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**function, "arguments": opened} if isinstance(opened, dict) else function
 
 
-def _garbled(text: str, messages: Sequence[ChatMessage]) -> bool:
-    """Does a text lack a part of a message's content, print parts as Python does, or arguments as JSON of a text?"""
-    begun: dict[str, bool] = {}
-
-    def printed(odd: str) -> bool:
-        # Mostly nothing begins like it: one search for all of them.
-        if odd[:6] not in begun:
-            begun[odd[:6]] = odd[:6] in text
-        return begun[odd[:6]] and odd in text
-
-    place = 0
-    for message in messages:
-        content = (message.given or {}).get("content")
-        parts = content if isinstance(content, list) else []
-        if parts and printed(str(parts)):
-            return True
-        for part in parts:
-            said = part["text"].strip()
-            found = text.find(said, place)
-            if found < 0 and said not in text:
-                return True
-            place = max(place, found)
-        arguments = [call.get("arguments") for call in message.calls()]
-        if any(isinstance(one, str) and printed(json.dumps(one, ensure_ascii=False)) for one in arguments):
-            return True
-    return False
+def _quoted(text: str, messages: Sequence[ChatMessage]) -> bool:
+    """True: a text prints parts of a message's content as Python does, or arguments as JSON of a text."""
+    parts = [(message.given or {}).get("content") for message in messages]
+    arguments = [call.get("arguments") for message in messages for call in message.calls()]
+    return any(isinstance(one, list) and one and str(one) in text for one in parts) or any(
+        isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in arguments
+    )
 
 
 def _answer_begin(text: str, before: str, question: str, message: ChatMessage) -> int | None:

@@ -57,13 +57,13 @@ class Batch:
     positions: Tokens | None = None
     """[B, T]: each token's place in its own record, which sees no other one of its sequence. None: a sequence is one text."""
     pairs: Pairs | None = None
-    """Of a batch of preferences."""
+    """None: it is no batch of preferences."""
     numbers: Indices | None = None
     """[B], of the rows in their dataset, where it is one of preferences."""
 
     @property
     def divisor(self) -> int:
-        """What the summed loss is divided by: the targets that count, or the pairs."""
+        """Divisor of the summed loss: the targets that count, or the pairs."""
         return max(1, self.target_tokens if self.pairs is None else self.pairs.count)
 
     @property
@@ -98,7 +98,7 @@ def pair_counts(answers: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 
 
 Parts = tuple[tuple[int, int], ...]
-"""Of each data set: (samples that it has, samples that an epoch takes from it)."""
+"""For each data set (samples that it has, samples that an epoch takes from it)."""
 
 
 def batch_indices(step: int, global_batch: int, samples: int, seed: int, parts: Parts = (), stream: int = 0) -> Indices:
@@ -125,7 +125,7 @@ def batch_indices(step: int, global_batch: int, samples: int, seed: int, parts: 
 
 
 def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> Parts:
-    """What an epoch takes from data sets of these sizes: as many samples as they have together, shared out by weight.
+    """Samples that an epoch takes from data sets of these sizes: as many samples as they have together, shared out by weight.
 
     Rounded down, and the rest given to the largest remainders. A share may be 0.
     """

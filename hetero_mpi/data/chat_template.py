@@ -21,7 +21,7 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.answers import Printer, Rendered
+from hetero_mpi.data.answers import ChatTemplate, Rendered
 from hetero_mpi.data.record_files import BadRecord, BadRecords
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.template_process import rendered_prompt, rendered_records
@@ -68,25 +68,6 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class Form:
-    """How conversations become text."""
-
-    kind: Literal["chat", "plain"]
-    source: str
-    """The Jinja chat template."""
-    with_tools: str | None = None
-    """The one for records with tools, where the tokenizer has one of its own for them."""
-
-    @property
-    def ours(self) -> bool:
-        """Is it the plain form, by whatever way it came here?"""
-        return {self.source, self.with_tools or self.source} <= {PLAIN_FORM, _BEGIN + PLAIN_FORM}
-
-    def printer(self, tokenizer: PreTrainedTokenizerFast) -> Printer:
-        return Printer(self.source, self.with_tools, tokenizer.special_tokens_map)
-
-
-@dataclass(frozen=True)
 class Tokenized:
     record: Record
     ids: npt.NDArray[np.int32]
@@ -103,12 +84,15 @@ def has_template(tokenizer: PreTrainedTokenizerFast) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def choose_form(tokenizer: PreTrainedTokenizerFast, template: Template, records: Iterable[Record] = ()) -> Form:
+def choose_template(
+    tokenizer: PreTrainedTokenizerFast, template: Template, records: Iterable[Record] = ()
+) -> ChatTemplate:
     """The form that ``data.template`` asks for.
 
     "auto" is the chat template where there is one, else the plain form; chat records are not put into the plain form
     unasked. Raises UserError when a chat template is needed and missing.
     """
+    special = tokenizer.special_tokens_map
     if template == "plain" or (template == "auto" and not has_template(tokenizer)):
         chat = next((record for record in records if record.shape == "chat"), None)
         if template == "auto" and chat is not None:
@@ -124,7 +108,7 @@ def choose_form(tokenizer: PreTrainedTokenizerFast, template: Template, records:
         # As Llama's and Gemma's tokenizers begin every text with their beginning token.
         begin = tokenizer.bos_token_id
         begins = begin is not None and beginning(own_tokens_only(tokenizer))[:1] == [begin]
-        return Form("plain", (_BEGIN if begins else "") + PLAIN_FORM)
+        return ChatTemplate("plain", (_BEGIN if begins else "") + PLAIN_FORM, None, special, ours=True)
     if not has_template(tokenizer):
         raise UserError(f'data.template = "chat" needs a tokenizer with a chat template; this one has none. {REMEDY}')
     try:
@@ -133,7 +117,9 @@ def choose_form(tokenizer: PreTrainedTokenizerFast, template: Template, records:
         raise UserError(
             f'data.template = "{template}": the tokenizer\'s chat template cannot be chosen: {error}'
         ) from None
-    return Form("chat", *((FROZEN_DATE if "strftime_now" in source else "") + source for source in sources))
+    ours = {*sources} <= {PLAIN_FORM, _BEGIN + PLAIN_FORM}
+    source, with_tools = ((FROZEN_DATE if "strftime_now" in source else "") + source for source in sources)
+    return ChatTemplate("chat", source, with_tools, special, ours)
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Template | None) -> list[int]:
@@ -141,35 +127,19 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Tem
 
     ``template`` is ``data.template`` of a job with records, and None for a job with text, whose prompt is simply the
     beginning of a document (an empty one begins after an end token, where the tokenizer has none that begins texts).
-    Raises UserError as :func:`choose_form` does.
+    Raises UserError as :func:`choose_template` does, and when the template refuses the prompt.
     """
     backend = own_tokens_only(tokenizer)
     if template is None:
         return begun(backend, [prompt])[0] or [end_token(tokenizer)]
-    form = choose_form(tokenizer, template)
-    return render_messages(tokenizer, backend, form, [{"role": "user", "content": prompt}], "the prompt")
+    asked = [{"role": "user", "content": prompt}]
+    return encoded(backend, [messages_text(choose_template(tokenizer, template), asked, "the prompt")])[0]
 
 
-def render_messages(
-    tokenizer: PreTrainedTokenizerFast,
-    backend: Tokenizer,
-    form: Form,
-    conversation: Sequence[Mapping[str, Any]],
-    source: str,
-) -> list[int]:
-    """Token ids of a conversation up to where the next answer begins.
-
-    ``backend``: of :func:`own_tokens_only`. Raises UserError when the template refuses the conversation.
-    """
-    return encoded(backend, [messages_text(tokenizer, form, conversation, source)])[0]
-
-
-def messages_text(
-    tokenizer: PreTrainedTokenizerFast, form: Form, conversation: Sequence[Mapping[str, Any]], source: str
-) -> str:
+def messages_text(template: ChatTemplate, conversation: Sequence[Mapping[str, Any]], source: str) -> str:
     """A conversation as text, up to where the next answer begins. Raises UserError when the template refuses it."""
     try:
-        return rendered_prompt(form.printer(tokenizer), form.ours, conversation)
+        return rendered_prompt(template, conversation)
     except BadRecord as problem:
         raise UserError(f"{source}: {problem}") from problem
 
@@ -183,7 +153,7 @@ def plain_texts(records: Iterable[Record]) -> Iterator[str]:
 
 def tokenize_records(
     tokenizer: PreTrainedTokenizerFast,
-    form: Form,
+    template: ChatTemplate,
     records: Iterable[Record],
     bad: BadRecords | None = None,
     ends: Collection[int] = (),
@@ -201,17 +171,16 @@ def tokenize_records(
     Raises UserError when no more may be skipped.
     """
     backend, end = own_tokens_only(tokenizer), end_token(tokenizer)
-    rendered = _all_rendered(tokenizer, form, records, bad)
+    rendered = _all_rendered(template, records, bad)
     for some in in_batches(rendered, lambda one: len(one[1].text)):
         yield from _tokenized(backend, end, {end, *ends}, some)
 
 
 def _all_rendered(
-    tokenizer: PreTrainedTokenizerFast, form: Form, records: Iterable[Record], bad: BadRecords | None
+    template: ChatTemplate, records: Iterable[Record], bad: BadRecords | None
 ) -> Iterator[tuple[Record, Rendered]]:
-    printer, trusted = form.printer(tokenizer), form.ours
     for some in in_batches(records, lambda record: 100 + sum(len(message.content) for message in record.messages)):
-        for record, found in zip(some, rendered_records(printer, trusted, some), strict=True):
+        for record, found in zip(some, rendered_records(template, some), strict=True):
             if isinstance(found, Rendered):
                 yield record, found
                 continue
@@ -324,7 +293,7 @@ class _Offsets:
         return int(np.searchsorted(self._started, place))
 
     def parted(self, place: int) -> bool:
-        """Does no token reach over the place, and none without width lie there?"""
+        """True: no token reaches over the place, and none without width lies there."""
         first = self.ending_behind(place)
         return first == self.beginning_at(place) and (
             first == 0 or bool(self._ends[first - 1] > self.starts[first - 1])

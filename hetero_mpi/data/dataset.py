@@ -1,5 +1,5 @@
-"""What a run learns from, on rank 0 only: sequences of tokens with their targets, or the samples of a user's own data, each shared
-out to what is learnt from and what is held out. Arrays may lie in mapped files, and are then looked at in parts.
+"""The data that a run learns from, on rank 0 only: sequences of tokens with their targets, or the samples of a user's own data.
+Both are shared out to what is learnt from and what is held out. Arrays may lie in mapped files, and are then looked at in parts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Rows:
     tokens: Tokens
     targets: Tokens
     found: str = ""
-    """What they were made from, for messages: ``812 tokens in 4 documents``."""
+    """Their sources, for messages: ``812 tokens in 4 documents``."""
     notes: tuple[str, ...] = ()
     """Remarks for a person, such as how many documents were too short."""
     positions: Tokens | None = None
@@ -78,7 +78,7 @@ class Dataset(Rows):
     """Sequences that measure the evaluation loss, shuffled: any first few of them sample the whole corpus."""
     seed: int
     parts: Parts = ()
-    """Of ``train``, where several data sets are mixed by weights: what an epoch takes from each."""
+    """Samples that an epoch takes from each data set, where several are mixed by weights in ``train``."""
     known_fingerprint: str = ""
     """Where it was computed before."""
 
@@ -122,7 +122,7 @@ class Dataset(Rows):
 
     @property
     def padded(self) -> bool:
-        """Does any row go on after its last target?"""
+        """True: a row goes on after its last target."""
         return any((part[:, -1] == IGNORED).any() for _, part in parts_of_rows(self.targets))
 
     def placed(self) -> Dataset:
@@ -279,7 +279,7 @@ class Samples:
         return None
 
     def fingerprint(self) -> str:
-        """Of the numbers of samples, and the content of some of them: all may be more than can be read."""
+        """A hash of the numbers of samples, and the content of some of them: all may be more than can be read."""
         digest = hashlib.blake2b(digest_size=16)
         for source in (self._data, self._evaluation):
             count = len(source) if source is not None else -1

@@ -38,7 +38,7 @@ class ChatMessage:
     given: Mapping[str, Any] | None = None
     """As the file has it, where that is more than a role and a text: calls of tools, a name, content in parts."""
     trained: bool | None = True
-    """Is it learnt, if it is an answer? None: as what is asked is."""
+    """An answer is learnt, or not; None: as what is asked is."""
 
     def calls(self) -> list[Mapping[str, Any]]:
         """The functions that it calls: ``name``, and mostly ``arguments``."""
@@ -90,7 +90,7 @@ def _check_characters(value: Any, where: str) -> None:
 
 
 def json_of(value: Any) -> Any:
-    """What a text holds as JSON, if it does; anything else as it is."""
+    """The JSON value in a text, if it holds one; anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -159,7 +159,7 @@ def _content(content: Any, where: str) -> str:
 
 
 def _trained(said: Mapping[str, Any], where: str, role: Role) -> bool:
-    """Is a message learnt, if it is an answer?"""
+    """True: a message is learnt if it is an answer. Raises BadRecord."""
     for key in (key for key in LEARNT_BY if key in said):
         value = said[key]
         if type(value) not in (bool, int, float) or value not in (0, 1):

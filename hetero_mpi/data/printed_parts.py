@@ -25,7 +25,7 @@ Conversation = Sequence[Mapping[str, Any]]
 """The messages as a template gets them."""
 
 _LEAD = re.compile(rf"(?:^|(?:{THOUGHT.pattern}))\s*(?=\S)(?!{THOUGHT.pattern})")
-"""What a template may leave out in front of a text: its first spaces, the sign before or behind a thought."""
+"""A beginning that a template may leave out in front of a text: its first spaces, the sign before or behind a thought."""
 _IDS = ("id", "tool_call_id")
 _UNMARKED = ("role", "type", *_IDS)
 """Keys with words that a template knows, or whose length it checks."""
@@ -60,7 +60,7 @@ def unprinted(
 
 
 def spoken(message: ChatMessage) -> str:
-    """What an answer says behind its thoughts."""
+    """The text of an answer behind its thoughts."""
     return THOUGHT.split(message.content)[-1].strip()
 
 

@@ -132,13 +132,13 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def is_chat(value: Any) -> bool:
-    """Is it a list of messages?"""
+    """True: it is a list of messages."""
     messages = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
     return messages and any(all(key in value[0] for key in spelling) for spelling in SPELLINGS.values())
 
 
 def _unfinished(line: bytes, following: bytes) -> bool:
-    """Does a line begin a value that goes on in the following one, as pretty-printed JSON does?"""
+    """True: a line begins a value that goes on in the following one, as pretty-printed JSON does."""
     try:
         json.loads(line)
     except json.JSONDecodeError as error:
@@ -267,11 +267,11 @@ def _broken(error: Exception) -> str:
 
 
 class Damaged(Exception):
-    """What is wrong with a compressed file, or one in UTF-16, behind what was read of it."""
+    """A compressed file, or one in UTF-16, is broken behind what was read of it; the message says how."""
 
 
 def kind_of(content: bytes) -> str | None:
-    """What a file is that is no text in UTF-8, by how it begins; None: that is not known."""
+    """The kind of a file that is no text in UTF-8, by its beginning; None: not known."""
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "text in UTF-16, not UTF-8: convert it"
     kinds = _KINDS | {begin: f"compressed by {name}: unpack it" for begin, (name, _) in _PACKED.items()}
@@ -338,7 +338,7 @@ _MOST_SHOWN = 100
 
 
 class BadRecord(Exception):
-    """What is wrong with one record, in words; ``rest``: all that follows in its file cannot be read, so it is never skipped."""
+    """A fault of one record, in words; ``rest``: all that follows in its file cannot be read, so it is never skipped."""
 
     def __init__(self, problem: str, rest: bool = False) -> None:
         super().__init__(problem)
@@ -374,7 +374,7 @@ class BadRecords:
         raise UserError("\n".join([title, *self._named(shown), SHAPES]))
 
     def lines(self) -> list[str]:
-        """What was skipped, for a person."""
+        """The records that were skipped, for a person."""
         if not self.problems:
             return []
         count = f"{len(self.problems):,} bad record{'s' if len(self.problems) > 1 else ''}"

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.answers import ChatTemplate
 from hetero_mpi.data.batch import IGNORED, Tokens
-from hetero_mpi.data.chat_template import Form, Tokenized, tokenize_records
+from hetero_mpi.data.chat_template import Tokenized, tokenize_records
 from hetero_mpi.data.dataset import Dataset, Rows, SequenceSettings, join_evaluation, mix, share_out
 from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.records import Record
@@ -37,7 +38,7 @@ class RecordSequences:
     """
 
     tokenizer: PreTrainedTokenizerFast
-    form: Form
+    template: ChatTemplate
     settings: SequenceSettings
     train_on_prompt: bool = False
     isolate: bool = True
@@ -52,7 +53,7 @@ class RecordSequences:
 
         Raises UserError when no record keeps a target, when the tokenizer has no end token or its template fails.
         """
-        tokenized = tokenize_records(self.tokenizer, self.form, records, bad, self.ends)
+        tokenized = tokenize_records(self.tokenizer, self.template, records, bad, self.ends)
         # A sequence of T inputs with targets one further is T + 1 tokens.
         width, what = self.settings.length + 1, "pairs" if self.preference else "records"
         kept: list[tuple[_Part, ...]] = []
@@ -174,7 +175,7 @@ def _last_run(answer: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 def _notes(what: str, kept: Sequence[tuple[_Part, ...]], dropped: Sequence[str], targets: Tokens) -> tuple[str, ...]:
-    """What became of the records, for a person. ``targets``: of all sequences."""
+    """Notes on what became of the records, for a person. ``targets``: of all sequences."""
     sequences, length = targets.shape
     total, learnt = sum(len(part.ids) for entry in kept for part in entry), np.count_nonzero(targets != IGNORED)
     cut = sum(any(part.uncut > len(part.ids) for part in entry) for entry in kept)

@@ -42,7 +42,7 @@ class Record:
     source: str
     """Where it stands, for messages to a person: ``data/a.jsonl, line 7``."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """What the assistant may call, for the chat template."""
+    """Functions that the assistant may call, for the chat template."""
 
     def needs_tools(self) -> bool:
         return bool(self.tools) or any(message.role == "tool" or message.calls() for message in self.messages)
@@ -64,7 +64,7 @@ class Records:
     """Key that nobody reads -> number of records, or pairs, that have it; ``messages[].key``: of their messages."""
 
     def lines(self, template: str = "") -> list[str]:
-        """What was found, for a person. ``template``: the chat template, which may read keys of messages."""
+        """Counts of what was found, for a person. ``template``: the chat template, which may read keys of messages."""
         shapes = Counter(record.shape for record in self.records)
         found = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
         what = f"{len(self.records) // 2:,} pairs of answers" if self.preference else f"{len(self.records):,} records"
@@ -163,7 +163,7 @@ class _Fields:
         return messages_of(json_of(self.get(key)), key, self.unread_in_messages)
 
     def tools(self) -> list[Mapping[str, Any]] | None:
-        """What the assistant may call: ``tools``, or ``functions``, as OpenAI's older files have it."""
+        """Functions that the assistant may call: ``tools``, or ``functions``, as OpenAI's older files have it."""
         if "tools" in self.values:
             return tools_of(self.get("tools"), "tools")
         functions = tools_of(self.get("functions"), "functions")
@@ -238,7 +238,7 @@ def _human_and_assistant(text: str, key: str) -> list[ChatMessage]:
 
 
 def _asked(fields: _Fields, question: str) -> list[ChatMessage]:
-    """What a record asks: the system's message, what was said before, and the question, with its input."""
+    """Messages that ask: the system's message, what was said before, and the question, with its input."""
     turns, value = fields.turns(question, "user"), fields.values[question]
     if isinstance(value, str):
         further = fields.text("input") if question == "instruction" else ""

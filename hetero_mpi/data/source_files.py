@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -163,7 +164,7 @@ def cached(name: str, kind: str, file: str) -> Path | None:
 
 
 def _chosen(wanted: HubName, names: Sequence[str], directory: Path, whole: bool) -> list[str]:
-    """Of a repository's files those of the split: by its card, else by their names. ``whole``: are these all files of it?
+    """A repository's files of the split: by its card, else by their names. ``whole``: these are all files of it.
 
     Raises UserError where it has none; [] where a part of it may lack them.
     """
@@ -225,14 +226,9 @@ def _by_names(wanted: HubName, data: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _complete(names: Sequence[str]) -> bool:
-    """Are all parts of files there that are written ``train-00000-of-00003.parquet``?"""
-    groups: dict[tuple[str, int], int] = {}
-    for name in names:
-        found = _SHARD.search(name)
-        if found is not None:
-            group = (name[: found.start()], int(found[1]))
-            groups[group] = groups.get(group, 0) + 1
-    return all(count == of for (_, of), count in groups.items())
+    """True: all parts of files are there that are written ``train-00000-of-00003.parquet``."""
+    shards = Counter((name[: found.start()], int(found[1])) for name in names if (found := _SHARD.search(name)))
+    return all(count == of for (_, of), count in shards.items())
 
 
 def _not_here(wanted: HubName, reason: str) -> str:

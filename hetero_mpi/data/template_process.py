@@ -17,11 +17,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.data.answers import WAY_OUT, Printer, Rendered, rendered
+from hetero_mpi.data.answers import WAY_OUT, ChatTemplate, Rendered, rendered
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.printed_parts import Conversation
 from hetero_mpi.data.record_files import BadRecord
@@ -45,19 +46,19 @@ class _Process:
         self._asking = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def answers(self, printer: Printer, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Of each item the answer (see :func:`_answer`)."""
+    def answers(self, template: ChatTemplate, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Each item's answer (see :func:`_answer`)."""
         found: list[dict[str, Any]] = []
         with self._asking:
             while len(found) < len(items):
                 try:
-                    found.extend(self._ask(printer, items[len(found) :]))
+                    found.extend(self._ask(template, items[len(found) :]))
                 except BaseException:  # an interrupt in the middle: what is in the pipes belongs to nobody
                     self._end()
                     raise
         return found
 
-    def _ask(self, printer: Printer, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _ask(self, template: ChatTemplate, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The answers up to where the process has ended: that item's says why."""
         process = self._process
         if process is None or process.poll() is not None:
@@ -65,7 +66,7 @@ class _Process:
         assert process.stdin is not None and process.stdout is not None
         # What ends at this moment since it was not asked leaves its end to be seen below.
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps([printer.values(), items], default=_named).encode() + b"\n")
+            process.stdin.write(json.dumps([asdict(template), items], default=_named).encode() + b"\n")
             process.stdin.flush()
         found: list[dict[str, Any]] = []
         for line in process.stdout:
@@ -122,14 +123,12 @@ def _why(code: int) -> str:
 
 
 def _named(value: Any) -> str:
-    """What transformers shows a template of a value that JSON does not know."""
+    """A value that JSON does not know, as transformers shows it to a template."""
     return f"<{type(value).__name__}>"
 
 
-def rendered_records(printer: Printer, trusted: bool, records: Sequence[Record]) -> list[Rendered | BadRecord]:
-    """Each record as text; ``trusted``: the templates are our own, and need no process."""
-    if trusted:
-        return [_attempt(printer, record) for record in records]
+def rendered_records(template: ChatTemplate, records: Sequence[Record]) -> list[Rendered | BadRecord]:
+    """Each record as text, or what is wrong with it."""
     items = [
         {"messages": [[m.role, m.content, m.given, m.trained] for m in record.messages], "tools": record.tools}
         for record in records
@@ -138,39 +137,34 @@ def rendered_records(printer: Printer, trusted: bool, records: Sequence[Record])
         BadRecord(answer["bad"])
         if "bad" in answer
         else Rendered(**{**answer, "spans": [(a, b, learnt) for a, b, learnt in answer["spans"]]})
-        for answer in _PROCESS.answers(printer, items)
+        for answer in _answers(template, items)
     ]
 
 
-def rendered_prompt(printer: Printer, trusted: bool, conversation: Conversation) -> str:
+def rendered_prompt(template: ChatTemplate, conversation: Conversation) -> str:
     """A conversation up to where the next answer begins. Raises BadRecord."""
-    if trusted:
-        return printer.text(conversation, asking=True)[0]
-    (answer,) = _PROCESS.answers(printer, [{"conversation": list(conversation)}])
+    (answer,) = _answers(template, [{"conversation": list(conversation)}])
     if "bad" in answer:
         raise BadRecord(answer["bad"])
     return str(answer["text"])
 
 
-def _attempt(printer: Printer, record: Record) -> Rendered | BadRecord:
-    try:
-        return rendered(printer, record.messages, record.tools)
-    except BadRecord as problem:
-        return problem
+def _answers(template: ChatTemplate, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    if template.ours:
+        return [_answer(template, item, lambda: None) for item in items]
+    return _PROCESS.answers(template, items)
 
 
-def _answer(printer: Printer, item: dict[str, Any]) -> dict[str, Any]:
-    """In the process: the fields of :class:`Rendered`, the text of a prompt, or what is ``bad``."""
+def _answer(template: ChatTemplate, item: dict[str, Any], begin: Callable[[], object]) -> dict[str, Any]:
+    """The fields of :class:`Rendered`, the text of a prompt, or what is ``bad``. ``begin``: is called before each rendering."""
     try:
         if "conversation" in item:
-            _begin()
-            return {"text": printer.text(item["conversation"], asking=True)[0]}
+            begin()
+            return {"text": template.text(item["conversation"], asking=True)[0]}
         messages = [ChatMessage(*fields) for fields in item["messages"]]
-        return vars(rendered(printer, messages, item["tools"], _begin))
+        return vars(rendered(template, messages, item["tools"], begin))
     except BadRecord as problem:
         return {"bad": str(problem)}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _begin() -> None:
@@ -192,7 +186,9 @@ def _main() -> None:
         try:
             values, items = json.loads(line)
             for item in items:
-                answers.write(json.dumps(_answer(Printer(**values), item)).encode() + b"\n")
+                answer = _answer(ChatTemplate(**values), item, _begin)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                answers.write(json.dumps(answer).encode() + b"\n")
                 answers.flush()
         except MemoryError:
             os._exit(_NO_MEMORY)

@@ -50,7 +50,7 @@ Blocks = Iterable[tuple[str, bool]]
 
 @dataclass
 class CorpusReport:
-    """What a reading of the corpus found."""
+    """Counts of one reading of the corpus."""
 
     files: int = 0
     """Files that gave text."""
@@ -71,18 +71,25 @@ class CorpusReport:
         return lines
 
 
-@dataclass
 class Corpus:
-    """Documents of text, read from the files anew on every iteration (the corpus itself is never held in memory)."""
+    """Documents of text files, read from them anew on every iteration (the corpus itself is never held in memory).
 
-    patterns: tuple[str, ...]
-    paths: tuple[Path, ...]
-    documents: Literal["file", "line"]
-    max_bytes: int | None
-    key: str = "data.text"
-    """The job's key that names these files, for messages."""
-    report: CorpusReport = field(default_factory=CorpusReport)
-    """Of the latest complete iteration."""
+    Files that are not UTF-8, empty or unreadable are skipped and named in the report, which is that of the latest whole iteration.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[str],
+        documents: Literal["file", "line"] = "file",
+        max_bytes: int | None = None,
+        key: str = "data.text",
+    ) -> None:
+        """``documents``: one per file, or per non-empty line. ``max_bytes``: reading stops after so many bytes of text.
+        ``patterns`` and ``key``: as in ``matching_files``. Raises UserError when nothing matches.
+        """
+        self.patterns, self.documents, self.max_bytes, self.key = patterns, documents, max_bytes, key
+        self.paths = matching_files(key, patterns)
+        self.report = CorpusReport()
 
     def blocks(self) -> Iterator[tuple[str, bool]]:
         """Documents in sorted order of the files, in parts: (text, does the document end with it). Raises UserError at the end when
@@ -106,20 +113,6 @@ class Corpus:
                 f"{self.key} must match files with text in UTF-8; {shown_patterns(self.patterns)} matched "
                 f"{len(self.paths)} file(s) without any ({reasons}). Point it at other files."
             )
-
-
-def read_documents(
-    patterns: Sequence[str],
-    documents: Literal["file", "line"] = "file",
-    max_bytes: int | None = None,
-    key: str = "data.text",
-) -> Corpus:
-    """The documents of all files that match the glob patterns of the job's ``key`` (see :func:`matching_files`).
-
-    ``documents``: one document per file, or per non-empty line. ``max_bytes``: stop after so many bytes of text. Files
-    that are not UTF-8, empty or unreadable are skipped and named in the report. Raises UserError when nothing matches.
-    """
-    return Corpus(tuple(patterns), matching_files(key, patterns), documents, max_bytes, key)
 
 
 def _texts(path: Path, max_bytes: int | None) -> Iterator[str]:

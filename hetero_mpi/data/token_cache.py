@@ -38,8 +38,8 @@ _TOLD = "told.json"
 _COLUMNS = ("tokens", "targets", "positions", "answers")
 
 
-def marks_of(paths: Sequence[Path]) -> list[Any]:
-    """What tells files' content from another: name, size, time of change, and a hash of all of it or of samples.
+def file_marks(paths: Sequence[Path]) -> list[Any]:
+    """Marks that tell files' content from another: name, size, time of change, and a hash of all of it or of samples.
 
     Raises UserError: one is no regular file.
     """
@@ -139,7 +139,7 @@ def write_dataset(folder: Path, dataset: Dataset, told: dict[str, Any]) -> None:
 
 
 def read_dataset(folder: Path) -> tuple[Dataset, dict[str, Any]]:
-    """What ``write_dataset`` wrote; the sequences are mapped from its files."""
+    """The inverse of ``write_dataset``; the sequences are mapped from its files."""
     values = json.loads((folder / _TOLD).read_text())
     if values["stream"] is not None:
         rows = Rows(*overlapping(mapped(folder / STREAM), values["stream"]))

@@ -34,7 +34,7 @@ class Known:
         return self.tables[table].model_fields[key].get_default()
 
     def changed(self, dotted: str) -> bool:
-        """Is it sound, and other than the default?"""
+        """True: it is sound, and other than the default."""
         return dotted not in self.broken and self(dotted) != self.default(dotted)
 
     def all_sound(self, *keys: str) -> bool:
@@ -84,7 +84,7 @@ _TEXT_ONLY = (
     *("data.skip_bad", "data.documents", "data.template", "data.train_on_prompt", "data.packing", "data.isolate"),
     *("data.pad", "data.max_bytes", "train.preference", "train.wire", "sample.prompt", "cluster.emulate"),
 )
-"""What is said of language models only."""
+"""Keys for language models only."""
 
 
 def _factory(known: Known) -> Problems:

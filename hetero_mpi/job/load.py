@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 from hetero_mpi import toml
 from hetero_mpi.disk import require_regular
@@ -41,20 +41,11 @@ class LoadedJob:
         """A profile that the job file names: by its path, as ``resolve``, or by the name of a shipped one."""
         return profile_file(text, self.resolve(text))
 
-    def text_patterns(self) -> tuple[str, ...]:
-        """``data.text`` as absolute glob patterns; the job file's own directory is escaped, as it is no pattern."""
-        return self._patterns(self.job.data.text)
-
-    def record_patterns(self) -> tuple[str, ...]:
-        """``data.records``, likewise."""
-        return self._patterns(self.job.data.records)
-
-    def evaluation_patterns(self) -> tuple[str, ...]:
-        """``data.evaluation``, likewise; none when the evaluation data is a share of the training data."""
-        return self._patterns(self.job.data.evaluation)
-
-    def _patterns(self, texts: Sequence[str] | None) -> tuple[str, ...]:
-        return tuple(map(self._pattern, texts or ()))
+    def patterns(self, key: Literal["text", "records", "evaluation"]) -> tuple[str, ...]:
+        """This key of ``[data]`` as absolute glob patterns, none where it is empty; the job file's own directory is escaped, as it
+        is no pattern.
+        """
+        return tuple(map(self._pattern, getattr(self.job.data, key) or ()))
 
     def _pattern(self, text: str) -> str:
         if text.startswith("hf:"):  # a data set of the hub
@@ -237,7 +228,7 @@ def _override_value(text: str) -> Any:
 
 
 def _as_values(value: Any) -> Any:
-    """What a Python program gives as a job file would have it: paths are texts, tuples are lists, None is empty."""
+    """A Python program's value as a job file would have it: paths are texts, tuples are lists, None is empty."""
     if isinstance(value, Mapping):
         return {str(key): _as_values(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

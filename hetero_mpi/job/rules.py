@@ -26,7 +26,7 @@ MOST_MICRO_BATCHES = 8192
 
 
 def leads_out(path: Path, base: Path) -> bool:
-    """Does ``path`` lead out of the directory ``base``, once links are followed? Neither need exist."""
+    """True: ``path`` leads out of the directory ``base``, once links are followed. Neither need exist."""
     return not path.resolve().is_relative_to(base.resolve())
 
 
@@ -108,7 +108,7 @@ def as_toml(value: Any) -> str:
 
 
 def unknown_key(table: str, key: str, tables: Tables) -> str:
-    """What to say of a key that ``[table]`` does not have: the table it belongs to, or the nearest valid name."""
+    """Words for a key that ``[table]`` does not have: the table it belongs to, or the nearest valid name."""
     own = tables[table].model_fields
     homes = [name for name, model in tables.items() if key in model.model_fields]
     if key in tables:
@@ -126,7 +126,7 @@ def unknown_key(table: str, key: str, tables: Tables) -> str:
 
 
 def unknown_table(name: str, tables: Tables) -> str:
-    """What to say of a top-level name that is no table: a key outside its table, a mistyped table, or neither."""
+    """Words for a top-level name that is no table: a key outside its table, a mistyped table, or neither."""
     homes = [table for table, model in tables.items() if name in model.model_fields]
     if homes:
         return "unknown outside a table; it belongs to " + " or ".join(f"[{home}]" for home in homes)

@@ -120,7 +120,7 @@ class TokenizerTable(JobTable):
 
 
 class DataTable(JobTable):
-    """What to learn from: text, or instruction records. Exactly one of ``text`` and ``records``. Only rank 0 needs these
+    """The data to learn from: text, or instruction records. Exactly one of ``text`` and ``records``. Only rank 0 needs these
     files."""
 
     text: Patterns | None = None
@@ -261,7 +261,7 @@ class SampleTable(JobTable):
     """A text that the trained model writes at the end of a run, to be looked at; also kept in the run directory."""
 
     prompt: str | None = None
-    """What it begins with (for a job with records: what is asked). Empty: no sample."""
+    """Its beginning (for a job with records: what is asked). Empty: no sample."""
     max_new_tokens: Positive = 64
     """Tokens to write at most."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -271,7 +271,7 @@ class SampleTable(JobTable):
 
 
 class PlanTable(JobTable):
-    """What the planner may decide."""
+    """Choices that are left to the planner."""
 
     allow_idle: bool = True
     """May ranks be left out when that is faster?"""
@@ -358,7 +358,7 @@ class ClusterTable(JobTable):
 
 
 class ReportTable(JobTable):
-    """What a run leaves to be looked at."""
+    """Files that a run leaves to be looked at."""
 
     write: bool = True
     """Write ``architecture.png`` and ``.svg`` before the first step, ``report.html`` and ``trace.json`` after the last one. The

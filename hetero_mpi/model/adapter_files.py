@@ -12,7 +12,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.schema import AdapterTable
 from hetero_mpi.model.files.model_directory import WholeDirectory
-from hetero_mpi.model.files.model_files import read_tensors, write_tensors
+from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_tensor, write_tensors
 from hetero_mpi.model.peft_config import CONFIG, PeftConfig, read_peft_config
 from hetero_mpi.model.tuning import FILE_PREFIX, Tuning, lora_config
 
@@ -56,7 +56,7 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
                 f"{directory}: the adapter has {key} = {as_toml(value)}, the job says [adapter] {key} = "
                 f"{as_toml(getattr(adapter, key))}; make them equal"
             )
-    shapes = {name: tuple(stored.shape) for name, stored in _stored(directory).items()}
+    shapes = {name: stored.shape for name, stored in _stored(directory).items()}
     if set(shapes) != set(tuning.trainable):
         odd = sorted(set(shapes) ^ set(tuning.trainable))[0]
         where = "the adapter but not by this job" if odd in shapes else "this job but not by the adapter"
@@ -71,7 +71,7 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
 
 
 def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
-    """An adapter's settings, as the job's keys say them (targets by their full names), and its base model's name or directory.
+    """What an adapter is, as the job's keys say it (targets by their full names), and its base model's name or directory.
 
     :raises UserError: as ``check_adapter``, for the adapter alone.
     """
@@ -107,7 +107,7 @@ def _as_job(config: PeftConfig) -> dict[str, Any]:
 def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:
     """name (without peft's prefix) -> fp32 host tensor of an adapter that fits (``check_adapter``)."""
     stored = _stored(directory)
-    return {name: stored[name].to(torch.float32, copy=True) for name in tuning.trainable}
+    return {name: read_tensor(name, stored[name]).float() for name in tuning.trainable}
 
 
 def _read(directory: Path) -> tuple[PeftConfig, list[str]]:
@@ -125,10 +125,10 @@ def _read(directory: Path) -> tuple[PeftConfig, list[str]]:
     return config, modules
 
 
-def _stored(directory: Path) -> dict[str, torch.Tensor]:
-    """name (without peft's prefix) -> mapped tensor."""
+def _stored(directory: Path) -> dict[str, StoredTensor]:
+    """name (without peft's prefix) -> where it lies."""
     try:
-        found = read_tensors(directory / WEIGHTS)
+        found = read_header(directory / WEIGHTS)
     except OSError as error:
         raise UserError(f"{directory / WEIGHTS}: missing or damaged ({error}); save the adapter again") from None
     return {name.removeprefix(FILE_PREFIX): stored for name, stored in found.items()}

@@ -38,5 +38,5 @@ def result_writer(
     """
     if not isinstance(chain, CustomChain):
         return ModelDirectoryWriter(language(chain).model, directory, shard_bytes, generation)
-    buffers = [partial(chain.buffers, layer) for layer in range(chain.layer_count)]
-    return LayersWriter(directory, buffers, [*chain.parameters, *chain.constants])
+    sizes = {spec.name: spec.shape for spec in (*chain.parameters.values(), *chain.constants.values())}
+    return LayersWriter(directory, [partial(chain.buffers, layer) for layer in range(chain.layer_count)], sizes)

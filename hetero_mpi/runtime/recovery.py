@@ -217,7 +217,7 @@ def _may_lead(history: RunHistory) -> bool:
     named = [(text, loaded.resolve(text)) for text in (job.model.path, job.tokenizer.path) if text is not None]
     existing = next(directory for directory in (run_dir, *run_dir.parents) if directory.exists())
     try:
-        for patterns in (loaded.text_patterns(), loaded.record_patterns(), loaded.evaluation_patterns()):
+        for patterns in (loaded.patterns("text"), loaded.patterns("records"), loaded.patterns("evaluation")):
             if patterns:
                 matching_files("data", patterns)
     except (UserError, OSError):

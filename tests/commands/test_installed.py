@@ -42,7 +42,7 @@ def run(words: list[str | Path], place: Path, **variables: str) -> subprocess.Co
 def test_a_copied_job_finds_what_it_reads(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", name, str(tmp_path / "own")]) == 0
     loaded = load_job(tmp_path / "own" / "jobs" / f"{name}.toml")
-    for pattern in (*loaded.text_patterns(), *loaded.record_patterns()):
+    for pattern in (*loaded.patterns("text"), *loaded.patterns("records")):
         assert glob.glob(pattern), pattern
     if loaded.job.model.factory is not None:
         assert (loaded.directory / f"{loaded.job.model.factory.partition(':')[0]}.py").is_file()

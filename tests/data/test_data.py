@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hetero_mpi.data.batch import IGNORED, Batch, batch_indices
 from hetero_mpi.data.dataset import Dataset, SequenceSettings
-from hetero_mpi.data.text_sequences import Corpus, build_sequences, read_documents
+from hetero_mpi.data.text_sequences import Corpus, build_sequences
 from hetero_mpi.data.tokenizer import (
     END_TOKEN,
     check_vocabulary,
@@ -79,7 +79,7 @@ def built(
 
 
 def test_documents_are_sorted_once_each_and_the_rest_is_reported(corpus: Path) -> None:
-    found = read_documents([f"{corpus}/sub/*", f"{corpus}/*.txt", f"{corpus}/**"])
+    found = Corpus([f"{corpus}/sub/*", f"{corpus}/*.txt", f"{corpus}/**"])
     assert whole(found) == ["zoë", "two\n\nlines\x0chere\r\n", "below"]
     assert (found.report.files, found.report.documents, found.report.bytes) == (3, 3, 7 + 17 + 5)
     assert {path.name: reason for path, reason in found.report.skipped.items()} == {
@@ -91,11 +91,11 @@ def test_documents_are_sorted_once_each_and_the_rest_is_reported(corpus: Path) -
 
 
 def test_lines_are_documents(corpus: Path) -> None:
-    assert whole(read_documents([f"{corpus}/b.txt"], "line")) == ["two", "lines\x0chere"]
+    assert whole(Corpus([f"{corpus}/b.txt"], "line")) == ["two", "lines\x0chere"]
 
 
 def test_a_pattern_may_take_files_away(corpus: Path) -> None:
-    assert whole(read_documents([f"{corpus}/**", f"!{corpus}/sub/**", f"!{corpus}/b*"])) == ["zoë"]
+    assert whole(Corpus([f"{corpus}/**", f"!{corpus}/sub/**", f"!{corpus}/b*"])) == ["zoë"]
 
 
 @pytest.mark.parametrize(
@@ -106,21 +106,21 @@ def test_max_bytes_cuts_between_characters(
     corpus: Path, max_bytes: int, texts: list[str] | None, truncated: bool
 ) -> None:
     patterns = [f"{corpus}/a.txt", f"{corpus}/b.txt"]
-    found = read_documents(patterns, max_bytes=max_bytes)
-    assert whole(found) == (texts or whole(read_documents(patterns)))
+    found = Corpus(patterns, max_bytes=max_bytes)
+    assert whole(found) == (texts or whole(Corpus(patterns)))
     assert found.report.truncated is truncated
     assert found.report.bytes <= max_bytes
 
 
 def test_no_text_is_an_error_that_names_the_patterns(corpus: Path) -> None:
     with pytest.raises(UserError, match=r"none\*'.* matched nothing"):
-        read_documents([f"{corpus}/none*"])
+        Corpus([f"{corpus}/none*"])
     with pytest.raises(UserError, match=r"matched only directories, such as .*sub \(add "):
-        read_documents([f"{corpus}/s*b"])
+        Corpus([f"{corpus}/s*b"])
     with pytest.raises(
         UserError, match=r"matched 2 file\(s\) without any \(.*empty.txt: is empty; .*latin.txt: is not"
     ):
-        whole(read_documents([f"{corpus}/empty.txt", f"{corpus}/latin.txt"]))
+        whole(Corpus([f"{corpus}/empty.txt", f"{corpus}/latin.txt"]))
 
 
 # Tokenizers
@@ -137,9 +137,9 @@ def test_byte_level_bpe_loses_nothing(tokenizer: PreTrainedTokenizerFast) -> Non
 def test_training_is_deterministic_across_processes_and_threads() -> None:
     program = (
         "import sysconfig, hashlib\n"
-        "from hetero_mpi.data.text_sequences import read_documents\n"
+        "from hetero_mpi.data.text_sequences import Corpus\n"
         "from hetero_mpi.data.tokenizer import train_bpe\n"
-        "corpus = read_documents([sysconfig.get_path('stdlib') + '/*.py'], max_bytes=1_000_000)\n"
+        "corpus = Corpus([sysconfig.get_path('stdlib') + '/*.py'], max_bytes=1_000_000)\n"
         "text = train_bpe((text for text, _ in corpus.blocks()), 1000).backend_tokenizer.to_str()\n"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
@@ -306,7 +306,7 @@ def test_unigram_entropy() -> None:
 def test_from_files_to_batches(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     for number, text in enumerate(TEXTS):
         (corpus / f"{number:03}.py").write_text(text, encoding="utf-8")
-    found: Corpus = read_documents([f"{corpus}/*.py"])
+    found: Corpus = Corpus([f"{corpus}/*.py"])
     from_files = built(found, tokenizer, 16, packing=True, held_out=0.1, seed=3)
     assert from_files.fingerprint() == built(TEXTS, tokenizer, 16, True, 0.1, 3).fingerprint()
     batch = from_files.batch(step=2, global_batch=5)
@@ -413,4 +413,4 @@ def test_a_document_begins_as_the_tokenizer_begins_texts() -> None:
 def test_a_file_that_is_no_text_is_named_by_what_it_is(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(UserError, match=f"a.txt: {expected}"):
-        whole(read_documents([f"{tmp_path}/*"]))
+        whole(Corpus([f"{tmp_path}/*"]))

@@ -16,7 +16,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hetero_mpi.data.batch import IGNORED
-from hetero_mpi.data.chat_template import choose_form, plain_texts, render_prompt, tokenize_records
+from hetero_mpi.data.chat_template import choose_template, plain_texts, render_prompt, tokenize_records
 from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences, pack
@@ -54,7 +54,7 @@ CUT = ("packing", "held_out", "seed")
 
 
 def build(tokenizer: PreTrainedTokenizerFast, template: str, length: int, *records: Record, **keys: object) -> Dataset:
-    form = choose_form(tokenizer, template, records)  # type: ignore[arg-type]
+    form = choose_template(tokenizer, template, records)  # type: ignore[arg-type]
     cut = {"packing": False, "held_out": 0.0, "seed": 0} | {key: keys[key] for key in keys.keys() & CUT}
     settings = SequenceSettings(length, **cut)  # type: ignore[arg-type]
     own = {key: value for key, value in keys.items() if key not in (*CUT, "evaluation")}
@@ -285,17 +285,23 @@ def test_a_missing_template(plain: PreTrainedTokenizerFast) -> None:
     with pytest.raises(
         UserError, match=r'data.template = "chat" needs .*; this one has none. Set .*"plain", or tokenizer'
     ):
-        choose_form(plain, "chat", [ALPACA])
+        choose_template(plain, "chat", [ALPACA])
     with pytest.raises(
         UserError, match=r'chat records need .* \(file, line 5 is a chat\). Set data.template = "plain"'
     ):
-        choose_form(plain, "auto", RECORDS)
-    assert choose_form(plain, "auto", [ALPACA, COMPLETION]).kind == choose_form(plain, "plain", RECORDS).kind == "plain"
+        choose_template(plain, "auto", RECORDS)
+    assert (
+        choose_template(plain, "auto", [ALPACA, COMPLETION]).kind
+        == choose_template(plain, "plain", RECORDS).kind
+        == "plain"
+    )
 
 
 def test_positions_count_in_every_record_of_a_sequence(chatty: PreTrainedTokenizerFast) -> None:
     dataset = build(chatty, "chat", 30, COMPLETION, CHAT, packing=True)
-    lengths = [len(entry.ids) for entry in tokenize_records(chatty, choose_form(chatty, "chat"), [COMPLETION, CHAT])]
+    lengths = [
+        len(entry.ids) for entry in tokenize_records(chatty, choose_template(chatty, "chat"), [COMPLETION, CHAT])
+    ]
     rest = 31 - sum(lengths)
     assert dataset.positions is not None and rest > 1
     assert dataset.positions.tolist() == [[*range(lengths[0]), *range(lengths[1]), *range(rest - 1)]]
@@ -308,7 +314,7 @@ def test_positions_count_in_every_record_of_a_sequence(chatty: PreTrainedTokeniz
 
 @pytest.mark.parametrize("template", ["chat", "plain", "auto"])
 def test_a_prompt_is_wrapped_as_training_wrapped_it(chatty: PreTrainedTokenizerFast, template: str) -> None:
-    (trained,) = tokenize_records(chatty, choose_form(chatty, template), [COMPLETION])  # type: ignore[arg-type]
+    (trained,) = tokenize_records(chatty, choose_template(chatty, template), [COMPLETION])  # type: ignore[arg-type]
     prompt = render_prompt(chatty, "Grass is", template)  # type: ignore[arg-type]
     assert prompt == trained.ids[~trained.answer].tolist()
     assert chatty.decode([*prompt, *trained.ids[trained.answer]]).endswith("green" + END_TOKEN)
@@ -324,7 +330,7 @@ def test_a_prompt_of_a_text_job_is_the_beginning_of_a_document(chatty: PreTraine
 
 
 def test_the_plain_form_works_as_a_saved_chat_template(plain: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    form = choose_form(plain, "plain", RECORDS)
+    form = choose_template(plain, "plain", RECORDS)
     save_tokenizer(with_template(plain, form.source), tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert render_prompt(again, "Hi", "auto") == render_prompt(plain, "Hi", "plain")
@@ -373,6 +379,6 @@ def test_the_sample_data_is_sound(chatty: PreTrainedTokenizerFast, template: str
     assert {entry.shape for entry in found.records} == {"alpaca", "chat", "prompt/completion"}
     dataset = build(chatty, template, 4096, *found.records, packing=True, held_out=0.1)
     assert len(dataset.notes) == 1, "none is cut or dropped"
-    for entry in tokenize_records(chatty, choose_form(chatty, template), found.records):  # type: ignore[arg-type]
+    for entry in tokenize_records(chatty, choose_template(chatty, template), found.records):  # type: ignore[arg-type]
         answers = [message.content for message in entry.record.messages if message.role == "assistant"]
         assert chatty.decode(entry.ids[entry.answer]) == "".join(answer + END_TOKEN for answer in answers)

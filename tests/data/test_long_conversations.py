@@ -13,8 +13,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from hetero_mpi.data import answers
-from hetero_mpi.data.answers import Printer, Rendered, rendered
-from hetero_mpi.data.chat_template import choose_form, marks_of
+from hetero_mpi.data.answers import ChatTemplate, Rendered, rendered
+from hetero_mpi.data.chat_template import choose_template, marks_of
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.record_files import BadRecord
 from hetero_mpi.data.tokenizer import own_tokens_only, train_bpe
@@ -106,7 +106,7 @@ def chat(name: str, seed: int, turns: int, thoughts: float = 0.0, plain: bool = 
     return messages
 
 
-def outcome(printer: Printer, messages: Sequence[ChatMessage]) -> tuple[Rendered | str, int]:
+def outcome(printer: ChatTemplate, messages: Sequence[ChatMessage]) -> tuple[Rendered | str, int]:
     """(what is made of it or why nothing, number of renderings)."""
     count: list[None] = []
     try:
@@ -140,12 +140,12 @@ def slow_marks(engine: Tokenizer, one: Rendered) -> list[tuple[int, ...]]:
     return marks
 
 
-def used(name: str, marked: bool = False) -> tuple[Printer, Tokenizer]:
+def used(name: str, marked: bool = False) -> tuple[ChatTemplate, Tokenizer]:
     wanted = FORMATS[name]
     tokenizer = tokenizer_of(wanted)
     tokenizer.chat_template = wanted.marked if marked else wanted.template
-    form = choose_form(tokenizer, "plain" if name == "plain" else "chat")
-    return form.printer(tokenizer), own_tokens_only(tokenizer)
+    form = choose_template(tokenizer, "plain" if name == "plain" else "chat")
+    return form, own_tokens_only(tokenizer)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.chat_template import choose_form, tokenize_records
+from hetero_mpi.data.chat_template import choose_template, tokenize_records
 from hetero_mpi.data.records import Record
 from hetero_mpi.errors import UserError
 from tests.data.test_masks import FORMATS, Format, record, tokenizer_of
@@ -69,7 +69,7 @@ def learnt(
     tokenizer = tokenizer_of(wanted)
     tokenizer.chat_template = wanted.marked if marked else wanted.template
     ids = tokenizer.convert_tokens_to_ids(list(ends))
-    (found,) = tokenize_records(tokenizer, choose_form(tokenizer, "chat", [one]), [one], ends=ids)
+    (found,) = tokenize_records(tokenizer, choose_template(tokenizer, "chat", [one]), [one], ends=ids)
     return tokenizer, found
 
 

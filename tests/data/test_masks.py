@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.chat_template import PLAIN_FORM, choose_form, tokenize_records
+from hetero_mpi.data.chat_template import PLAIN_FORM, choose_template, tokenize_records
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.records import Record
 
@@ -216,7 +216,7 @@ def test_what_is_learnt_is_transformers_mask(name: str, said: tuple[str, ...]) -
     ids, mask = list(theirs["input_ids"]), [bool(learnt) for learnt in theirs["assistant_masks"]]
     assert any(mask) and not all(mask)
     (ours,) = tokenize_records(
-        tokenizer, choose_form(tokenizer, "plain" if name == "plain" else "chat"), [record(*said)]
+        tokenizer, choose_template(tokenizer, "plain" if name == "plain" else "chat"), [record(*said)]
     )
     last = max(index for index, learnt in enumerate(mask) if learnt) + 1
     expected, learnt = ids[:last], mask[:last]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.batch import IGNORED
-from hetero_mpi.data.chat_template import choose_form
+from hetero_mpi.data.chat_template import choose_template
 from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.record_files import BadRecord, BadRecords
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
@@ -126,7 +126,7 @@ def built(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, length: int, *values: Any, packing: bool = True
 ) -> Dataset:
     records = read(tmp_path, *values)
-    form = choose_form(tokenizer, "plain", records)
+    form = choose_template(tokenizer, "plain", records)
     settings = SequenceSettings(length, packing, 0.0, 0)
     return build_record_sequences(
         [("data.records", records)], RecordSequences(tokenizer, form, settings, preference=True)

@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data import template_process
-from hetero_mpi.data.chat_template import choose_form, render_prompt, tokenize_records
+from hetero_mpi.data.chat_template import choose_template, render_prompt, tokenize_records
 from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.template_process import LIMIT_S
 from hetero_mpi.errors import UserError
@@ -59,7 +59,7 @@ def test_only_the_record_that_a_template_runs_wild_on_is_lost() -> None:
     tokenizer, bad = with_template(wild), BadRecords(1)
     records = [record(f"u: {said}", "a: So") for said in ("one", "wild", "two", "three")]
     begun = time.process_time()
-    found = list(tokenize_records(tokenizer, choose_form(tokenizer, "chat"), records, bad))
+    found = list(tokenize_records(tokenizer, choose_template(tokenizer, "chat"), records, bad))
     assert [entry.record.messages[0].content for entry in found] == ["one", "two", "three"]
     assert len(bad.problems) == 1 and "it takes longer" in bad.problems[0]
     assert time.process_time() - begun < LIMIT_S, "another process has worked"
@@ -74,11 +74,11 @@ def test_the_text_is_that_of_apply_chat_template() -> None:
     for name, wanted in {**test_masks.FORMATS, **test_tools.FORMATS}.items():
         tokenizer = with_template(wanted.template)
         tokenizer.add_special_tokens({"eos_token": wanted.end, **({"bos_token": wanted.begin} if wanted.begin else {})})
-        printer = choose_form(tokenizer, "chat").printer(tokenizer)
-        asked = template_process.rendered_prompt(printer, False, messages[:1])
+        template = choose_template(tokenizer, "chat")
+        asked = template_process.rendered_prompt(template, messages[:1])
         assert asked == tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False), name
         for tools in (None, test_tools.TOOLS):
-            assert printer.text(messages, tools)[0] == tokenizer.apply_chat_template(
+            assert template.text(messages, tools)[0] == tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False
             )
 
@@ -105,9 +105,9 @@ def test_the_process_that_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> N
 IDLE = """
 import sys, time
 from hetero_mpi.data import template_process
-from hetero_mpi.data.answers import Printer
-printer = Printer("{{ messages[0].content }}", None, {})
-said = template_process.rendered_prompt(printer, False, [{"role": "user", "content": "a"}])
+from hetero_mpi.data.answers import ChatTemplate
+template = ChatTemplate("chat", "{{ messages[0].content }}", None, {})
+said = template_process.rendered_prompt(template, [{"role": "user", "content": "a"}])
 print(said, template_process._PROCESS._process.pid, flush=True)
 time.sleep(100)
 """

@@ -13,7 +13,7 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.data import token_cache
 from hetero_mpi.data.dataset import mapped, parts_of_rows
-from hetero_mpi.data.token_cache import entry, marks_of
+from hetero_mpi.data.token_cache import entry, file_marks
 from hetero_mpi.disk import cache_folder
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
@@ -62,7 +62,7 @@ def test_a_second_start_has_the_same_data_and_reads_nothing(
     first, there = prepared(job, text)
     assert not there
     for name in ("train_bpe", "build_sequences", "build_record_sequences", "read_records"):
-        monkeypatch.setattr(f"hetero_mpi.runtime.setup.data_setup.{name}", None)
+        monkeypatch.setattr(f"hetero_mpi.runtime.setup.material.{name}", None)
     second, there = prepared(job, text)
     assert there
     for material in (first, second):
@@ -97,12 +97,12 @@ def test_large_files_are_told_apart_by_samples(tmp_path: Path) -> None:
     path, size = tmp_path / "large", 40 * 65_536
     path.write_bytes(b"a" * size)
     stamp = path.stat()
-    (before,) = marks_of([path])
+    (before,) = file_marks([path])
     with path.open("r+b") as file:
         file.seek(size - 10)
         file.write(b"b")
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    (after,) = marks_of([path])
+    (after,) = file_marks([path])
     assert before[:3] == after[:3] and before[3] != after[3], "its end is always among them"
 
 

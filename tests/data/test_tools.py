@@ -16,7 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.batch import IGNORED
-from hetero_mpi.data.chat_template import Tokenized, choose_form, tokenize_records
+from hetero_mpi.data.chat_template import Tokenized, choose_template, tokenize_records
 from hetero_mpi.data.dataset import SequenceSettings
 from hetero_mpi.data.record_sequences import RecordSequences
 from hetero_mpi.data.records import Record, read_records
@@ -150,7 +150,7 @@ def records_of(directory: Path, *values: dict[str, Any]) -> tuple[Record, ...]:
 def tokenized(name: str, record: Record) -> tuple[PreTrainedTokenizerFast, Tokenized]:
     tokenizer = tokenizer_of(FORMATS[name])
     tokenizer.chat_template = FORMATS[name].template
-    (ours,) = tokenize_records(tokenizer, choose_form(tokenizer, "chat", [record]), [record])
+    (ours,) = tokenize_records(tokenizer, choose_template(tokenizer, "chat", [record]), [record])
     return tokenizer, ours
 
 
@@ -216,7 +216,7 @@ def test_what_a_template_cannot_print_is_made_plain(
 def test_answers_that_are_not_learnt_are_not_learnt_with_the_prompts(tmp_path: Path) -> None:
     (record,) = records_of(tmp_path, {"messages": HALVES[:4]})
     tokenizer, _ = tokenized("chatml", record)
-    form = choose_form(tokenizer, "chat")
+    form = choose_template(tokenizer, "chat")
     targets = [
         RecordSequences(tokenizer, form, SequenceSettings(60, False, 0.0, 0), train_on_prompt)
         .rows([record], "data.records")
@@ -255,7 +255,7 @@ def test_templates_without_tools(tmp_path: Path) -> None:
         tokenized("chatml", record)
     tokenizer = tokenizer_of(FORMATS["chatml"])
     with pytest.raises(UserError, match=r"the plain form cannot \(.*a.jsonl, line 1 has tools\)"):
-        choose_form(tokenizer, "plain", [record])
+        choose_template(tokenizer, "plain", [record])
 
 
 def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
     records = records_of(tmp_path, *values)
     tokenizer = tokenizer_of(FORMATS["qwen"])
     tokenizer.chat_template = {"default": CHATML, "tool_use": QWEN}
-    found = tokenize_records(tokenizer, choose_form(tokenizer, "chat", records), records)
+    found = tokenize_records(tokenizer, choose_template(tokenizer, "chat", records), records)
     for one, value in zip(found, values, strict=True):
         text = tokenizer.apply_chat_template(value["messages"], tools=value.get("tools"), tokenize=False)
         assert text.startswith(tokenizer.decode(one.ids)) and len(one.ids) > 20

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.data.chat_template import choose_form, tokenize_records
+from hetero_mpi.data.chat_template import choose_template, tokenize_records
 from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.records import Record
 from hetero_mpi.errors import UserError
@@ -32,7 +32,7 @@ def outcome(template: str, *values: Any) -> list[Any]:
     """What is kept of the records, and what is said of the others."""
     tokenizer, bad = tokenizer_of(FORMATS["chatml"]), BadRecords(len(values))
     tokenizer.chat_template = template
-    found = list(tokenize_records(tokenizer, choose_form(tokenizer, "chat"), values, bad))
+    found = list(tokenize_records(tokenizer, choose_template(tokenizer, "chat"), values, bad))
     return [[(tokenizer.decode(one.ids[one.answer]), one.forgotten) for one in found], bad.problems]
 
 
@@ -120,8 +120,8 @@ def test_tools_that_are_not_printed(old: str, new: str, messages: Any, expected:
     (one,) = read(messages, tools=ADD)
     tokenizer.chat_template = wanted.template.replace(old, new)
     with pytest.raises(UserError) as caught:
-        list(tokenize_records(tokenizer, choose_form(tokenizer, "chat"), [one]))
+        list(tokenize_records(tokenizer, choose_template(tokenizer, "chat"), [one]))
     assert f"prints nothing of {expected}" in str(caught.value)
     for written in ("| tojson(indent=2)", "| tojson(ensure_ascii=True, separators=(',', ':'))"):  # as it likes
         tokenizer.chat_template = wanted.template.replace("| tojson", written)
-        assert len(list(tokenize_records(tokenizer, choose_form(tokenizer, "chat"), [one]))) == 1
+        assert len(list(tokenize_records(tokenizer, choose_template(tokenizer, "chat"), [one]))) == 1

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from hetero_mpi.checkpoint import CheckpointWriter, newest_good
 from hetero_mpi.data.records import read_records
-from hetero_mpi.data.text_sequences import read_documents
+from hetero_mpi.data.text_sequences import Corpus
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.model.files.model_files import ModelFiles
@@ -54,7 +54,7 @@ ODD: list[Any] = [
 
 
 @dataclass(frozen=True)
-class BenchmarkSpec:
+class Subject:
     """A kind of file."""
 
     name: str
@@ -76,7 +76,7 @@ def request() -> PlanRequest:
 def look_at_job(path: Path) -> None:
     loaded = load_job(path)
     run_directory(loaded)
-    loaded.text_patterns(), loaded.record_patterns(), loaded.evaluation_patterns()
+    loaded.patterns("text"), loaded.patterns("records"), loaded.patterns("evaluation")
     sent = json.dumps(job_to_dict(loaded.job))
     assert json.dumps(job_to_dict(job_from_dict(json.loads(sent)))) == sent, "other ranks see another job"
 
@@ -184,42 +184,42 @@ def json_lines(values: Any) -> bytes:
 
 
 SUBJECTS = {
-    "job": BenchmarkSpec(
+    "job": Subject(
         "job.toml",
         lambda _: (ROOT / "jobs" / "lora_nf4.toml").read_bytes(),
         look_at_job,
         toml_values,
         toml_bytes,
     ),
-    "reference": BenchmarkSpec(
+    "reference": Subject(
         "job.toml",
         lambda _: (ROOT / "jobs" / "quickstart.toml").read_bytes(),
         look_at_job,
         toml_values,
         toml_bytes,
     ),
-    "override": BenchmarkSpec("set", lambda _: b"train.learning_rate=1e-3", look_at_override),
-    "plan": BenchmarkSpec("plan.toml", make_plan_file, look_at_plan, toml_values, toml_bytes),
-    "profile": BenchmarkSpec("profile.toml", make_profile_file, look_at_profile, toml_values, toml_bytes),
-    "checkpoint": BenchmarkSpec("step-00000003.h5", make_checkpoint, look_at_checkpoint),
-    "safetensors": BenchmarkSpec(
+    "override": Subject("set", lambda _: b"train.learning_rate=1e-3", look_at_override),
+    "plan": Subject("plan.toml", make_plan_file, look_at_plan, toml_values, toml_bytes),
+    "profile": Subject("profile.toml", make_profile_file, look_at_profile, toml_values, toml_bytes),
+    "checkpoint": Subject("step-00000003.h5", make_checkpoint, look_at_checkpoint),
+    "safetensors": Subject(
         "model.safetensors",
         lambda _: make_safetensors(HEADER),
         look_at_model,
         safetensors_values,
         make_safetensors,
     ),
-    "records": BenchmarkSpec(
+    "records": Subject(
         "records.jsonl",
         lambda _: json_lines(RECORDS),
         lambda path: read_records([str(path)]),
         lambda content: [json.loads(line) for line in content.splitlines()],
         json_lines,
     ),
-    "text": BenchmarkSpec(
+    "text": Subject(
         "corpus.txt",
         lambda _: "Straße, naïve, 日本\n".encode() * 5,
-        lambda path: list(read_documents([str(path)], "line").blocks()),
+        lambda path: list(Corpus([str(path)], "line").blocks()),
     ),
 }
 

@@ -272,16 +272,16 @@ def test_paths_start_at_the_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert loaded.resolve("models/a") == directory / "models/a"
     assert loaded.resolve("/models/a") == Path("/models/a")
     assert loaded.resolve("{stdlib}/json") == Path(stdlib) / "json"
-    assert loaded.text_patterns() == (
+    assert loaded.patterns("text") == (
         str(tmp_path / "jobs[[]1]" / "notes/*.txt"),
         f"{stdlib}/*.py",
         f"!{tmp_path}/jobs[[]1]/a/**",
     )
-    assert loaded.record_patterns() == loaded.evaluation_patterns() == ()
+    assert loaded.patterns("records") == loaded.patterns("evaluation") == ()
     records = load_job("jobs[1]/small.toml", ["data.text=", "data.records=['a.jsonl']", "data.evaluation=['/b.json']"])
-    assert records.text_patterns() == ()
-    assert records.record_patterns() == (str(tmp_path / "jobs[[]1]" / "a.jsonl"),)
-    assert records.evaluation_patterns() == ("/b.json",)
+    assert records.patterns("text") == ()
+    assert records.patterns("records") == (str(tmp_path / "jobs[[]1]" / "a.jsonl"),)
+    assert records.patterns("evaluation") == ("/b.json",)
 
 
 def test_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,12 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.data.record_files import values_of
-from hetero_mpi.data.text_sequences import read_documents
+from hetero_mpi.data.text_sequences import Corpus
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.adapter_files import adapter_of
-from hetero_mpi.model.files.model_files import ModelFiles, read_json, read_tensors
+from hetero_mpi.model.files.model_files import ModelFiles, read_header, read_json
 from hetero_mpi.report.run_files.run_directory import claim
 from tests.support.mpi import ROOT
 from tests.support.past_runs import cluster, make_run, planned
@@ -67,9 +67,9 @@ def test_what_is_no_regular_file(odd: Odd, tmp_path: Path) -> None:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "json": lambda path: read_json(path, ""),
-    "weights": read_tensors,
+    "weights": read_header,
     "records": lambda path: list(values_of(path)),
-    "text": lambda path: list(read_documents([str(path)]).blocks()),
+    "text": lambda path: list(Corpus([str(path)]).blocks()),
     "adapter": lambda path: adapter_of(path.parent),
     "model": lambda path: ModelFiles(path.parent).check(),
     "tokenizer": lambda path: load_tokenizer(path.parent),

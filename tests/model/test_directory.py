@@ -212,18 +212,17 @@ def test_a_full_disk_is_a_plain_error_and_leaves_nothing(tmp_path: Path) -> None
 
 def test_layers_of_a_model_of_ones_own_become_one_file(tmp_path: Path) -> None:
     state = {f"{layer}.weight": torch.randn(3, 4) + layer for layer in range(3)}
-    counters = {"1.counter": torch.tensor(7), "1.wave": torch.ones(2, dtype=torch.complex64)}
-    (tmp_path / ".parts-of-a-writer-that-died").mkdir()
+    buffers = {"1.counter": torch.tensor(7), "1.wave": torch.ones(2, dtype=torch.complex64)}
 
     def write(values: dict[str, torch.Tensor]) -> None:
-        with LayersWriter(tmp_path, [dict, lambda: counters], list(state)) as writer:
+        with LayersWriter(tmp_path, [dict, lambda: buffers], dict.fromkeys(state, (3, 4))) as writer:
             for name, value in values.items():
                 writer.add({name: value})
 
     write(state)
     found = load_file(tmp_path / WEIGHTS)
-    assert found.keys() == {*state, *counters} and [path.name for path in tmp_path.iterdir()] == [WEIGHTS]
-    assert all(torch.equal(found[name], tensor) for name, tensor in (state | counters).items())
+    assert found.keys() == {*state, *buffers} and [path.name for path in tmp_path.iterdir()] == [WEIGHTS]
+    assert all(torch.equal(found[name], tensor) for name, tensor in (state | buffers).items())
     with pytest.raises(AssertionError, match=r"never added: \['2.weight'\]"):
         write({name: torch.zeros(3, 4) for name in list(state)[:2]})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

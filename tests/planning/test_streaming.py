@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.drift import as_measured
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision import decide
+from hetero_mpi.planning.decision.explain import streamed_texts
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import Durations, duration, finished_layers_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS, predict_hosts, predict_memory, stage_memory, streamed_memory

@@ -33,7 +33,7 @@ _SAMPLES, _ALIKE = 8, 1e-3
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The facts about a layer that are known without building it again."""
+    """A layer's description, which is known without building it again."""
 
     name: str
     module: str

@@ -28,7 +28,7 @@ Pair = tuple[NDArray[Any], NDArray[Any]]
 
 
 def checked_layers(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> tuple[LayerShape, ...]:
-    """The facts about each layer.
+    """Each layer's description.
 
     :raises UserError: with the layer, the rule it breaks and what to do.
     """

@@ -1,4 +1,4 @@
-"""The result of a job's ``[model] factory``: a model as a list of layers, with its loss and its data.
+"""The value of a job's ``[model] factory``: a model as a list of layers, with its loss and its data.
 
 Of a model that is there already every rank keeps an outline, without memory, and rank 0 sends it the values.
 """

@@ -39,7 +39,7 @@ _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def is_hub_id(text: str, path: Path) -> bool:
-    """Is ``text`` the name of a model on the hub, rather than the path of a directory?
+    """True: ``text`` is the name of a model on the hub, and not the path of a directory.
 
     Args:
         text: as in the job.
@@ -60,7 +60,7 @@ def directory_of(name: str) -> Path:
 
 
 def name_of(directory: Path) -> str:
-    """What a model directory is called elsewhere: the name on the hub of one in this machine's cache, else the path."""
+    """The name of a model directory elsewhere: the one on the hub of one in this machine's cache, else the path."""
     for place in (directory.absolute(), directory.resolve()):
         if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
             name = place.parent.parent.name.removeprefix("models--").replace("--", "/")

@@ -9,7 +9,8 @@ The names and contents of the files are those of transformers' ``save_pretrained
 one layer and one shard are in memory at a time. The directory is never seen half written: it appears at the end, whole, in place of
 a former one.
 
-The result of a model made of layers is one safetensors file with the full state dict.
+The result of a model made of layers is one safetensors file with the full state dict. As all shapes are known before, the header
+comes first, and no more than a layer is ever in memory.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.disk import atomic_write, sync
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import GENERATION, INDEX, WEIGHTS, dtype_name, map_tensors, write_tensors
+from hetero_mpi.model.files.model_files import GENERATION, INDEX, WEIGHTS, header_of, write_tensors
 
 T = TypeVar("T", bound="WholeDirectory")
 
@@ -215,7 +216,7 @@ class ModelDirectoryWriter(WholeDirectory):
         ``use_cache``, which is ours in training, and would make ``generate()`` compute every prefix again."""
         config = copy.deepcopy(self._model.config)
         config.architectures = [type(self._model).__name__]
-        config.dtype = dtype_name(max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype]))
+        config.dtype = str(max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype])).removeprefix("torch.")
         self._write_keys(CONFIG, json.loads(config.to_json_string(use_diff=True)))
         own = self._model.generation_config if self._model.can_generate() else None
         if self._generation is not None:
@@ -232,7 +233,6 @@ def _part(number: int) -> str:
     return f"part-{number:05d}.safetensors"
 
 
-_PARTS = ".parts-"
 Buffers = Callable[[], dict[str, torch.Tensor]]
 """Gives a layer's buffers under their full names."""
 
@@ -240,54 +240,64 @@ Buffers = Callable[[], dict[str, torch.Tensor]]
 class LayersWriter:
     """Writes ``DIRECTORY/model.safetensors``; a context manager. A former file is replaced when the new one is whole.
 
-    Layers are collected in files of their own beside it, which are mapped when the whole is written: memory holds one layer, and
-    the disk both for a while.
-
     Args:
         buffers: of each layer.
-        parameters: names of all, trained or not.
+        parameters: name -> shape of every parameter, trained or not.
 
     :raises UserError: it cannot be written.
     """
 
-    def __init__(self, directory: Path, buffers: Sequence[Buffers], parameters: Collection[str]) -> None:
+    def __init__(self, directory: Path, buffers: Sequence[Buffers], parameters: Mapping[str, tuple[int, ...]]) -> None:
         self.path = directory
-        self._buffers, self._awaited = buffers, set(parameters)
-        self._parts: list[Path] = []
-        with self._named():
+        self._buffers = buffers
+        self._awaited = set(parameters)
+        self._appearing = contextlib.ExitStack()
+        try:
             directory.mkdir(parents=True, exist_ok=True)
-            for leftover in directory.glob(f"{_PARTS}*"):  # of a writer that died
-                shutil.rmtree(leftover, ignore_errors=True)
-            self._folder = tempfile.TemporaryDirectory(prefix=_PARTS, dir=directory)
+            temporary = self._appearing.enter_context(atomic_write(directory / WEIGHTS, durable=True))
+            self._file: BinaryIO = temporary.open("wb")
+            self._places = self._write_header(parameters)
+        except OSError as error:
+            raise self._error(error) from error
 
     def __enter__(self) -> LayersWriter:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        with self._folder:
-            if error is not None:
-                return
-            assert not self._awaited, f"never added: {sorted(self._awaited)}"
-            for buffers in self._buffers:
-                self._put(buffers())
-            with self._named(), atomic_write(self.path / WEIGHTS, durable=True) as temporary:
-                write_tensors(temporary, {name: one for part in self._parts for name, one in map_tensors(part).items()})
+        try:
+            with self._appearing, self._file:
+                if error is not None:
+                    raise error
+                assert not self._awaited, f"never added: {sorted(self._awaited)}"
+                for buffers in self._buffers:
+                    self._put(buffers())
+        except OSError as problem:
+            if problem is not error:
+                raise self._error(problem) from problem
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
         self._awaited -= set(state)
-        self._put(state)
+        try:
+            self._put(state)
+        except OSError as error:
+            raise self._error(error) from error
 
     def _put(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._parts.append(Path(self._folder.name) / _part(len(self._parts)))
-        with self._named():
-            write_tensors(self._parts[-1], state)
+        for name, tensor in state.items():
+            self._file.seek(self._places[name])
+            self._file.write(host_bytes(tensor.detach().contiguous()).data)
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.path / WEIGHTS} could not be written ({error}); free space or choose another output.run_dir; the last "
-                f"checkpoint holds the same weights"
-            ) from error
+    def _write_header(self, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Returns where each tensor lies."""
+        listed = {name: ("float32", shape) for name, shape in parameters.items()}
+        for buffers in self._buffers:
+            listed |= {n: (str(one.dtype).removeprefix("torch."), tuple(one.shape)) for n, one in buffers().items()}
+        begin, places = header_of(listed)
+        self._file.write(begin)
+        return places
+
+    def _error(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self.path / WEIGHTS} could not be written ({error}); free space or choose another output.run_dir; the last "
+            f"checkpoint holds the same weights"
+        )

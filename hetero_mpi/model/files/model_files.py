@@ -1,6 +1,8 @@
 """A Hugging Face model directory: what is in it is known from headers alone; tensors are read one at a time.
 
-Only safetensors files are read, never a pickle, by safetensors' own reader, which maps them: a tensor takes memory when it is read.
+Only safetensors files are read, never a pickle. Their layout (https://huggingface.co/docs/safetensors): 8 bytes, the
+length of the header (little-endian); the header, JSON of name -> dtype, shape, byte range; then the tensors' bytes.
+Importing this module, and everything but ``read``, needs no torch.
 """
 
 from __future__ import annotations
@@ -11,18 +13,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,37 +31,57 @@ GENERATION = "generation_config.json"
 AGAIN = "Download it again."
 
 _FILE_NAME = re.compile(r"[\w.+= -]{1,200}\.safetensors")
+_LONGEST_HEADER_BYTES = 100_000_000
 _SAMPLE_BYTES = 4096
 _SAYS_NOTHING = ("transformers_version", "_name_or_path")
 """Keys of a config.json that differ between copies of one model."""
 _DTYPES = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
-"""Those that are read."""
+"""safetensors dtype -> torch's name for it, bytes per element."""
+_ITEM_BYTES = dict(_DTYPES.values()) | {"complex64": 8}
+_STORED = {name: stored for stored, (name, _) in _DTYPES.items()} | {"complex64": "C64"}
+"""The inverse, and what is written but not read: a buffer of a user's layer."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: ``bytes`` bytes from ``offset`` in ``file``. ``dtype`` is torch's name (``bfloat16``)."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
 
 
 @dataclass(frozen=True)
 class ListedTensor:
     """A tensor as ``DirectoryContents`` lists it; ``sample`` is a hash of some of its bytes."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     sample: str
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def kind(self) -> str:
-        """``bfloat16 [5]``."""
-        return f"{dtype_name(self.dtype)} {list(self.shape)}"
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class DirectoryContents:
-    """What a model directory holds, without its tensors: so little that it can be sent, enough to tell two models apart.
+    """The contents of a model directory, without its tensors: so little that it can be sent, enough to tell two models apart.
 
     Sizes and times of files say nothing (the next fine-tuning of a model has files of the same size, and a copy may be cut into
     other files); hashing all bytes would read the whole model at each start. So every tensor is known by its name,
@@ -89,24 +110,22 @@ class DirectoryContents:
             own, foreign = self.tensors.get(name), other.tensors.get(name)
             if own is None or foreign is None:
                 return f"it {'lacks' if foreign is None else 'also has'} the tensor {name}"
-            if own.kind != foreign.kind:
-                return f"{name} is {foreign.kind}, not {own.kind}"
+            if (own.dtype, own.shape) != (foreign.dtype, foreign.shape):
+                return f"{name} is {foreign.dtype} {list(foreign.shape)}, not {own.dtype} {list(own.shape)}"
             if own.sample != foreign.sample:
                 return f"{name} has other values"
         raise AssertionError("other identities, but nothing differs")
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it; the order of the tensors is kept."""
-        tensors = {name: [dtype_name(t.dtype), list(t.shape), t.sample] for name, t in self.tensors.items()}
+        tensors = {name: [t.dtype, list(t.shape), t.sample] for name, t in self.tensors.items()}
         return {"config": dict(self.config), "tensors": tensors}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DirectoryContents:
         """The inverse of ``to_dict``."""
         listed = values["tensors"].items()
-        tensors = {
-            name: ListedTensor(getattr(torch, dtype), tuple(shape), sample) for name, (dtype, shape, sample) in listed
-        }
+        tensors = {name: ListedTensor(dtype, tuple(shape), sample) for name, (dtype, shape, sample) in listed}
         return cls(values["config"], tensors)
 
 
@@ -131,12 +150,12 @@ class ModelFiles:
         )
 
     @cached_property
-    def names(self) -> Mapping[str, torch.Tensor]:
-        """Tensor name, as in the files -> the tensor, mapped (``read_tensors``)."""
+    def names(self) -> Mapping[str, StoredTensor]:
+        """Tensor name, as in the files -> where it lies. Reads headers only."""
         index = self.weight_map
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, StoredTensor] = {}
         for file in self.files:
-            for name, tensor in read_tensors(self.directory / file).items():
+            for name, tensor in read_header(self.directory / file).items():
                 if index is None or index.get(name) == file:
                     found[name] = tensor
         missing = sorted(set(index or ()) - set(found))
@@ -182,16 +201,18 @@ class ModelFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in host memory of its own: nothing else of the file is read or kept."""
-        return self.names[name].clone()
+        return read_tensor(name, self.names[name])
 
     def read_layer(self, layer: int, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The tensors of one layer of the chain (see ``TensorSource`` in weights.py)."""
         return {name: self.read(name) for name in names}
 
     def contents(self) -> DirectoryContents:
-        """What is here, known from headers and a few blocks of every tensor."""
-        listed = {name: ListedTensor(one.dtype, tuple(one.shape), _sample(one)) for name, one in self.names.items()}
-        return DirectoryContents(self.config, listed)
+        """The contents, known from headers and a few blocks of every tensor."""
+        tensors = {}
+        for name, stored in self.names.items():
+            tensors[name] = ListedTensor(stored.dtype, stored.shape, _sample(stored))
+        return DirectoryContents(self.config, tensors)
 
     def _no_weights(self) -> str:
         if any(self.directory.glob("pytorch_model*.bin*")):
@@ -204,58 +225,45 @@ class ModelFiles:
         return f"{self.directory}: neither {WEIGHTS} nor {INDEX} is here ({seen}). Download the weights into it."
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of somebody's safetensors file, as ``map_tensors``.
+def read_tensor(name: str, stored: StoredTensor) -> torch.Tensor:
+    """The tensor ``name`` from where it lies, in host memory of its own.
 
-    :raises UserError: besides, a tensor has a dtype that is not read here.
+    Files are read, never mapped: of one that changes meanwhile, a mapping would end the process by a bus error.
+
+    :raises UserError: the file is gone, or shorter than its header said.
     """
-    tensors = map_tensors(path)
-    odd = next((name for name, tensor in tensors.items() if tensor.dtype not in _DTYPES), None)
-    if odd is not None:
-        known = ", ".join(sorted(map(dtype_name, _DTYPES)))
-        raise UserError(f"{path}: {odd} is {dtype_name(tensors[odd].dtype)}; read are {known}")
-    return tensors
+    return next(read_pieces(name, stored, max(1, math.prod(stored.shape)))).reshape(stored.shape)
 
 
-def map_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, mapped: only its header is read. Whoever keeps one for long clones it. A file that shrinks
-    while it is mapped ends the process.
+def read_pieces(name: str, stored: StoredTensor, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
+    """The elements of a tensor, so many at a time; one empty piece of an empty tensor. Raises as ``read_tensor``."""
+    import torch
 
-    :raises UserError: it is damaged.
-    :raises OSError: it is not there.
-    """
-    require_regular(path)
-    try:
-        file: Any = safe_open(path, "pt")
-        names = file.keys()
-        return {name: file.get_tensor(name) for name in names}
-    except SafetensorError as error:
-        raise UserError(
-            f"{path}: truncated, too long or not a safetensors file: {path.stat().st_size} bytes are here ({error}). {AGAIN}"
-        ) from None
-
-
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make a safetensors file of host tensors. Raises OSError."""
-    path.touch()
-    mode = path.stat().st_mode  # safetensors' own files can be read by nobody but their owner
-    try:
-        save_file({name: one.detach().contiguous() for name, one in tensors.items()}, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    path.chmod(mode)
+    total, item_bytes = math.prod(stored.shape), _ITEM_BYTES[stored.dtype]
+    for first in range(0, max(1, total), elements):
+        piece = torch.empty(min(elements, total - first), dtype=getattr(torch, stored.dtype))
+        if total:
+            begin = first * item_bytes
+            try:
+                with open(stored.file, "rb") as file:
+                    file.seek(stored.offset + begin)
+                    got = file.readinto(piece.view(torch.uint8).numpy())
+            except OSError as error:
+                raise UserError(f"{stored.file}: {name} cannot be read any more ({error.strerror}). {AGAIN}") from None
+            if got != piece.nbytes:
+                raise UserError(
+                    f"{stored.file}: ends inside of {name} ({begin + got} of {stored.bytes} bytes). {AGAIN}"
+                )
+        yield piece
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _sample(tensor: torch.Tensor) -> str:
-    content = tensor.reshape(-1).view(torch.uint8)
-    size = min(len(content), _SAMPLE_BYTES)
+def _sample(stored: StoredTensor) -> str:
+    size = min(stored.bytes, _SAMPLE_BYTES)
     digest = hashlib.blake2b(digest_size=8)
-    for start in ((len(content) - size) // 2, len(content) - size):
-        digest.update(content[start : start + size].numpy())
+    with open(stored.file, "rb", buffering=0) as file:
+        for start in ((stored.bytes - size) // 2, stored.bytes - size):
+            file.seek(stored.offset + start)
+            digest.update(file.read(size))
     return digest.hexdigest()
 
 
@@ -288,3 +296,68 @@ def _no_directory(directory: Path) -> str:
 
 def _or_near(near: list[str]) -> str:
     return f"; near it: {', '.join(near)}" if near else ""
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Parse a safetensors header and hold the file's length against it."""
+    require_regular(path)
+    actual = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if actual < 8 or length > _LONGEST_HEADER_BYTES or actual < 8 + length:
+            raise UserError(
+                f"{path}: truncated or not a safetensors file: {actual} bytes are here, its header alone would take "
+                f"{8 + length}. {AGAIN}"
+            )
+        raw = file.read(length)
+    try:
+        header: dict[str, Any] = json.loads(raw)
+        header.pop("__metadata__", None)
+        tensors = {name: _entry(path, 8 + length, entry) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: the header is corrupt ({type(error).__name__}: {error}). {AGAIN}") from None
+    expected = max((tensor.offset + tensor.bytes for tensor in tensors.values()), default=8 + length)
+    if actual != expected:
+        raise UserError(
+            f"{path}: {'truncated' if actual < expected else 'too long'}: {expected} bytes expected by its "
+            f"header, {actual} bytes are here. {AGAIN}"
+        )
+    return tensors
+
+
+def header_of(tensors: Mapping[str, tuple[str, Iterable[int]]]) -> tuple[bytes, dict[str, int]]:
+    """How a safetensors file with such tensors (torch's name of the dtype, shape) begins, and where in it each of them does, in
+    the order in which they lie there: so that each is aligned."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    places, end = {}, 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda one: -_ITEM_BYTES[one[1][0]]):
+        places[name], end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
+        header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [places[name], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + place for name, place in places.items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make a safetensors file of host tensors, without a second copy of any."""
+    import torch
+
+    listed = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
+    begin, places = header_of(listed)
+    with path.open("wb") as file:
+        file.write(begin)
+        for name in places:
+            file.write(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _entry(path: Path, data: int, entry: dict[str, Any]) -> StoredTensor:
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"unknown dtype {entry['dtype']!r}")
+    dtype, item_bytes = _DTYPES[entry["dtype"]]
+    shape = tuple(entry["shape"])
+    first, last = entry["data_offsets"]
+    if not all(type(number) is int for number in (*shape, first, last)):  # JSON also knows 1.5, true and Infinity
+        raise ValueError(f"shape {list(shape)} at {[first, last]}: sizes and places are whole numbers")
+    if first < 0 or min(shape, default=0) < 0 or last - first != math.prod(shape) * item_bytes:
+        raise ValueError(f"{entry['dtype']} of shape {list(shape)} in {last - first} bytes")
+    return StoredTensor(path, dtype, shape, data + first, last - first)

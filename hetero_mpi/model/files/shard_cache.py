@@ -16,12 +16,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from hetero_mpi.disk import SPARE_BYTES, atomic_write, free_bytes, write_whole
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import ListedTensor, read_tensors, write_tensors
+from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, read_header, read_tensor, write_tensors
+
+if TYPE_CHECKING:
+    import torch
 
 _CHUNK_BYTES = 1 << 20
 
@@ -38,12 +40,12 @@ class ShardCache:
         self.directory = root / identity[:16]
         self.identity = identity
         self.remarks: list[str] = []
-        self._found: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._found: dict[int, Mapping[str, StoredTensor]] = {}
         with self._usable():
             self.directory.mkdir(parents=True, exist_ok=True)
 
     def holds(self, layer: int, wanted: Mapping[str, ListedTensor]) -> bool:
-        """Is there a sound entry with exactly these tensors? Reads all of it; what does not match is removed."""
+        """True: there is a sound entry with exactly these tensors. Reads all of it; what does not match is removed."""
         path, manifest = self._paths(layer)
         if not manifest.exists():  # never written, or its writer was ended in between
             return False
@@ -61,7 +63,8 @@ class ShardCache:
 
     def read(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """The tensors of an entry that ``holds`` has found sound."""
-        return {name: self._found[layer][name].clone() for name in names}
+        found = self._found[layer]
+        return {name: read_tensor(name, found[name]) for name in names}
 
     def prepare(self, coming_bytes: int) -> None:
         """Make sure, before anything is sent, that so much can be kept.
@@ -106,9 +109,8 @@ class ShardCache:
             return f"{size} bytes, and its manifest says {described['bytes']}"
         if _sha256(path) != described["sha256"]:
             return "its bytes do not give the manifest's sha256"
-        found = read_tensors(path)
-        own, needed = ({n: (t.dtype, tuple(t.shape)) for n, t in some.items()} for some in (found, wanted))
-        if own != needed:
+        found = read_header(path)
+        if {n: (t.dtype, t.shape) for n, t in found.items()} != {n: (t.dtype, t.shape) for n, t in wanted.items()}:
             return "it holds other tensors than are needed now"
         self._found[layer] = found
         return None

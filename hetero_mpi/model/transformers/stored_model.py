@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import ModelFiles, dtype_name
+from hetero_mpi.model.files.model_files import ModelFiles, StoredTensor, read_pieces
 from hetero_mpi.model.transformers.chain import build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import names_in_model
@@ -27,18 +27,16 @@ _COMPUTED = re.compile(r"rotary_emb\.\w*(inv_freq|cos_cached|sin_cached)$|(^|\.)
 _CAUSAL_MASK = re.compile(r"\.(attn|attention|self_attn)\.(bias|causal_mask)$")
 """Such a buffer, too, where it has four dimensions."""
 _MOST_SHOWN = 3
-_PIECE = 1 << 22
-"""Numbers of two matrices that are compared at once."""
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """The contents of a model directory."""
+    """What a model directory holds."""
 
     config: dict[str, Any]
     """Keys of its ``config.json``, those that the tensors contradict corrected."""
     notes: tuple[str, ...]
-    """Corrections, and tensors that are not read, a sentence each."""
+    """What was corrected, and tensors that are not read, a sentence each."""
 
 
 def stored_model(files: ModelFiles) -> StoredModel:
@@ -59,8 +57,8 @@ def _main_dtype(files: ModelFiles) -> str | None:
     """torch's name of the dtype in which most of the bytes are stored; None: no number is."""
     bytes_of: Counter[str] = Counter()
     for tensor in files.names.values():
-        if tensor.is_floating_point():
-            bytes_of[dtype_name(tensor.dtype)] += tensor.nbytes
+        if "float" in tensor.dtype:
+            bytes_of[tensor.dtype] += tensor.bytes
     return max(bytes_of, key=lambda dtype: bytes_of[dtype], default=None)
 
 
@@ -87,7 +85,7 @@ class _Fit:
                 self.unread[key] = f"{base}{name}" if inside else name
                 continue
             self.keys.setdefault(name, []).append(key)
-            stored, wanted = tuple(files.names[key].shape), tuple(names[name].shape)
+            stored, wanted = files.names[key].shape, tuple(names[name].shape)
             if not converted and stored != wanted:
                 self.shapes[name] = stored, wanted
         self.missing = [name for name in names if name not in self.keys and name not in self.tied]
@@ -110,7 +108,7 @@ class _Fit:
     def rows(self, name: str) -> int | None:
         """Rows of a matrix in the files; None: it is not there, or not as it is in the model."""
         found = self.keys.get(name, [])
-        shape = list(self.files.names[found[0]].shape) if len(found) == 1 else []
+        shape = self.files.names[found[0]].shape if len(found) == 1 else ()
         return shape[0] if len(shape) == 2 else None
 
     def require(self) -> None:
@@ -166,7 +164,7 @@ class _Fit:
         return is_mask or _COMPUTED.search(name) is not None or _COMPUTED.search(key) is not None
 
     def _left_out(self, key: str, name: str) -> bool:
-        """Whether transformers leaves it out on purpose. So it does with layers that predict further tokens."""
+        """Does transformers leave it out on purpose? So it does with layers that predict further tokens."""
         known = self.model._keys_to_ignore_on_load_unexpected or ()
         if any(re.search(pattern, one) for pattern in known for one in (key, name)):
             return True
@@ -199,7 +197,7 @@ def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
     """Untie an output projection that the files have beside the embedding, and that is another matrix."""
     for head, embedding in fit.tied.items():
         own, other = fit.keys.get(head, []), fit.keys.get(embedding, [])
-        if own and other and not _alike(fit.files.names[own[0]], fit.files.names[other[0]]):
+        if own and other and not _alike(fit.files.names[own[0]], fit.files.names[other[0]], (own[0], other[0])):
             keys["tie_word_embeddings"] = False
             if _Fit.of(fit.files, keys).tied:
                 raise UserError(
@@ -230,12 +228,15 @@ def _settle_bias(fit: _Fit, keys: dict[str, Any]) -> str | None:
     return None
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do both mapped tensors hold the same numbers? In pieces, up to the first that differs, as dtypes may differ."""
-    pieces = (tensor.flatten().split(_PIECE) for tensor in (one, other))
-    return one.shape == other.shape and all(
-        torch.equal(left, right.to(left.dtype)) and torch.equal(left.to(right.dtype), right)
-        for left, right in zip(*pieces, strict=True)
+def _alike(one: StoredTensor, other: StoredTensor, names: tuple[str, str]) -> bool:
+    """Do both hold the same numbers? Read in pieces, up to the first that differs."""
+    if one.shape != other.shape:
+        return False
+    pieces: Iterator[tuple[torch.Tensor, torch.Tensor]] = zip(
+        read_pieces(names[0], one), read_pieces(names[1], other), strict=True
+    )
+    return all(
+        torch.equal(left, right.to(left.dtype)) and torch.equal(left.to(right.dtype), right) for left, right in pieces
     )
 
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi import units
-from hetero_mpi.data.chat_template import choose_form, messages_text
+from hetero_mpi.data.chat_template import choose_template, messages_text
 from hetero_mpi.data.tokenizer import begun, encoded, own_tokens_only
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import GENERATION
@@ -77,7 +77,7 @@ class ServedModel:
     def __init__(self, name: str, opened: Opened) -> None:
         self.name, self.opened, self.tokenizer, source = name, opened, opened.tokenizer, opened.source
         self.engine = own_tokens_only(opened.tokenizer)
-        self.form = choose_form(opened.tokenizer, opened.template) if opened.template is not None else None
+        self.form = choose_template(opened.tokenizer, opened.template) if opened.template is not None else None
         self.stops = opened.stops
         self.rows = int(read_config(source.config).vocab_size)
         self.defaults = sampling_defaults(source.directory)
@@ -134,9 +134,7 @@ class Service:
             if self.model.form is None:
                 raise HttpError(400, f"{self.model.name} has no chat template: it continues texts, by /v1/completions")
             messages = [message.plain() for message in asked.messages]
-            return self._tokens(
-                messages_text(self.model.tokenizer, self.model.form, messages, "messages"), begins=False
-            )
+            return self._tokens(messages_text(self.model.form, messages, "messages"), begins=False)
         if isinstance(asked.prompt, str):
             return self._tokens(asked.prompt, begins=True)
         if len(asked.prompt) > self.context.tokens:

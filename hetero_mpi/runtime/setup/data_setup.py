@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.data.chat_template import Template, choose_form, plain_texts, tokenize_records
+from hetero_mpi.data.chat_template import Template, choose_template, plain_texts, tokenize_records
 from hetero_mpi.data.dataset import Dataset, DataSource, SequenceSettings
 from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
 from hetero_mpi.data.records import Record, Records, read_records
 from hetero_mpi.data.source_files import matching_files
-from hetero_mpi.data.text_sequences import build_sequences, pieces_of, read_documents
-from hetero_mpi.data.token_cache import entry, marks_of, read_dataset, write_dataset
+from hetero_mpi.data.text_sequences import Corpus, build_sequences, pieces_of
+from hetero_mpi.data.token_cache import entry, file_marks, read_dataset, write_dataset
 from hetero_mpi.data.tokenizer import (
     bpe_split,
     check_vocabulary,
@@ -77,14 +77,14 @@ def prepare(loaded: LoadedJob) -> Material:
 
 def _from_text(loaded: LoadedJob) -> Material:
     data = loaded.job.data
-    corpus = read_documents(loaded.text_patterns(), data.documents, data.max_bytes)
+    corpus = Corpus(loaded.patterns("text"), data.documents, data.max_bytes)
     evaluation = None
     if data.evaluation is not None:
-        evaluation = read_documents(loaded.evaluation_patterns(), data.documents, key="data.evaluation")
+        evaluation = Corpus(loaded.patterns("evaluation"), data.documents, key="data.evaluation")
     for read in (corpus, evaluation):
         next(iter(read.blocks() if read else ("",)))  # there is some text
     config, generation, told = _model_keys(loaded)
-    files = [marks_of(read.paths) if read else None for read in (corpus, evaluation)]
+    files = [file_marks(read.paths) if read else None for read in (corpus, evaluation)]
     key = ["text", *files, data.documents, data.max_bytes]
     tokenizer, notes = _tokenizer(
         loaded, config, key, lambda: (piece.text for piece in pieces_of(corpus.blocks(), bpe_split))
@@ -112,7 +112,7 @@ def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
     preference, bad = loaded.job.train.preference != "none", BadRecords(data.skip_bad)
     named = _named_patterns(loaded)
-    files = [marks_of(matching_files(key, patterns, say)) for key, patterns in named]
+    files = [file_marks(matching_files(key, patterns, say)) for key, patterns in named]
     key = ["records", files, [name for name, _ in named], data.skip_bad, preference]
 
     @functools.cache
@@ -136,29 +136,29 @@ def _from_records(loaded: LoadedJob) -> Material:
 
     def fill(folder: Path) -> None:
         every = [record for source in read() for record in source.records]
-        form = choose_form(tokenizer, data.template, every)
+        chosen = choose_template(tokenizer, data.template, every)
         # What the template refuses is told as early as a broken line, if it is no rare exception.
         sample = every[:: len(every) // _SAMPLED] if len(every) > _SAMPLED else ()  # few are all read soon
-        for _ in tokenize_records(tokenizer, form, sample, BadRecords(data.skip_bad)):
+        for _ in tokenize_records(tokenizer, chosen, sample, BadRecords(data.skip_bad)):
             pass
         sources = {name: source for (name, _), source in zip(named, read(), strict=True)}
         evaluation = sources.pop(_EVALUATION, None)
         lines = [
             line if data.weights is None else f"{name}: {line}"
             for name, source in sources.items()
-            for line in source.lines(form.source)
+            for line in source.lines(chosen.source)
         ]
-        lines.extend(f"evaluation: {line}" for line in (evaluation.lines(form.source) if evaluation else ()))
+        lines.extend(f"evaluation: {line}" for line in (evaluation.lines(chosen.source) if evaluation else ()))
         settings = _settings(loaded, packing)
         dataset = build_record_sequences(
             [(name, source.records) for name, source in sources.items()],
-            RecordSequences(tokenizer, form, settings, data.train_on_prompt, isolate, preference, stops),
+            RecordSequences(tokenizer, chosen, settings, data.train_on_prompt, isolate, preference, stops),
             None if evaluation is None else evaluation.records,
             bad,
             data.weights,
         )
-        lines += ["records become text by " + _FORMS[form.kind], *note, *bad.lines(), *dataset.notes]
-        values = {"notes": lines, "kind": form.kind, "source": form.source, "skipped": len(bad.problems)}
+        lines += ["records become text by " + _FORMS[chosen.kind], *note, *bad.lines(), *dataset.notes]
+        values = {"notes": lines, "kind": chosen.kind, "source": chosen.source, "skipped": len(bad.problems)}
         write_dataset(folder, dataset, values)
 
     more = [_mark(tokenizer), data.template, packing, isolate, data.train_on_prompt, data.weights, stops]
@@ -184,12 +184,12 @@ _SAMPLED = 256
 
 def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
     """(name, patterns of files) of the job's records: of each entry of ``data.records`` for itself where these have weights."""
-    patterns, data = list(loaded.record_patterns()), loaded.job.data
+    patterns, data = list(loaded.patterns("records")), loaded.job.data
     named = [("data.records", patterns)]
     if data.weights is not None:
         pairs = zip(data.records or (), patterns, strict=True)
         named = [(f"data.records {text}", [pattern]) for text, pattern in pairs]
-    return named if data.evaluation is None else [*named, (_EVALUATION, list(loaded.evaluation_patterns()))]
+    return named if data.evaluation is None else [*named, (_EVALUATION, list(loaded.patterns("evaluation")))]
 
 
 def _kept(
