@@ -445,8 +445,7 @@ _TEXT = """# Model families
 {count} of the {plans} causal-LM families for which transformers {version} has a pipeline plan are proven.
 Everything else is refused by name.
 `OMP_NUM_THREADS=1 python -m tests.family_trial` writes this page (three minutes).
-The table that decides is `hetero_mpi/model/transformers/supported.py`.
-`tests/model/test_all_families.py` checks that page and table say what a trial of each family sees.
+The table that decides is `hetero_mpi/model/transformers/supported.py`; `tests/model/test_all_families.py` checks both.
 
 **Proven** means, for a tiny random model of four blocks, in fp32 on the CPU:
 
@@ -455,7 +454,6 @@ The table that decides is `hetero_mpi/model/transformers/supported.py`.
 * With dropout in all places, one stage and four stages draw the same masks.
 * With LoRA (random B), three stages give the loss and gradients of plain peft.
 * With rotary tables of kind longrope or dynamic, and with windows, records and padding side by side have the loss of each alone.
-  The reference is again transformers' whole model.
   In {padding} padding counts, and a run says so.
 
 The columns:
@@ -490,7 +488,6 @@ gemma4_text is taken where `hidden_size_per_layer_input` is 0.
 ## The loss of routers
 
 A model whose configuration says `output_router_logits = true` is trained with transformers' `load_balancing_loss_func`.
-This loss teaches routers to spread tokens over the experts.
 Say it in `[model.config]`, or in the `config.json` of the directory that `[model] path` names.
 
 transformers computes this loss of a batch, over all layers and tokens, and so gets another number for another micro-batch.
@@ -500,19 +497,14 @@ The loss of a step is
     (sum of the targets' losses) / (targets of the step) + router_aux_loss_coef x (mean of the sequences' router losses)
 
 It does not depend on the micro-batch or on the plan.
-transformers' `Trainer` with batches of one sequence computes the same, but for the factor.
-It divides the losses of targets by all targets of a step, but adds up router losses undivided.
-So its factor grows with `gradient_accumulation_steps`.
+transformers' `Trainer` with batches of one sequence computes the same, but its factor grows with `gradient_accumulation_steps`.
 
-* A sequence is a row of a batch.
-  Records that are packed into one share its loss.
+* Records that are packed into one sequence share its loss.
 * Its tokens up to the last that is learnt count, prompts among them; padding does not.
 * With adapters, routers stay as they are, as with peft, and the loss teaches what comes before them.
 * The loss in the log, in `metrics.jsonl` and of evaluations is the sum of both parts, as `Trainer` shows it.
-  The log, and `router_loss` in `metrics.jsonl`, also have the mean of the sequences' router losses (transformers' `aux_loss`).
-* Sums of each sequence travel in fp32 behind its hidden states.
-  They take one place more per sequence where 4 x experts are no more than `hidden_size`.
-* Where activations travel as int8 (`[train] wire`), these sums travel as they are.
+  `router_loss` in `metrics.jsonl` is the mean of the sequences' router losses (transformers' `aux_loss`).
+* Their sums travel in fp32 behind the hidden states, also where activations travel as int8.
 * `[train] preference` is refused.
 * Families without a *yes* refuse `output_router_logits = true`.
   transformers has no such loss for them, or (doge) computes another one.
@@ -522,7 +514,6 @@ So its factor grows with `gradient_accumulation_steps`.
 Of a model that is read from files the tensors count, and a line at the start says where `config.json` says otherwise:
 
 * An output projection beside the embedding, and another matrix than it, is not tied, whatever `tie_word_embeddings` says.
-  Both are read for this, up to the first number that differs.
 * `vocab_size` is the embedding's rows, `dtype` that of most of the weights; settings of biases follow the biases that are there.
 
 Other contradictions are refused: blocks more or fewer than `num_hidden_layers`, other sizes, tensors that lack.
