@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.rank_pool import close_pools
+from tests.support.tiers import Tiers, pytest_addoption  # noqa: F401
 
 LONGEST = [
     "training/test_equality.py", "device/test_accelerators.py", "commands/test_python_api.py", "training/test_streamed.py",
@@ -32,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("COLUMNS", None)  # lines that are looked for stay whole
     sys.dont_write_bytecode = False
     gc.disable()  # until all tests are collected: thousands of modules are no garbage
+    config.pluginmanager.register(Tiers(config.getoption("--seconds-to")), "tiers")
     config.option.loadscopereorder = False  # else files with the most tests begin first: mostly the quickest ones
 
 

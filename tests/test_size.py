@@ -34,7 +34,7 @@ LINES = {
     "planning": 10_860,
     "profiling": 1_360,
     "report": 4_530,
-    "runtime": 6_680,
+    "runtime": 6_670,
     "state": 1_800,
     "web": 430,
     "in all": 54_210,

@@ -1,6 +1,6 @@
 """What stands in the documents but comes from the program. ``python -m tests.written_docs`` writes all of it anew:
 
-* ``docs/job.md``, ``docs/commands.md``, ``jobs/reference.toml``: whole files;
+* ``docs/job.md``, ``docs/commands.md``, ``jobs/reference.toml``, ``tests/MODULES.md``: whole files;
 * the fenced block after ``<!-- grid: 1f1b, 3 stages, 4 micro-batches -->``: the grid of such a schedule;
 * the fenced block after ``<!-- prints -->``: what the last command of the ``sh`` block before it prints;
 * after ``<!-- draws: NAME.png -->``: ``docs/images/NAME.png``, the timeline that the command before it draws.
@@ -29,6 +29,7 @@ from hetero_mpi.cli import main, parser
 from hetero_mpi.commands.reference import commands_page, job_page, reference_text
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from tests import module_tests
 from tests.support.mpi import ROOT
 from tests.support.planning_samples import grid, make_model
 
@@ -59,6 +60,7 @@ def whole_files() -> dict[Path, str]:
         ROOT / "docs" / "job.md": job_page(),
         ROOT / "docs" / "commands.md": commands_page(parser()),
         ROOT / "jobs" / "reference.toml": reference_text(),
+        ROOT / "tests" / "MODULES.md": module_tests.table(),
     }
 
 

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -42,15 +43,18 @@ def captured(number: int, answer: dict[str, Any]) -> Iterator[None]:
 def perform(ranks: int, program: str, *arguments: str) -> dict[str, Any]:
     """Run ``main`` of a program in a world of the first ``ranks``, made anew, with communicators of its own."""
     answer: dict[str, Any] = {"code": 1, "traceback": ""}
+    begun_s = time.process_time()
     sys.argv = [program, *arguments]
     with captured(1, answer), captured(2, answer):
         try:
             world = join()
             taking_part = world if ranks == world.size else world.subset(range(ranks))
             main = importlib.import_module(f"tests.programs.{program}").main
+            begun_s = time.process_time()  # without what is imported once
             answer["code"] = main(taking_part) if taking_part is not None else 0
         except BaseException:
             answer["traceback"] = traceback.format_exc()
+    answer["seconds"] = time.process_time() - begun_s
     forget()
     return answer
 

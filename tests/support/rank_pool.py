@@ -112,10 +112,16 @@ class Pool:
 
 
 def _failed(why: str) -> dict[str, Any]:
-    return {"code": 1, "traceback": why, "stdout": "", "stderr": ""}
+    return {"code": 1, "traceback": why, "stdout": "", "stderr": "", "seconds": 0.0}
 
 
 _pools: dict[int, Pool] = {}
+_spent_s = [0.0]
+
+
+def spent_s() -> float:
+    """Processor time that ranks of pools spent on programs so far, in seconds."""
+    return _spent_s[0]
 
 
 def run_pooled(
@@ -130,6 +136,7 @@ def run_pooled(
         _pools[size] = Pool(size)
     begin_s = time.monotonic()
     answers = _pools[size].run(np, program, arguments, timeout_s)
+    _spent_s[0] += sum(answer["seconds"] for answer in answers)
     stdout, stderr = ("".join(answer[name] for answer in answers) for name in ("stdout", "stderr"))
     for rank, answer in enumerate(answers):
         if answer["traceback"]:

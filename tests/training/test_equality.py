@@ -1,13 +1,16 @@
 """N ranks equal one process: the first promise of the program.
 
-One real mpirun per rank count goes through all cases; each is held against a plain transformers loop (plain_training.py).
+Each case runs on ranks of the pool when a test first asks for it, and is held against a plain transformers loop
+(plain_training.py).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +24,23 @@ from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support import case_plans, plain_training, training_cases
 from tests.support.case_product import FULL
 from tests.support.made_up_profile import write_profile
-from tests.support.mpi import QUICK_RANKS, on_ranks
+from tests.support.mpi import on_ranks
 from tests.support.plain_training import Reference
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import FURTHER, GROUPED, NORMAL, STEPS, Case
 
 RANKS = (1, 2, 3, 4)
+QUICK = (
+    "llama-even",
+    "gpt_neox-dropout-reversed",
+    "phi3-nf4",
+    "llama-lora-groups",
+    "qwen3-tied-two-split-unequal",
+    "llama-bf16-split",
+    "mixtral-routers-streamed",
+    "llama-tied-V-dropout",
+)
+"""Cases of the quick tier, on three ranks: each way to share the work once, and most of what is trained."""
 TOLERANCE = 1e-6
 IN_GROUPS = 3e-6
 """Of gradients where a group adds up its parts of every matrix product: fp32 rounds such sums otherwise. (In fp64 they are within
@@ -54,7 +68,7 @@ MORE_AGAIN = (
     "llama-tied-group-recompute",
     "qwen3-groups-changing",
 )
-"""The same in the long suite."""
+"""The same in the long tier."""
 ONE_PIPELINE = [case for case in NORMAL if case.pipelines == "one"]
 
 
@@ -63,11 +77,8 @@ class Bench:
     """Files and results that the tests of one session share; every mpirun and every reference runs once."""
 
     directory: Path
-    cases: tuple[Case, ...]
-    again: tuple[str, ...] = ()
-    """Of ``AGAIN`` and ``MORE_AGAIN``."""
-    finished: dict[tuple[int, bool], bool] = field(default_factory=dict)
-    """(ranks, cases of one pipeline or the others) -> whether they ran to their end."""
+    finished: dict[Path, bool] = field(default_factory=dict)
+    """Run directory -> whether the run ended."""
     references: dict[str, Reference] = field(default_factory=dict)
     measured: set[tuple[str, object]] = field(default_factory=set)
     """(field, value) of the cases that have measured their profile."""
@@ -76,15 +87,16 @@ class Bench:
         self.text = training_cases.corpus(self.directory)
         self.tokenizer = training_cases.tokenizer_directory(self.directory, self.text)
 
-    def run(self, ranks: int, case: Case) -> Path:
-        """The run directory of a case on so many ranks."""
-        part = ranks, case.pipelines == "one"
-        if part not in self.finished:
-            self.finished[part] = False  # until it ends: a broken run is not repeated for every test
-            self._run_all(*part)
-            self.finished[part] = True
-        assert self.finished[part], f"the run on {ranks} ranks failed before"
-        return self.directory / f"np{ranks}" / case.name
+    def run(self, ranks: int, case: Case, variant: str = "") -> Path:
+        """The run directory of a case on so many ranks. ``variant``: "again"; "resumed" after step 1 under its own plan;
+        "elsewhere", after step 1 under one pipeline; "resplit", after step 1 with other cuts and nothing streamed."""
+        run = self.directory / f"np{ranks}" / "-".join(filter(None, (case.name, variant)))
+        if run not in self.finished:
+            self.finished[run] = False  # until it ends: a broken run is not repeated for every test
+            self._run(ranks, case, variant, run)
+            self.finished[run] = True
+        assert self.finished[run], f"{run.name} failed before on {ranks} ranks"
+        return run
 
     def reference(self, case: Case) -> Reference:
         if case.name not in self.references:
@@ -97,36 +109,28 @@ class Bench:
         model = training_cases.model_directory(self.directory, case)
         return model, None if case.tuning == "full" else training_cases.adapter_directory(self.directory, case)
 
-    def _run_all(self, ranks: int, one_pipeline: bool) -> None:
-        root = self.directory / f"np{ranks}"
-        root.mkdir(exist_ok=True)
-        entries = []
-        for case in (case for case in self.cases if (case.pipelines == "one") == one_pipeline):
+    def _run(self, ranks: int, case: Case, variant: str, run: Path) -> None:
+        run.parent.mkdir(exist_ok=True)
+        straight = run.with_name(case.name)
+        job = straight.with_suffix(".toml")
+        entry: dict[str, Any] = {"job": str(job), "run_dir": str(run), "changing": case.changing}
+        if not variant:
             model, adapter = self.start(case)
-            job = root / f"{case.name}.toml"
             job.write_text(training_cases.job_text(case, model, self.tokenizer, self.text, adapter))
-            plan = case_plans.write_plan(root / f"{case.name}.plan.toml", case, ranks)
-            run = str(root / case.name)
-            entry = {"job": str(job), "plan": str(plan) if plan else None, "run_dir": run, "changing": case.changing}
-            if not self._measures(ranks, case):
-                entry["profile"] = str(write_profile(root / f"{case.name}.profile.toml", job, ranks))
-            entries.append(entry)
-            resume = str(checkpoint_path(root / case.name / "checkpoints", 1))
-            other = root / f"{case.name}.other.toml"
-            if case.name in RESUMED and ranks > 1:
-                resident = replace(case, streamed=False)
-                case_plans.write_plan(other, resident, ranks, "uneven" if case.split != "uneven" else "even")
-                profile = entry.get("profile", f"{run}/profile.toml")
-                more = {"plan": str(other), "profile": profile, "resume": resume, "run_dir": f"{run}-resumed"}
-                entries.append({**entry, **more})
-            if case.name in self.again and ranks > 1:
-                case_plans.write_plan(other, case, ranks, pipelines="one")
-                entries.append({**entry, "run_dir": f"{run}-again"})
-                entries.append({**entry, "resume": resume, "run_dir": f"{run}-resumed"})
-                entries.append({**entry, "plan": str(other), "resume": resume, "run_dir": f"{run}-elsewhere"})
-        listed = root / ("one_pipeline.json" if one_pipeline else "others.json")
-        listed.write_text(json.dumps(entries))
-        result = run_pooled(ranks, "train_cases", [str(listed)], timeout_s=120 + 20 * len(entries))
+        elif variant != "again":
+            entry["resume"] = str(checkpoint_path(self.run(ranks, case) / "checkpoints", 1))
+        if variant or not self._measures(ranks, case):
+            entry["profile"] = str(write_profile(straight.with_suffix(".profile.toml"), job, ranks))
+        path = run.with_suffix(".plan.toml")
+        if variant == "resplit":
+            split = "uneven" if case.split != "uneven" else "even"
+            plan = case_plans.write_plan(path, replace(case, streamed=False), ranks, split)
+        else:
+            plan = case_plans.write_plan(path, case, ranks, **({"pipelines": "one"} if variant == "elsewhere" else {}))
+        entry["plan"] = str(plan) if plan else None
+        listed = run.with_suffix(".json")
+        listed.write_text(json.dumps([entry]))
+        result = run_pooled(ranks, "train_cases", [str(listed)], timeout_s=140)
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
     def _measures(self, ranks: int, case: Case) -> bool:
@@ -141,18 +145,26 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("equality"), NORMAL, AGAIN)
+    return Bench(tmp_path_factory.mktemp("equality"))
 
 
-@pytest.fixture(scope="module")
-def again_bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    cases = tuple(case for case in NORMAL if case.name in MORE_AGAIN)
-    return Bench(tmp_path_factory.mktemp("equality-again"), cases, MORE_AGAIN)
+def tier(ranks: int, name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Quick on three ranks; slow on one and three; long on others, and where one rank has no choice of plans."""
+    if ranks == 3:
+        return () if name in QUICK else (pytest.mark.slow,)
+    return (pytest.mark.slow if ranks == 1 and named(name).pipelines == "one" else pytest.mark.long,)
 
 
-@pytest.fixture(scope="module")
-def full_bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("equality-full"), FURTHER + FULL)
+def several(*names: str, ranks: Sequence[int] = RANKS[1:]) -> pytest.MarkDecorator:
+    """Run the test with each of these cases on each of these numbers of ranks, each in its tier."""
+    return pytest.mark.parametrize(
+        ("ranks", "case"),
+        [pytest.param(n, named(name), id=f"np{n}-{name}", marks=tier(n, name)) for name in names for n in ranks],
+    )
+
+
+def named(name: str) -> Case:
+    return next(case for case in NORMAL if case.name == name)
 
 
 def losses(run: Path) -> list[float]:
@@ -211,22 +223,13 @@ def check_same_bits(first: Path, second: Path, step: int) -> None:
         assert np.array_equal(array, theirs[key]), key
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case"),
-    [
-        # On one rank, whose only plan is one pipeline, the cases of several are left to the long suite.
-        pytest.param(n, case, id=f"np{n}-{case.name}", marks=() if n in quick else pytest.mark.long)
-        for case in NORMAL
-        for quick in [[n for n in QUICK_RANKS if n > 1 or case.pipelines == "one"]]
-        for n in RANKS
-    ],
-)
+@several(*(case.name for case in NORMAL), ranks=RANKS)
 def test_ranks_equal_one_plain_process(bench: Bench, ranks: int, case: Case) -> None:
     check_against_reference(bench, ranks, case)
 
 
-@pytest.mark.parametrize("case", ONE_PIPELINE, ids=lambda case: case.name)
-@on_ranks(*RANKS[1:])
+@pytest.mark.slow
+@several(*(case.name for case in ONE_PIPELINE))
 def test_another_split_or_schedule_gives_the_same_bits(bench: Bench, ranks: int, case: Case) -> None:
     """A rank alone runs a forward and a backward in turn, and never splits its backward."""
     alone = bench.run(1, case)
@@ -234,45 +237,36 @@ def test_another_split_or_schedule_gives_the_same_bits(bench: Bench, ranks: int,
     check_same_bits(bench.run(ranks, case), alone, STEPS)
 
 
-@pytest.mark.parametrize("name", RESUMED)
-@on_ranks(*RANKS[1:])
-def test_resuming_under_another_plan_gives_the_same_bits(bench: Bench, ranks: int, name: str) -> None:
-    case = named(name)
-    straight = bench.run(ranks, case)
-    resumed = straight.with_name(f"{name}-resumed")
+@several(*RESUMED)
+def test_resuming_under_another_plan_gives_the_same_bits(bench: Bench, ranks: int, case: Case) -> None:
+    straight, resumed = bench.run(ranks, case), bench.run(ranks, case, "resplit")
     assert losses(resumed) == losses(straight)[1:]
     check_same_bits(resumed, straight, STEPS)
 
 
-@pytest.mark.parametrize("name", AGAIN)
-@on_ranks(*RANKS[1:])
-def test_several_holders_of_a_layer_give_the_same_bits_again(bench: Bench, ranks: int, name: str) -> None:
-    check_again(bench, ranks, named(name))
+@pytest.mark.slow
+@several(*AGAIN)
+def test_several_holders_of_a_layer_give_the_same_bits_again(bench: Bench, ranks: int, case: Case) -> None:
+    check_again(bench, ranks, case)
 
 
-@pytest.mark.parametrize("name", AGAIN)
-@on_ranks(*RANKS[1:])
-def test_resuming_with_another_number_of_holders(bench: Bench, ranks: int, name: str) -> None:
-    check_elsewhere(bench, ranks, named(name))
+@several(*AGAIN)
+def test_resuming_with_another_number_of_holders(bench: Bench, ranks: int, case: Case) -> None:
+    check_elsewhere(bench, ranks, case)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MORE_AGAIN)
-@on_ranks(*RANKS[1:])
-def test_more_holders_of_a_layer_again_and_elsewhere(again_bench: Bench, ranks: int, name: str) -> None:
-    check_again(again_bench, ranks, named(name))
-    check_elsewhere(again_bench, ranks, named(name))
-
-
-def named(name: str) -> Case:
-    return next(case for case in NORMAL if case.name == name)
+@several(*MORE_AGAIN)
+def test_more_holders_of_a_layer_again_and_elsewhere(bench: Bench, ranks: int, case: Case) -> None:
+    check_again(bench, ranks, case)
+    check_elsewhere(bench, ranks, case)
 
 
 def check_again(bench: Bench, ranks: int, case: Case) -> None:
     straight = bench.run(ranks, case)
     plan = load_plan(straight / "plan.toml")
     assert len(plan.pipelines) > 1 or any(stage.grouped for _, _, stage in plan.numbered)
-    again, resumed = straight.with_name(f"{case.name}-again"), straight.with_name(f"{case.name}-resumed")
+    again, resumed = bench.run(ranks, case, "again"), bench.run(ranks, case, "resumed")
     assert losses(again) == losses(straight) and losses(resumed) == losses(straight)[1:]
     check_same_bits(again, straight, STEPS)
     check_same_bits(resumed, straight, STEPS)
@@ -280,7 +274,7 @@ def check_again(bench: Bench, ranks: int, case: Case) -> None:
 
 def check_elsewhere(bench: Bench, ranks: int, case: Case) -> None:
     straight = bench.run(ranks, case)
-    resumed = straight.with_name(f"{case.name}-elsewhere")
+    resumed = bench.run(ranks, case, "elsewhere")
     plan = load_plan(resumed / "plan.toml")
     assert len(plan.pipelines) == 1 and not any(stage.grouped for _, _, stage in plan.numbered)
     # The first step starts from equal state, the next one from states that differ by one step's rounding.
@@ -305,18 +299,18 @@ def check_result_loads(bench: Bench, run: Path, case: Case) -> None:
     assert (result / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
-def test_the_result_loads_in_a_plain_process(bench: Bench, case: Case) -> None:
-    check_result_loads(bench, bench.run(3, case), case)
+@several(*(case.name for case in NORMAL), ranks=[3])
+def test_the_result_loads_in_a_plain_process(bench: Bench, ranks: int, case: Case) -> None:
+    check_result_loads(bench, bench.run(ranks, case), case)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", FURTHER + FULL, ids=lambda case: case.name)
 @on_ranks(*RANKS)
-def test_pairs_of_everything(full_bench: Bench, ranks: int, case: Case) -> None:
-    check_against_reference(full_bench, ranks, case)
-    run, alone = full_bench.run(ranks, case), full_bench.run(1, case)
+def test_pairs_of_everything(bench: Bench, ranks: int, case: Case) -> None:
+    check_against_reference(bench, ranks, case)
+    run, alone = bench.run(ranks, case), bench.run(1, case)
     if case.pipelines == "one":
         assert losses(run) == losses(alone)
         check_same_bits(run, alone, STEPS)
-    check_result_loads(full_bench, run, case)
+    check_result_loads(bench, run, case)
