@@ -1,4 +1,4 @@
-"""Work beside the main thread; more of what a run does with its errors: checkpoint/test_saving, training/test_watchdog."""
+"""Work beside the main thread; more of what a run does with its errors: state/test_saving, runtime/test_watchdog."""
 
 from __future__ import annotations
 

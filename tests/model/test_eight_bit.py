@@ -1,6 +1,6 @@
 """bitsandbytes' AdamW with moments in 8 bits: who has them, what they take, and that they move from plan to plan as they are.
 
-``tests/training/test_equality.py`` holds whole runs against bitsandbytes in one process.
+``tests/runtime/test_equality.py`` holds whole runs against bitsandbytes in one process.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.state.redistribute import LiveState, Parcel, deliveries, parcels, take_over
 from hetero_mpi.state.saving import Snapshot
 from hetero_mpi.state.stored_state import check_tensors, check_train
+from tests.engine.test_trainer import LAYOUTS, LENGTH, batch_of
 from tests.support.checkpoint_samples import told
 from tests.support.family_configs import tiny_keys
 from tests.support.planning_samples import make_model, make_profile
 from tests.support.threaded_training import Threads, plan_of
-from tests.training.test_pipelines import LAYOUTS, LENGTH, batch_of
 
 TRAIN = TrainTable(steps=4, global_batch=8, learning_rate=3e-3, dtype="fp32", optimizer="adamw_8bit")
 KEYS = {**tiny_keys("llama"), "hidden_size": 32, "intermediate_size": 200, "num_hidden_layers": 3, "vocab_size": 160}

@@ -1,4 +1,4 @@
-"""Models made of layers for tests/training/test_factory.py: one with everything a layer may have, and ones that break a rule."""
+"""Models made of layers for tests/runtime/test_factory.py: one with everything a layer may have, and ones that break a rule."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from hetero_mpi.planning.types.cost import EMBEDDING
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.search.pipeline_bound import pipeline_bound_s
+from tests.planning.search.pipeline_bound import pipeline_bound_s
 from tests.support.planning_samples import (
     SEQUENCE,
     make_device,

@@ -40,7 +40,7 @@ from hetero_mpi.report.profile_text import inspection_lines
 from tests.support.checkpoint_samples import told
 from tests.support.planning_samples import SEQUENCE, make_profile
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 NORMAL, LONG = 50, 1300
 """Inputs per subject; of nine subjects, more than 10,000 in the long suite."""
 LIMIT_S = 30

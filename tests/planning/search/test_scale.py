@@ -18,7 +18,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import stage_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.search.pipeline_bound import pipeline_bound_s
+from tests.planning.search.pipeline_bound import pipeline_bound_s
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 from tests.support.seeds import seeds
 

@@ -20,13 +20,13 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.toml_files import load_plan, load_report, save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.runtime.test_reconfigure import EMULATED_BLOCKS, three_alike
+from tests.runtime.test_recovery import losses as losses_of
+from tests.runtime.test_recovery import start
 from tests.stand_in_gpu import THROUGH, build
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left
 from tests.support.mpi import ROOT, run_bounded
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
-from tests.training.test_changing import EMULATED_BLOCKS, three_alike
-from tests.training.test_recovery import losses as losses_of
-from tests.training.test_recovery import start
 
 MEMORY = 3_000_000
 """Bytes of each of two ranks: too few for half of the model's 5 MB."""

@@ -26,10 +26,7 @@ from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.state.redistribute import LiveState, parcels
-from tests.support.late_copies import LateBackend
-from tests.support.loopback import LoopbackTransport
-from tests.support.threaded_training import Threads, plan_of
-from tests.training.test_pipelines import (
+from tests.engine.test_trainer import (
     BATCH,
     CHAINS,
     LAYERS,
@@ -40,6 +37,9 @@ from tests.training.test_pipelines import (
     check_same_bits,
     outcome_of,
 )
+from tests.support.late_copies import LateBackend
+from tests.support.loopback import LoopbackTransport
+from tests.support.threaded_training import Threads, plan_of
 
 
 def test_devices_with_memory_of_their_own_compute_the_same_bits() -> None:

@@ -29,12 +29,12 @@ from hetero_mpi.planning.types.toml_files import load_report, save_plan, save_pr
 from hetero_mpi.report.run_files.line_files import STEPS_NAME
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.run_files.rank_steps import read_rank_steps
+from tests.runtime.test_equality import IN_GROUPS
 from tests.support import training_cases
 from tests.support.made_up_profile import write_profile
 from tests.support.planning_samples import make_model, make_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.support.stages import stage_of
-from tests.training.test_equality import IN_GROUPS
 
 BLOCKS, STEPS = 4, 8
 LAYERS = BLOCKS + 2

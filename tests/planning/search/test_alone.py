@@ -25,7 +25,7 @@ from tests.support.planning_folder import cluster, fill, run
 from tests.support.planning_samples import SEQUENCE, make_plan_of, make_profile, on_cores, random_instance
 from tests.support.seeds import seeds
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 QUICK = 2
 """Ranks up to which planning takes about a second."""
 SHIPPED = [

@@ -29,12 +29,7 @@ from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.model.test_split_backward import chain_of as family_chain
-from tests.support.late_copies import LateBackend
-from tests.support.planning_samples import make_model, make_plan_of, make_profile
-from tests.support.small_jobs import Workshop
-from tests.support.threaded_training import Threads, plan_of
-from tests.training.test_pipelines import (
+from tests.engine.test_trainer import (
     LAYOUTS,
     LENGTH,
     SEVERAL,
@@ -44,6 +39,11 @@ from tests.training.test_pipelines import (
     check_same_bits,
     outcome_of,
 )
+from tests.model.test_split_backward import chain_of as family_chain
+from tests.support.late_copies import LateBackend
+from tests.support.planning_samples import make_model, make_plan_of, make_profile
+from tests.support.small_jobs import Workshop
+from tests.support.threaded_training import Threads, plan_of
 
 INT8 = TRAIN.model_copy(update={"wire": "int8"})
 

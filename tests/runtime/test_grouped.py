@@ -12,9 +12,9 @@ from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_report, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.runtime.test_equality import IN_GROUPS, tensors
 from tests.support.made_up_profile import write_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
-from tests.training.test_equality import IN_GROUPS, tensors
 
 WORDS = 20_000
 ENOUGH, LITTLE = 10**9, 10_700_000

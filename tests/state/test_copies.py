@@ -24,10 +24,10 @@ from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.run_files.run_directory import START_VARIABLE
 from hetero_mpi.runtime import start_state
 from hetero_mpi.runtime.recovery import RunHistory
+from tests.runtime.test_recovery import outliving_or_skip
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.long_run import LongRun, newest_step
 from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
-from tests.training.test_recovery import outliving_or_skip
 
 
 def source(rank: int, version_id: str, step: int, names: str, begun: str = "run") -> Part:

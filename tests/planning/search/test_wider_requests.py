@@ -15,7 +15,7 @@ from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.search.test_annealing import REQUEST, cluster, even_plan
+from tests.planning.search.test_annealing import REQUEST, cluster, even_plan
 from tests.support.brute_force import joint_instance
 from tests.support.seeds import seeds
 
