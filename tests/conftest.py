@@ -14,15 +14,17 @@ from tests.support.rank_pool import close_pools
 from tests.support.tiers import Tiers, pytest_addoption  # noqa: F401
 
 LONGEST = [
-    "runtime/test_equality.py", "device/test_accelerators.py", "commands/test_python_api.py", "runtime/test_streamed_job.py",
-    "runtime/test_recovery.py", "runtime/test_command.py", "state/test_kills.py", "device/test_stand_in_gpu.py",
-    "launch/test_self_test.py", "planning/search/test_planner.py", "runtime/test_bad_input.py", "runtime/test_files_of_a_run.py",
-    "planning/search/test_exact.py", "job/test_shipped_jobs.py", "commands/test_generate.py", "runtime/test_factory.py",
-    "commands/test_export.py", "runtime/test_signals.py", "emulation/test_emulated_cluster.py", "commands/test_installed.py",
+    "runtime/test_equality.py", "device/test_accelerators.py", "commands/test_python_api.py",
+    "runtime/test_streamed_job.py", "runtime/test_recovery.py", "runtime/test_command.py", "state/test_kills.py",
+    "device/test_stand_in_gpu.py", "launch/test_self_test.py", "planning/search/test_planner.py",
+    "runtime/test_bad_input.py", "runtime/test_files_of_a_run.py", "planning/search/test_exact.py",
+    "job/test_shipped_jobs.py", "commands/test_generate.py", "runtime/test_factory.py", "commands/test_export.py",
+    "runtime/test_signals.py", "emulation/test_emulated_cluster.py", "commands/test_installed.py",
     "runtime/test_reconfigure.py", "launch/test_elastic.py", "runtime/test_watchdog.py", "state/test_copies.py",
     "launch/test_slurm.py", "launch/test_mesh.py", "launch/test_hosts.py", "planning/search/test_frozen_plans.py",
     "planning/test_commands.py", "test_docs.py", "model/test_streamed.py", "profiling/test_mpi.py",
-    "planning/search/test_wider_requests.py", "planning/test_drift.py", "planning/search/test_annealing.py", "planning/search/test_alone.py",
+    "planning/search/test_wider_requests.py", "planning/test_drift.py", "planning/search/test_annealing.py",
+    "planning/search/test_alone.py",
 ]  # fmt: skip
 """Files that begin first, those that take longest in either suite, so that no process ends long after the other."""
 

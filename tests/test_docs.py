@@ -300,6 +300,7 @@ def offline_lines(document: Path) -> list[str]:
     return [one[1] for one in found if one and one[1].split()[0] in OFFLINE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "document",
     [path for path in DOCUMENTS if offline_lines(path) and path != written_docs.CONCEPTS],
@@ -378,6 +379,7 @@ def test_python_in_the_documents_compiles() -> None:
 # What the program writes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", written_docs.whole_files(), ids=lambda path: path.name)
 def test_pages_of_reference_are_the_code(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert path.read_text(encoding="utf-8") == written_docs.whole_files()[path], f"run: {written_docs.REWRITE}"

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LIGHT = """
 import contextlib, sys
 from hetero_mpi.cli import main
@@ -72,9 +74,11 @@ def run(program: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_light_commands_import_nothing_of_the_ranks(tmp_path: Path) -> None:
     run(LIGHT, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_rank_imports_nothing_that_it_does_not_use_and_can_still_compile() -> None:
     run(RANK)

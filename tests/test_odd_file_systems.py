@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SHIM = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>

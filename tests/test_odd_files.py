@@ -110,6 +110,7 @@ def ended(*words: str) -> tuple[int, str]:
     return result.returncode, result.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.toml")
     shutil.copy(ROOT / "jobs" / "quickstart.toml", tmp_path / "job.toml")
@@ -128,6 +129,7 @@ def test_commands(tmp_path: Path) -> None:
         assert code == 2 and "must be a regular file, and is a" in said, (words, said)
 
 
+@pytest.mark.slow
 def test_a_model_s_configuration(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("one two three\n" * 200)
     (tmp_path / "job.toml").write_text(

@@ -221,6 +221,7 @@ def test_wherever_the_disk_fills_up_the_process_lives_on_and_ends_well(tmp_path:
     assert int(done.stdout) > 20
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_is_noticed_or_harmless(tmp_path: Path) -> None:
     """Bits of every part of the file: data, headers, names, attributes, and padding, where nothing can change."""
     path = write(tmp_path / "a.h5")

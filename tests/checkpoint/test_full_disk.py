@@ -20,6 +20,8 @@ from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepM
 from hetero_mpi.report.run_files.run_directory import EventLog, append_event, claim
 from tests.support.long_run import LongRun
 
+pytestmark = pytest.mark.slow
+
 
 class SmallDisk:
     """A mounted disk of ``mebibytes`` MiB."""

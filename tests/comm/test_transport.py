@@ -50,11 +50,13 @@ def test_over_mpi(passed_over_mpi: Passed, kind: str, case: str) -> None:
     assert (kind, case) in passed_over_mpi(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PIECE_CASES)
 def test_messages_in_pieces(passed_over_mpi: Passed, case: str) -> None:
     assert ("pieces", case) in passed_over_mpi(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SUM_CASES)
 @pytest.mark.parametrize("kind", ["threaded", "unthreaded"])
 @pytest.mark.parametrize("ranks", [2, 3])

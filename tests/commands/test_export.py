@@ -76,6 +76,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=TOKENS, use_cache=False).logits.float()
 
 
+@pytest.mark.slow
 def test_a_full_run_np2(runs: Path, tmp_path: Path) -> None:
     sentence = export(runs / "full", tmp_path / "out", merge=False)
     assert "bfloat16" in sentence
@@ -85,12 +86,14 @@ def test_a_full_run_np2(runs: Path, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|end|>"
 
 
+@pytest.mark.slow
 def test_an_earlier_checkpoint_np2(runs: Path, tmp_path: Path) -> None:
     export(checkpoint_path(runs / "full" / "checkpoints", 1), tmp_path / "out", merge=False)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not torch.equal(logits(ours), logits(AutoModelForCausalLM.from_pretrained(runs / "full" / "model")))
 
 
+@pytest.mark.slow
 def test_a_lacking_tokenizer_is_told_np2(runs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run" / "checkpoints"
     run.mkdir(parents=True)
@@ -101,6 +104,7 @@ def test_a_lacking_tokenizer_is_told_np2(runs: Path, tmp_path: Path) -> None:
     assert "without a tokenizer" not in export(runs / "full", tmp_path / "whole", merge=False)
 
 
+@pytest.mark.slow
 def test_an_adapter_np2(runs: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hetero_mpi", "export", str(runs / "tuned"), str(tmp_path / "out")],
@@ -116,6 +120,7 @@ def test_an_adapter_np2(runs: Path, tmp_path: Path) -> None:
     assert torch.equal(ours, written) and not torch.allclose(ours, base, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tuned", "dora", "rslora"])
 def test_a_merged_model_np2(runs: Path, tmp_path: Path, name: str) -> None:
     export(runs / name, tmp_path / "out", merge=True)
@@ -126,6 +131,7 @@ def test_a_merged_model_np2(runs: Path, tmp_path: Path, name: str) -> None:
     assert ours.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_a_merged_model_has_the_dtypes_of_its_base_np2(runs: Path, tmp_path: Path) -> None:
     sentence = export(runs / "narrow", tmp_path / "out", merge=True)
     base, ours = (load_file(path / "model.safetensors") for path in (runs / "narrow-start", tmp_path / "out"))
@@ -137,6 +143,7 @@ def test_a_merged_model_has_the_dtypes_of_its_base_np2(runs: Path, tmp_path: Pat
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["full", "full exported", "narrow merged"])
 def test_transformers_stops_where_we_stop_np2(runs: Path, tmp_path: Path, what: str) -> None:
     """The base's generation_config.json is kept, the taught end is added, and keys and values are cached."""
@@ -160,6 +167,7 @@ def test_transformers_stops_where_we_stop_np2(runs: Path, tmp_path: Path, what: 
     assert new[-1] in stops and not set(new[:-1]) & set(stops)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_np2(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="leave --merge out"):
         export(runs / "full", tmp_path / "out", merge=True)
@@ -177,6 +185,7 @@ def test_what_cannot_be_exported_np2(runs: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_adapters_are_read_as_what_they_are_np2(runs: Path) -> None:
     """A job that says otherwise is refused, naming the key."""
     for case in (TUNED, DORA, RSLORA):

@@ -248,6 +248,7 @@ RANKS = pytest.mark.parametrize("ranks", [1, 3], ids=["np1", "np3"])
 Outcomes = dict[int, dict[str, list[dict[str, Any]]]]
 
 
+@pytest.mark.slow
 @RANKS
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_greedy_tokens_are_those_of_transformers(case: Written, ranks: int, outcomes: Outcomes, place: Path) -> None:
@@ -258,12 +259,14 @@ def test_greedy_tokens_are_those_of_transformers(case: Written, ranks: int, outc
     assert len(part) == (1 if ranks == 1 else 2 if case.shares == IDLE else 3)
 
 
+@pytest.mark.slow
 @RANKS
 def test_a_model_larger_than_the_memory_is_streamed(ranks: int, outcomes: Outcomes, place: Path) -> None:
     assert tokens_of(outcomes, ranks, "streamed") == reference(model_directory(place, MODELS[0]))
     assert ("streamed layer by layer" in outcomes[ranks]["streamed"][0]["printed"]) is (ranks == 1)
 
 
+@pytest.mark.slow
 @RANKS
 def test_adapter_directory_is_used_over_its_base(ranks: int, outcomes: Outcomes, place: Path) -> None:
     base = model_directory(place, LORA)
@@ -272,6 +275,7 @@ def test_adapter_directory_is_used_over_its_base(ranks: int, outcomes: Outcomes,
     assert tokens_of(outcomes, ranks, "lora") == expected
 
 
+@pytest.mark.slow
 @RANKS
 def test_text_stops_at_an_end_token_of_the_generation_config(ranks: int, outcomes: Outcomes, place: Path) -> None:
     expected = reference(model_directory(place, STOPPING))
@@ -280,6 +284,7 @@ def test_text_stops_at_an_end_token_of_the_generation_config(ranks: int, outcome
     assert f"{len(tokens)} tokens in" in outcomes[ranks]["stopping"][0]["printed"]
 
 
+@pytest.mark.slow
 @RANKS
 def test_text_is_printed_as_it_is_spelt(ranks: int, outcomes: Outcomes, place: Path) -> None:
     printed = outcomes[ranks]["llama"][0]["printed"]
@@ -288,6 +293,7 @@ def test_text_is_printed_as_it_is_spelt(ranks: int, outcomes: Outcomes, place: P
     assert "tokens/s" in printed and "continued as it is: the tokenizer has no chat template" in printed
 
 
+@pytest.mark.slow
 @RANKS
 def test_prompt_is_wrapped_where_there_is_a_chat_template(ranks: int, outcomes: Outcomes, place: Path) -> None:
     path = model_directory(place, ANSWERING)
@@ -298,6 +304,7 @@ def test_prompt_is_wrapped_where_there_is_a_chat_template(ranks: int, outcomes: 
     assert "--raw" in outcomes[ranks]["answering-raw"][0]["printed"]
 
 
+@pytest.mark.slow
 def test_drawn_tokens_depend_on_the_seed_alone_np1_np3(outcomes: Outcomes, place: Path) -> None:
     names = ("sampled-3-0.9", "sampled-4-0.9", "sampled-3-0.001")
     drawn = [tokens_of(outcomes, 1, name) for name in names]
@@ -307,6 +314,7 @@ def test_drawn_tokens_depend_on_the_seed_alone_np1_np3(outcomes: Outcomes, place
     assert drawn[0] != drawn[2]
 
 
+@pytest.mark.slow
 @RANKS
 def test_run_that_learnt_text_continues_it(ranks: int, outcomes: Outcomes, place: Path) -> None:
     run = place / "text-run"
@@ -315,6 +323,7 @@ def test_run_that_learnt_text_continues_it(ranks: int, outcomes: Outcomes, place
     assert "the run learnt text" in outcomes[ranks]["text-run"][0]["printed"]
 
 
+@pytest.mark.slow
 @RANKS
 def test_run_that_learnt_records_answers_with_its_nf4_adapter(ranks: int, outcomes: Outcomes, place: Path) -> None:
     adapter = place / "records-run" / "adapter"
@@ -330,6 +339,7 @@ def test_run_that_learnt_records_answers_with_its_nf4_adapter(ranks: int, outcom
     assert "NF4" in printed and "wrapped as the run's records were" in printed
 
 
+@pytest.mark.slow
 def test_sample_at_the_end_of_a_run_is_what_generate_writes_np3(outcomes: Outcomes, place: Path) -> None:
     for name, limit in (("text-run", 64), ("records-run", 9)):
         printed = outcomes[3][f"train-{name}"][0]
@@ -345,6 +355,7 @@ def test_sample_at_the_end_of_a_run_is_what_generate_writes_np3(outcomes: Outcom
         assert known and text.startswith(known)
 
 
+@pytest.mark.slow
 @RANKS
 def test_errors_say_what_to_do(ranks: int, outcomes: Outcomes, place: Path) -> None:
     for name, (_, parts) in errors(place, model_directory(place, MODELS[0])).items():
@@ -352,6 +363,7 @@ def test_errors_say_what_to_do(ranks: int, outcomes: Outcomes, place: Path) -> N
             assert all(part in rank["error"] for part in parts), (name, rank["error"])
 
 
+@pytest.mark.slow
 def test_command_line_np1(place: Path, outcomes: Outcomes) -> None:
     command = ["-m", "hetero_mpi", "generate", str(model_directory(place, MODELS[0])), "--prompt", PROMPT]
     result = run_mpi(

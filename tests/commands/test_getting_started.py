@@ -16,6 +16,8 @@ from tests.support.environments import second_environment
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.rack import Rack
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs" / "getting-started.md").read_text()
 BLOCK = re.compile(r"<!-- (.*?) -->\n```(?:sh|toml)\n(.*?)```", re.DOTALL)
 PATIENCE_S = 300

@@ -23,6 +23,8 @@ from hetero_mpi.planning.types.toml_files import load_profile
 from tests.support.environments import second_environment
 from tests.support.mpi import ROOT
 
+pytestmark = pytest.mark.slow
+
 HOMELAB = "homelab-5090-strix-halo"
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.toml") if path.name != "reference.toml")
 SOURCES = ("hetero_mpi", "jobs", "profiles", "pyproject.toml", "setup.py", "README.md", "LICENSE")

@@ -89,6 +89,7 @@ def pushed(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_directory_is_pushed_as_a_private_model(tmp_path: Path, hub: tuple[str, type[_Hub]]) -> None:
     endpoint, handler = hub
     model = directory(tmp_path / "model", {"config.json": {"model_type": "llama"}, "model.safetensors": [1]})
@@ -101,6 +102,7 @@ def test_a_directory_is_pushed_as_a_private_model(tmp_path: Path, hub: tuple[str
     assert handler.files == {path.name: path.read_bytes() for path in model.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "rule"),
     [({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"), ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "Connection refused")],

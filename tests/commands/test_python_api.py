@@ -17,6 +17,8 @@ from tests.support.mpi import ROOT, launcher_or_skip, run_mpi
 from tests.support.pages import follow, write_files
 from tests.support.rank_pool import run_pooled
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:

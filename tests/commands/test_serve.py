@@ -109,6 +109,7 @@ def served(place: Path, base: Path, tokenizer: PreTrainedTokenizerFast) -> Itera
         yield Served(running, tokenizer, load_reference(CASE, base, adapter))
 
 
+@pytest.mark.slow
 def test_a_chat_is_answered_as_transformers_would(served: Served) -> None:
     expected = served.expected(RENDERED, 20)
     chats = served.client.chat.completions
@@ -130,6 +131,7 @@ def test_a_chat_is_answered_as_transformers_would(served: Served) -> None:
     assert same.choices[0].message.content == expected
 
 
+@pytest.mark.slow
 def test_a_completion_continues_texts_and_tokens_and_stops_where_it_shall(served: Served) -> None:
     prompt = "abc defgh ab cab"
     expected = served.expected(prompt, 16)
@@ -146,6 +148,7 @@ def test_a_completion_continues_texts_and_tokens_and_stops_where_it_shall(served
     assert "".join(piece.choices[0].text for piece in pieces) == expected[:place]
 
 
+@pytest.mark.slow
 def test_fields_of_other_servers_are_honoured_as_transformers_would(served: Served) -> None:
     prompt = "abc defgh ab cab"
     known = torch.tensor([served.tokenizer(prompt).input_ids])
@@ -168,11 +171,13 @@ def test_fields_of_other_servers_are_honoured_as_transformers_would(served: Serv
     assert drawn == [served.expected(prompt, 12)] * 2, "of one token only one can be drawn"
 
 
+@pytest.mark.slow
 def test_draws_follow_the_seed(served: Served) -> None:
     texts = [served.completed("abc", temperature=1.0, top_p=0.95, seed=seed).text for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.slow
 def test_answers_written_side_by_side_are_those_written_in_turn(served: Served) -> None:
     prompts = [("abc defgh ab cab" * 2)[: 5 + 3 * n] for n in range(6)]
     in_turn = [served.completed(prompt, max_tokens=30).text for prompt in prompts]
@@ -190,6 +195,7 @@ def posted(served: Served, path: str, body: bytes, token: str = TOKEN) -> tuple[
         return error.code, json.load(error)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_answered_is_refused_in_the_form_of_the_api(served: Served) -> None:
     chat, plain = "/v1/chat/completions", "/v1/completions"
     table: list[tuple[str, Any, int, tuple[str, ...]]] = [
@@ -220,12 +226,14 @@ def test_what_cannot_be_answered_is_refused_in_the_form_of_the_api(served: Serve
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
 
 
+@pytest.mark.slow
 def test_models_and_health_are_told(served: Served) -> None:
     (model,) = served.client.models.list().data
     assert model.id == "served-adapter" and served.client.models.retrieve(model.id).id == model.id
     assert served.health() == {"status": "ok", "running": 0, "waiting": 0}, "no token is needed for this"
 
 
+@pytest.mark.slow
 def test_the_line_at_the_start_is_a_request_that_works(served: Served) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
@@ -235,6 +243,7 @@ def test_the_line_at_the_start_is_a_request_that_works(served: Served) -> None:
     assert answer["choices"][0]["message"]["role"] == "assistant"
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_is_written_for_no_longer(served: Served) -> None:
     """And those who wait behind it are served."""
     host, port = served.url.removeprefix("http://").split(":")
@@ -260,6 +269,7 @@ def test_a_client_that_goes_away_is_written_for_no_longer(served: Served) -> Non
     assert "broken off" in served.running.text() and served.health()["running"] == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_closes_its_sending_side_reads_its_answer(served: Served) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "abc", "max_tokens": 50, "temperature": 0, "ignore_eos": True}).encode()
@@ -274,6 +284,7 @@ def test_a_client_that_closes_its_sending_side_reads_its_answer(served: Served) 
     assert b"HTTP/1.1 200 OK" in answer and b'"completion_tokens": 50' in answer
 
 
+@pytest.mark.slow
 def test_a_page_of_another_site_gets_no_answer(served: Served) -> None:
     body = json.dumps({"prompt": "abc", "max_tokens": 2}).encode()
     own = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
@@ -291,6 +302,7 @@ def test_a_page_of_another_site_gets_no_answer(served: Served) -> None:
             assert error.code == status, (headers, error.read())
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_requests_leave_their_cores_alone(served: Served) -> None:
     def used_s() -> float:
         return sum(sum(rank.cpu_times()[:2]) for rank in served.running.ranks.values())
@@ -300,6 +312,7 @@ def test_ranks_that_wait_for_requests_leave_their_cores_alone(served: Served) ->
     assert used_s() - before < 0.5, "a rank that spins takes 1.5 s where it has a core"
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_service_in_order(served: Served) -> None:
     """The last test of this service. Who waits is told, all ranks leave, and the exit code is 0."""
     running = served.running

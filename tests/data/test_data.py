@@ -134,6 +134,7 @@ def test_byte_level_bpe_loses_nothing(tokenizer: PreTrainedTokenizerFast) -> Non
     assert tokenizer.model_max_length == 16
 
 
+@pytest.mark.slow
 def test_training_is_deterministic_across_processes_and_threads() -> None:
     program = (
         "import sysconfig, hashlib\n"

@@ -33,6 +33,7 @@ def with_template(template: str) -> PreTrainedTokenizerFast:
 LOOPS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -54,6 +55,7 @@ def test_a_template_that_runs_wild(template: str, expected: str) -> None:
         render_prompt(with_template(template), "Hi", "chat")
 
 
+@pytest.mark.slow
 def test_only_the_record_that_a_template_runs_wild_on_is_lost() -> None:
     wild = "{% if 'wild' in messages[0].content %}" + LOOPS + "{% endif %}" + CHATML.template
     tokenizer, bad = with_template(wild), BadRecords(1)

@@ -41,9 +41,10 @@ ADAPTER = {"method": "lora", "rank": 4, "dropout": 0.2}
 TOLERANCE = 1e-4
 """Between processors of unlike make: they add in other orders."""
 MISSING = None if REAL else build.missing()
-pytestmark = pytest.mark.skipif(
-    MISSING is not None, reason=f"torch offers no GPU here (CUDA, ROCm, XPU, MPS), and {MISSING}"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MISSING is not None, reason=f"torch offers no GPU here (CUDA, ROCm, XPU, MPS), and {MISSING}"),
+]
 
 
 def pipeline(ranks: tuple[int, ...], edges: tuple[int, ...], micro_batch: int, sequences: int) -> PipelinePlan:

@@ -22,6 +22,7 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 can be told to use AVX2 only")
 
 
+@pytest.mark.slow
 @x86
 def test_products_in_fp32() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/support/products_checks.py"]

@@ -14,6 +14,8 @@ import pytest
 from tests.stand_in_gpu import build
 from tests.support.mpi import run_bounded
 
+pytestmark = pytest.mark.slow
+
 
 def test_device_code_on_a_stand_in_gpu() -> None:
     if (reason := build.missing()) is not None:

@@ -35,6 +35,7 @@ def test_waiting_threads_spin_for_a_moment_only() -> None:
     assert found.get("GOMP_SPINCOUNT", "1000") == "1000", "LLVM's and Intel's OpenMP do not know it, and sleep at once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"KMP_BLOCKTIME": "5"}])
 def test_what_the_user_has_set_stays(given: dict[str, str]) -> None:
     found = openmp(**given)

@@ -24,6 +24,8 @@ from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.rack import Rack
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 1800
 STEPS = 3
 TOLERANCE = 1e-5

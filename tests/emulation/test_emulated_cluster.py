@@ -31,6 +31,8 @@ from tests.support.pages import follow, write_files
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
 from tests.support.small_jobs import SEQUENCE, Outcome, Workshop
 
+pytestmark = pytest.mark.slow
+
 TOKENS, BATCH, STEPS = 256, 6, 7
 """Of the emulated model: tokens per sequence. Its sequences of one micro-batch each; optimizer steps."""
 CUTS, RANKS = [0, 2, 3, 4], [0, 2, 1]

@@ -186,6 +186,7 @@ def test_events_name_every_action_once() -> None:
     assert operations == set(Op), "every operation has been run"
 
 
+@pytest.mark.slow
 def test_who_owns_what_changes_no_bit() -> None:
     """From each rank keeping as much as it holds to all state on as few ranks as can be: losses, norms, masters and moments."""
     chain = CHAINS[True]

@@ -41,6 +41,7 @@ def test_git_ignores_what_slurm_writes_beside_the_jobs() -> None:
     assert len(names) > 4 and ignored == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "careful", [False, pytest.param(True, marks=pytest.mark.long)], ids=["at-once", "dry-run-first"]
 )

@@ -24,6 +24,8 @@ from hetero_mpi.shipped import REQUIRED
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
 from tests.support.rack import NETWORK, Rack
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 240
 
 

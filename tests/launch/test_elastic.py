@@ -39,6 +39,8 @@ from tests.support.mpi import launcher_or_skip, run_bounded
 from tests.support.rack import Rack
 from tests.support.small_jobs import newest_copy_step
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_killed_rank_on_one_host_then_no_restart_left_np2(tmp_path: Path) -> None:
     """SIGKILL of a rank: started again from the newest checkpoint; a second one is one too many."""

@@ -33,6 +33,8 @@ from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.rack import Rack
 from tests.support.small_jobs import Workshop
 
+pytestmark = pytest.mark.slow
+
 OPEN_MPI = Launcher(Path("/opt/bin/mpirun"), "Open MPI", MpiLibrary("Open MPI", "Open MPI", "5.0.11"))
 MPICH = Launcher(Path("/opt/bin/mpiexec"), "MPICH", MpiLibrary("MPICH", "MPICH", "5.0.2"))
 LOCAL = (LocalAddress("eth0", "10.77.0.1", "255.255.255.0"), LocalAddress("lo", "127.0.0.1", "255.0.0.0"))

@@ -19,6 +19,8 @@ from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.support.long_run import LongRun
 
+pytestmark = pytest.mark.slow
+
 ROOT_GROUP = Path("/sys/fs/cgroup")
 BALLOON = """\
 import sys, time

@@ -30,6 +30,8 @@ from hetero_mpi.launch.launcher.launcher import Launcher
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.rack import Rack
 
+pytestmark = pytest.mark.slow
+
 HOSTS = """
 [[host]]
 address = "192.168.1.10"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT_GROUP = Path("/sys/fs/cgroup")
 ASK = """\
 import os

@@ -28,6 +28,8 @@ from tests.stand_in_gpu import build
 from tests.support.long_run import LongRun
 from tests.support.mpi import run_bounded
 
+pytestmark = pytest.mark.slow
+
 needs_gpu = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 FAULT = "STAND_IN_GPU_FAULT"
 

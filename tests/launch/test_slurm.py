@@ -22,6 +22,8 @@ from tests.support.long_run import LongRun
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.slurm_lab import SlurmLab
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = sorted((ROOT / "jobs").glob("*.sbatch"))
 PATIENCE_S = 300.0
 TWO_KINDS = (Component(("n1",), (2,)), Component(("n2", "n3"), (1, 1)))

@@ -18,6 +18,8 @@ from tests.support.long_run import LongRun
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.slurm_lab import SlurmLab
 
+pytestmark = pytest.mark.slow
+
 LAUNCH = [sys.executable, "-m", "hetero_mpi", "launch"]
 CACHE = ["--", "cache"]
 

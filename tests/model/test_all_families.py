@@ -97,6 +97,7 @@ def test_a_family_that_the_installed_transformers_lacks_is_refused_as_such(monke
         read_config(tiny_keys("llama"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", UNLIKE)
 def test_unlike_families(family: str) -> None:
     assert row(family, try_family(family)) in lines()
@@ -114,6 +115,7 @@ def test_refused_families_cannot_be_split(family: str) -> None:
         try_family(family)
 
 
+@pytest.mark.slow
 def test_transformers_computes_the_loss_of_routers_in_one_way() -> None:
     """In the families that are taken; doge, whose experts are found by two keys, has another."""
     found: dict[str, list[str]] = {}

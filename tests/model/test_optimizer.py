@@ -125,6 +125,7 @@ def decayed_by_trainer(family: str) -> set[str]:
     return set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_decays_is_what_transformers_decays_in_every_family() -> None:
     for family in PROVEN_FAMILIES:
         chain = TransformersChain(read_config(tiny_keys(family)))

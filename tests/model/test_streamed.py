@@ -136,6 +136,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         build(chain, (True,), adapter_tuning(chain, LORA, False, True), "fp32", tmp_path / "file")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries give memory back by themselves")
 def test_gradients_of_full_training_leave_the_process_on_a_cpu() -> None:
     program = textwrap.dedent("""

@@ -70,6 +70,7 @@ def test_who_may_read_the_files_is_left_to_the_umask(tmp_path: Path) -> None:
     assert len(files) > 5 and {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "read"),
     [(write_adapter_of_rank, rank_of_adapter), (write_model, number_of_model)],

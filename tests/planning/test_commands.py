@@ -186,6 +186,7 @@ def test_what_if_names_the_next_ethernet() -> None:
     assert "one more x1, like rank 0" in answers
 
 
+@pytest.mark.slow
 def test_a_slow_card_that_is_used_is_used_for_a_reason() -> None:
     """2 x L4 + A6000 + P40: the P40 idles, or the plan says what it would cost to leave it out."""
     profile = load_profile(ROOT / "profiles" / "zorse-2xl4-a6000-p40.toml")

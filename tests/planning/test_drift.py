@@ -154,6 +154,7 @@ def test_noise_does_not_make_a_change_flap(seed: int) -> None:
     assert len(story.moved_at) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (6, 12)), 25])
 def test_a_rank_that_changes_again_and_again_does_little_harm(period: int) -> None:
     """Moving is as dear as a third of a slow step; a speed that lasts for 25 steps is worth it, one of 3 is not noticed."""

@@ -167,6 +167,7 @@ assert "matplotlib" in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_offline_commands_need_neither_torch_nor_mpi(folder: Path) -> None:
     path = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n"
     done = subprocess.run([sys.executable, "-c", path + PROGRAM], cwd=folder, capture_output=True, text=True)

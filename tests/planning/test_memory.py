@@ -190,6 +190,7 @@ def test_a_rank_that_keeps_more_is_predicted_by_itself() -> None:
     assert [more[rank] for rank in (0, 2, 3)] == [plain[rank] for rank in (0, 2, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, pipelines", [(4, 1), (4, 4), (12, 1), (12, 4)])
 def test_the_others_get_what_fits_where_one_rank_keeps_more(ranks: int, pipelines: int) -> None:
     """Searched exactly, along lines and by columns. Were all ranks taken to keep as much, nothing would fit."""

@@ -203,12 +203,14 @@ def test_a_job_may_leave_it_at_one() -> None:
     assert {len(places) for places in two.held.values()} == {2}
 
 
+@pytest.mark.slow
 def test_slow_links_and_waits_too_short_to_matter_keep_one_stage_per_rank() -> None:
     for profile, batch in ((like_cluster(latency_s=30.0), 8), (like_cluster(), 128)):
         report = make_plan(profile, replace(ONE_PIPELINE, global_batch=batch))
         assert not any(pipeline.interleaved for pipeline in report.plan.pipelines)
 
 
+@pytest.mark.slow
 def test_faster_links_lose_no_gain() -> None:
     """The ranks of the best plan with one stage each stand in another order at 10 Gbit/s between hosts than at 100."""
     profile = load_profile(ROOT / "profiles" / "zorse-2xl4-a6000-p40.toml")
@@ -242,6 +244,7 @@ def test_several_stages_keep_to_the_memory() -> None:
     assert all(memory.peak_bytes <= memory.usable_bytes for memory in report.memory)
 
 
+@pytest.mark.slow
 def test_plans_made_while_the_run_goes_on_keep_several_stages() -> None:
     profile = like_cluster()
     report = make_plan(profile, ONE_PIPELINE)

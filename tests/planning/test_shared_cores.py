@@ -191,6 +191,7 @@ def test_ranks_with_less_than_a_core_form_no_group() -> None:
     assert remark in given.reasons and remark not in complete_plan(found, roomy, request).reasons
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_a_plan_agrees_with_its_prediction(tmp_path: Path) -> None:
     """Questions, replanning and the times of single actions."""
     profile = noisy(3, 2)

@@ -323,6 +323,7 @@ def test_each_of_two_streamed_pipelines_moves_layers_away_from_its_slow_rank() -
     assert found.prospect.then_s < 0.9 * found.prospect.now_s
 
 
+@pytest.mark.slow
 def test_what_fits_on_one_card() -> None:
     """A row of the table of ``benchmarks/what_fits.py``: a model that fits without streaming keeps its plan."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from hetero_mpi.planning.types.toml_files import load_profile
 from tests.support.mpi import run_mpi
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_rank_that_joins_makes_nobody_else_measure_again(tmp_path: Path) -> None:

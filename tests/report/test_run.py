@@ -315,6 +315,7 @@ def test_a_real_browser_shows_the_report_without_complaint(tmp_path: Path) -> No
 # A real run
 
 
+@pytest.mark.slow
 def test_a_run_leaves_all_of_it_behind(tmp_path: Path) -> None:
     """Two ranks under mpirun: every action of the recorded steps is there, times add up, and the files are made from them."""
     shop = Workshop(tmp_path)

@@ -324,6 +324,7 @@ def check_ended_together(outcome: Outcome, parts: tuple[str, ...]) -> None:
     assert outcome.printed_elsewhere == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_ends_all_ranks_with_a_clear_text_np2(outcomes: dict[str, Outcome], name: str) -> None:
     if name == "no-such-device" and torch.cuda.is_available():
@@ -331,6 +332,7 @@ def test_bad_input_ends_all_ranks_with_a_clear_text_np2(outcomes: dict[str, Outc
     check_ended_together(outcomes[name], CASES[name][1])
 
 
+@pytest.mark.slow
 def test_a_good_job_runs_before_and_after_all_the_bad_ones_np2(outcomes: dict[str, Outcome], scene: Scene) -> None:
     for name in ("good", "good-again"):
         assert outcomes[name].raised == ("", ""), outcomes[name]
@@ -340,6 +342,7 @@ def test_a_good_job_runs_before_and_after_all_the_bad_ones_np2(outcomes: dict[st
     assert [step.loss for step in first.steps][:4] == [step.loss for step in again.steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cause"),
     [("lost", "step 5: the loss is nan"), ("learning-rate", "gradients were not finite in 10 steps in a row, ")],
@@ -355,6 +358,7 @@ def test_a_lost_run_names_step_and_last_good_checkpoint_np2(
     assert json.loads(lines[-1])["non_finite"] is True
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_with_a_remark_np2(outcomes: dict[str, Outcome], scene: Scene) -> None:
     outcome = outcomes["damaged-newest"]
     assert outcome.raised == ("", ""), outcome
@@ -376,6 +380,7 @@ def test_a_person_sees_the_problems_once_and_nothing_else_np2(tmp_path: Path) ->
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_person_sees_why_a_run_was_lost_np2(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     entry = infinite_weights(scene, "lost")
@@ -385,6 +390,7 @@ def test_a_person_sees_why_a_run_was_lost_np2(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr and "MPI_A" not in result.stderr, "nobody had to abort"
 
 
+@pytest.mark.slow
 def test_an_unexpected_error_on_one_rank_ends_all_np3(tmp_path: Path) -> None:
     workshop = Workshop(tmp_path)
     job = workshop.job("job", workshop.values(workshop.model()), plan={"allow_idle": False})  # rank 1 has a stage
@@ -400,6 +406,7 @@ def test_an_unexpected_error_on_one_rank_ends_all_np3(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_ends_all_and_says_what_to_change_np2(tmp_path: Path) -> None:
     """Rank 1's process may grow no more from its second step on: a limit of the kernel, met by torch's own allocator."""
     workshop = Workshop(tmp_path)

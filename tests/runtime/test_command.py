@@ -37,6 +37,8 @@ from tests.support.mpi import ROOT, on_ranks, run_mpi
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.support.stages import stage_of
 
+pytestmark = pytest.mark.slow
+
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s"}
 CONFIG = {
     "model_type": "llama",

@@ -21,6 +21,8 @@ from tests.runtime.test_signals import stopped
 from tests.support.long_run import LongRun, Running, rank_of
 from tests.support.mpi import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def launched(job: LongRun, run: Path, *more: str, recover: bool = True) -> list[str]:
     options = ["--recover"] if recover else []

@@ -18,6 +18,8 @@ from tests.support.made_up_profile import write_profile
 from tests.support.mpi import on_ranks
 from tests.support.small_jobs import GLOBAL_BATCH, Outcome, Workshop
 
+pytestmark = pytest.mark.slow
+
 PATIENCE, EVERY = 2, 2
 
 

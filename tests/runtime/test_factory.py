@@ -31,6 +31,8 @@ from tests.programs import layers_model
 from tests.support.mpi import ROOT, on_ranks, run_mpi
 from tests.support.small_jobs import Outcome, Workshop
 
+pytestmark = pytest.mark.slow
+
 STEPS, BATCH, MICRO, SEED, LAYERS, CLIP = 3, 8, 2, 7, 6, 0.5
 TOLERANCE = 1e-6
 RANKS = (1, 2, 3)

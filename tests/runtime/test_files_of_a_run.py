@@ -29,6 +29,8 @@ from tests.support.made_up_profile import write_profile
 from tests.support.mpi import run_mpi
 from tests.support.training_cases import NORMAL, Case
 
+pytestmark = pytest.mark.slow
+
 CASE = next(case for case in NORMAL if case.name == "qwen3-tied-unequal")
 RANKS = 3
 ITEMS_OF = {1: (2, 3), 2: (0, 4, 5)}

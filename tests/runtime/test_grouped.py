@@ -16,6 +16,8 @@ from tests.runtime.test_equality import IN_GROUPS, tensors
 from tests.support.made_up_profile import write_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 
+pytestmark = pytest.mark.slow
+
 WORDS = 20_000
 ENOUGH, LITTLE = 10**9, 10_700_000
 """Bytes of a rank. Embedding and head are one matrix of 640,000 numbers, in all 12.8 MB with gradients and moments."""

@@ -14,6 +14,8 @@ from tests.support.made_up_profile import write_profile
 from tests.support.mpi import on_ranks
 from tests.support.small_jobs import Outcome, Workshop
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 96
 RECORDS = [
     ("grass", "green"),

@@ -18,6 +18,8 @@ from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support.mpi import ROOT
 from tests.support.small_jobs import Outcome, Workshop
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 128
 STEPS = 3
 PAIRS = [

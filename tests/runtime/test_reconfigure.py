@@ -36,6 +36,8 @@ from tests.support.planning_samples import make_model, make_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.support.stages import stage_of
 
+pytestmark = pytest.mark.slow
+
 BLOCKS, STEPS = 4, 8
 LAYERS = BLOCKS + 2
 EMULATED_BLOCKS, EMULATED_STEPS, EMULATED_BATCH, TOKENS = 6, 46, 3, 256

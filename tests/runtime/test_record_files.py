@@ -11,6 +11,8 @@ import pytest
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from tests.support.small_jobs import Outcome, Workshop
 
+pytestmark = pytest.mark.slow
+
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 

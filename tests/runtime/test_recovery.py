@@ -34,6 +34,8 @@ from tests.support.long_run import LongRun, kill, kill_until_one_is_left, newest
 from tests.support.mpi import launcher_or_skip, run_mpi
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE
 
+pytestmark = pytest.mark.slow
+
 STEPS = 150
 
 

@@ -20,6 +20,8 @@ from hetero_mpi.runtime.signals import REQUESTS, StopRequest
 from tests.support.long_run import LongRun, Running
 from tests.support.mpi import ROOT
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("parameters", "moments1", "moments2")
 
 

@@ -28,6 +28,8 @@ from tests.support.long_run import LongRun, kill, kill_until_one_is_left
 from tests.support.mpi import ROOT, run_bounded
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
+pytestmark = pytest.mark.slow
+
 MEMORY = 3_000_000
 """Bytes of each of two ranks: too few for half of the model's 5 MB."""
 ADAPTER = {"method": "lora", "rank": 2, "dropout": 0.1}

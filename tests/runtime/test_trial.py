@@ -21,6 +21,8 @@ from tests.stand_in_gpu import THROUGH, build
 from tests.support.made_up_profile import write_profile
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
+pytestmark = pytest.mark.slow
+
 RANKS, LAYERS = 3, 6
 LONG: dict[str, Any] = {"train": {"steps": 1000}}
 TRIED: dict[str, Any] = {"trial": True}

@@ -15,6 +15,8 @@ from hetero_mpi.runtime.watchdog import limit_s
 from tests.support.long_run import LongRun
 from tests.support.mpi import run_mpi
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "tests/programs/watched.py"
 TRIED = ("--set", "profile.trial=true")
 

@@ -29,6 +29,8 @@ from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.long_run import LongRun, newest_step
 from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 
+pytestmark = pytest.mark.slow
+
 
 def source(rank: int, version_id: str, step: int, names: str, begun: str = "run") -> Part:
     path = Path(f"{version_id}-{rank}") if version_id else None

@@ -27,6 +27,8 @@ from tests.support.made_up_profile import write_profile
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("parameters", "moments1", "moments2")
 WRITING_S = 0.03
 """About what these small files take to be written."""

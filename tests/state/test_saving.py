@@ -29,6 +29,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_background_saving_np3(printed: str, case: str) -> None:
     assert f"passed: {case}\n" in printed, printed[-3000:]

@@ -105,9 +105,11 @@ class Pool:
             connection.close()
 
     def kill(self) -> None:
+        before_s = _children_s()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        _spent_s[0] -= _children_s() - before_s  # what its programs took was counted when they ran
         shutil.rmtree(self.folder)
 
 
@@ -117,6 +119,11 @@ def _failed(why: str) -> dict[str, Any]:
 
 _pools: dict[int, Pool] = {}
 _spent_s = [0.0]
+
+
+def _children_s() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def spent_s() -> float:

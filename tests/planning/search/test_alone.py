@@ -34,6 +34,7 @@ SHIPPED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SHIPPED)
 def test_plan_what_if_baseline_and_report_say_the_same(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -111,6 +111,7 @@ def annealed(start: Plan, profile: ClusterProfile, request: PlanRequest) -> tupl
     return found.plan, found.step_s
 
 
+@pytest.mark.slow
 def test_a_bad_plan_becomes_a_good_one_and_the_same_every_time() -> None:
     profile = cluster()
     start = even_plan(((6, 0, 5, 1, 4, 2, 3),))
@@ -121,6 +122,7 @@ def test_a_bad_plan_becomes_a_good_one_and_the_same_every_time() -> None:
     assert best is not None and step_s <= 1.03 * best.step_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", ["tied", "NIC", "memory"])
 def test_pipelines_that_meet_elsewhere_than_in_sums_are_annealed_too(shared: str) -> None:
     profile = cluster()
@@ -170,6 +172,7 @@ def test_all_ranks_stay_at_work_where_none_may_idle() -> None:
     assert sorted(stage.ranks[0] for pipeline in plan.pipelines for stage in pipeline.stages) == list(range(7))
 
 
+@pytest.mark.slow
 def test_indifference_keeps_a_plan_that_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = cluster()
     best = decide(profile, REQUEST)
@@ -194,6 +197,7 @@ def test_a_number_of_pipelines_that_no_start_has_is_begun_with() -> None:
     assert max(speeds) < 1.6 * min(speeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [7, 9, 13])
 def test_a_number_of_pipelines_that_begins_slowly_is_searched_too(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here what begins more than 1.2 times as slow as fewer pipelines ends 6 to 16 % faster."""

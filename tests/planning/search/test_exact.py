@@ -22,6 +22,8 @@ from tests.support.brute_force import brute_force_s, joint_instance
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile, renumbered
 from tests.support.seeds import seeds
 
+pytestmark = pytest.mark.slow
+
 MOST_SLOWER = 1 + 1e-9
 
 

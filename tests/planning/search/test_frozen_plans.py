@@ -18,6 +18,8 @@ from hetero_mpi.planning.dry_run import validate  # noqa: E402
 from hetero_mpi.planning.memory import predict_hosts, predict_memory  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 ENTRIES = frozen.read(frozen.FILE)
 
 

@@ -239,6 +239,7 @@ def test_never_a_group_across_hosts() -> None:
     assert found is not None and not found.plan.leader_of
 
 
+@pytest.mark.slow
 def test_layers_move_from_a_group_that_has_become_slow_and_no_group_is_formed_while_a_run_goes_on() -> None:
     profile, request = boxes("aabb", (1.0,) * 4), asked(2)
     report = make_plan(profile, request)

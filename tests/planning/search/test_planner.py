@@ -78,6 +78,7 @@ def planned_as_brute_force_does(seed: int) -> None:
     assert complete_plan(report.plan, profile, request).predicted_step_s == report.predicted_step_s
 
 
+@pytest.mark.slow
 @seeds(10, (0, 6), "block")
 def test_the_plan_is_no_slower_than_brute_force_at_classic_depths(block: int) -> None:
     for seed in range(block * 15, block * 15 + 15):

@@ -63,6 +63,7 @@ def many(seed: int = 0) -> tuple[ClusterProfile, PlanRequest]:
     return noisy(profile, seed), PlanRequest(48, SEQUENCE, (1, 2), recompute_choices=(False, True))
 
 
+@pytest.mark.slow
 def test_a_plan_for_many_noisy_ranks_is_simulated_with_their_own_figures_and_repeatable() -> None:
     profile, request = many()
     report = make_plan(profile, request)
@@ -75,6 +76,7 @@ def test_a_plan_for_many_noisy_ranks_is_simulated_with_their_own_figures_and_rep
     )
 
 
+@pytest.mark.slow
 def test_many_noisy_ranks_numbered_anew_give_the_same_plan() -> None:
     profile, request = many(1)
     order = random.Random(1).sample(range(24), 24)

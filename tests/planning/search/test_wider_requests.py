@@ -40,6 +40,7 @@ def step_s(profile: ClusterProfile, request: PlanRequest) -> float:
     return math.inf if found is None else found.step_s
 
 
+@pytest.mark.slow
 @seeds(40, 3)
 def test_more_pipelines_make_no_plan_slower(seed: int) -> None:
     profile, request = instance(seed)
@@ -47,6 +48,7 @@ def test_more_pipelines_make_no_plan_slower(seed: int) -> None:
     assert all(more <= fewer * ROUNDING for fewer, more in itertools.pairwise(steps))
 
 
+@pytest.mark.slow
 @seeds(40, (0, 2, 4))
 def test_leave_to_idle_makes_no_plan_slower(seed: int) -> None:
     profile, request = instance(seed)
@@ -62,6 +64,7 @@ def test_one_rank_more_makes_no_plan_slower(seed: int) -> None:
         assert every <= MOST_SLOWER * step_s(restricted(profile, [rank for rank in ranks if rank != left_out]), request)
 
 
+@pytest.mark.slow
 @seeds(40, (1, 2))
 def test_what_is_told_of_other_plans_is_what_they_take(seed: int) -> None:
     """One pipeline, and no idle rank: the search for the plan has found these, too."""
