@@ -233,6 +233,9 @@ class LinkTimes:
 class PacedTransport(Transport):
     """``inner`` with the times of another cluster. Closing it leaves ``inner`` open.
 
+    All ranks start the sums of all groups in one common order, as the engine does, layer after layer: in other orders ranks could
+    wait for one another for ever, since a rank starts a sum only when those of its other groups are done.
+
     Args:
         offsets_s: each rank's clock minus rank 0's, as ``clock_offset_s`` says.
     """

@@ -62,7 +62,7 @@ def test_a_second_start_has_the_same_data_and_reads_nothing(
     first, there = prepared(job, text)
     assert not there
     for name in ("train_bpe", "build_sequences", "build_record_sequences", "read_records"):
-        monkeypatch.setattr(f"hetero_mpi.runtime.setup.material.{name}", None)
+        monkeypatch.setattr(f"hetero_mpi.runtime.setup.data_setup.{name}", None)
     second, there = prepared(job, text)
     assert there
     for material in (first, second):

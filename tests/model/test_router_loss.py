@@ -15,13 +15,13 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.loss import IGNORED, Routed, Routers, _Join, _Split
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
 from tests.family_trial import LIMIT
 from tests.model.test_split_backward import NormalStart, chain_of
 from tests.support.family_configs import VOCABULARY, tiny_keys
+from tests.support.stages import stage_of, streamed_stage_of
 
 LENGTHS, TOKENS = (24, 9, 0, 16), 24
 """Tokens of each sequence up to the last that is learnt; none of the third one, as of a row that only keeps a micro-batch going."""
@@ -39,9 +39,9 @@ def chain() -> TransformersChain:
 
 
 def stages_of(chain: TransformersChain, dtype: str, *cuts: int, streamed: bool = False, **options: Any) -> list[Stage]:
-    kind = StreamedStage if streamed else Stage
+    made = streamed_stage_of if streamed else stage_of
     bounds = pairwise((0, *cuts, chain.layer_count))
-    return [kind(chain, first, last, Backend(), dtype, NormalStart(), 7, **options) for first, last in bounds]
+    return [made(chain, first, last, Backend(), dtype, NormalStart(), 7, **options) for first, last in bounds]
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,9 +74,7 @@ def test_a_head_of_its_own_is_not_tied_whatever_config_json_says(directory: Any)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_that_is_the_embedding_stays_tied_up_to_its_last_number(
-    directory: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_is_the_embedding_stays_tied_up_to_its_last_number(directory: Any, dtype: torch.dtype) -> None:
     def copy(tensors: Tensors) -> None:
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].bfloat16().float()
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].to(dtype, copy=True)
@@ -89,7 +87,6 @@ def test_a_head_that_is_the_embedding_stays_tied_up_to_its_last_number(
         copy(tensors)
         tensors["lm_head.weight"][-1, -1] += 1
 
-    monkeypatch.setattr("hetero_mpi.model.transformers.stored_model._PIECE", 1000)
     path = directory(tie_word_embeddings=True, change=spoil)
     assert stored_model(ModelFiles(path)).config["tie_word_embeddings"] is False
 
