@@ -53,7 +53,7 @@ from hetero_mpi.planning.durations import whole_model_s  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.outline import outlined  # noqa: E402
 from hetero_mpi.planning.pacing import classic_depths  # noqa: E402
-from hetero_mpi.planning.several.fitting import Fitter  # noqa: E402
+from hetero_mpi.planning.search.memory_fit import Fitter  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.plan_report import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile  # noqa: E402

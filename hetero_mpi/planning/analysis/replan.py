@@ -20,10 +20,10 @@ from functools import partial
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.correction import Measured, corrected
 from hetero_mpi.planning.analysis.drift import Prospect, moving_s
-from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.groups import improved
 from hetero_mpi.planning.decision.planner import complete_plan
+from hetero_mpi.planning.search.search import Search
 from hetero_mpi.planning.shared_cores import while_computing
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
@@ -181,10 +181,10 @@ def _alone(pipeline: PipelinePlan, plan: Plan, profile: ClusterProfile, request:
 
 
 def _annealed(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan | None:
-    annealer = Annealer(profile, request)
-    fitting = annealer.fitter.fitted(plan)
-    found = annealer.best([(fitting, annealer.fitter.step_s(fitting))]) if fitting is not None else None
-    return found[0] if found is not None else None
+    search = Search(profile, request)
+    fitting = search.fitter.fitted(plan)
+    found = search.best([(fitting, search.fitter.step_s(fitting))]) if fitting is not None else None
+    return found.plan if found is not None else None
 
 
 def _decided(profile: ClusterProfile, request: PlanRequest) -> Plan | None:

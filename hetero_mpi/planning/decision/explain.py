@@ -12,7 +12,7 @@ from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.durations import Durations, whole_model_s
 from hetero_mpi.planning.pacing import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op
-from hetero_mpi.planning.several.fitting import Fitter
+from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.shared_cores import slowness, while_computing
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import restricted
