@@ -66,3 +66,9 @@ def test_an_estimate_is_near_to_the_step_it_leads_to(schedule: str) -> None:
         assert lines is not None and sum(lines[0].counts) == 14 and used(lines) <= 7
         (start,) = search.rounds.begun([lines], 1, 1e6)
         assert 0.9 * one.seconds <= start[1] <= 1.35 * one.seconds < math.inf
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_nothing_is_found_where_nothing_fits(ranks: int) -> None:
+    profile = make_profile([1.0] * ranks, make_model(6), memory_bytes=1000)
+    assert Search(profile, replace(REQUEST, global_batch=12)).best() is None

@@ -333,7 +333,7 @@ class Chains:
         return False if flying <= held.plain[first, n] else True if flying <= held.again[first, n] else None
 
     def deepened(self, chain: Chain) -> Chain:
-        """The best of several depths: 1F1B's own, and such that gradients are back in time (``single.search.paced``), as far as
+        """The best of several depths: 1F1B's own, and such that gradients are back in time, as far as
         memory goes without or with repeating forwards. Fewer of them where one simulation is dear."""
         looks = max(2, DEEPENING // (2 * len(chain.picks) * self.micro_batches))
         best = self.evaluate(chain.picks, chain.cuts, classic_depths(len(chain.picks), self.micro_batches))

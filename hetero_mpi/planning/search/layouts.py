@@ -1,7 +1,7 @@
 """Several pipelines side by side over many ranks: how many, which ranks in which, and who takes how much of the batch.
 
 For every number of pipelines worth looking at and a few ways of putting ranks into columns (``columns``), the best line of
-columns is estimated by dynamic programming (``chains``); the most promising are simulated with the depths that suit them best.
+columns is estimated by dynamic programming; the most promising are simulated with the depths that suit them best.
 Then shares of the global batch are dealt out so that the slowest pipeline is as fast as can be, and cuts are made anew for
 these shares. Everything counts its effort in looks, not seconds: the same input gives the same plan.
 """

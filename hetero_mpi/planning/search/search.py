@@ -105,16 +105,15 @@ class Search:
             numbers = {number: numbers.get(number, []) for number in range(1, self.most + 1)}
         found = self._of_all(numbers, self.rounds)
         best = min(found.values(), key=lambda one: one[1], default=((), math.inf))
-        asked, one_s, at_work_s = len(self.ranks) <= LAID_OUT, None, None
-        if asked:
+        one_s = at_work_s = None
+        if len(self.ranks) <= LAID_OUT:
             whole = best
-            if best[1] == math.inf or used(best[0]) < self.every:
-                few = len(self.ranks) <= FEW
-                at_work = self._of_all(
-                    numbers if few else {len(best[0]): [best]}, self.rounds.requiring(self.every), list(found.values())
-                )
+            if self.request.allow_idle and used(best[0]) < self.every:
+                all_of_them = len(self.ranks) <= FEW or not best[0]
+                some = numbers if all_of_them else {len(best[0]): [best]}
+                at_work = self._of_all(some, self.rounds.requiring(self.every), list(found.values()))
                 whole = min(at_work.values(), key=lambda one: one[1], default=((), math.inf))
-                best = min(best, whole, key=lambda one: one[1] * (1 - ROUNDING * (one is best)))
+                best = whole if whole[1] < best[1] * (1 - ROUNDING) else best
                 found |= {n: one for n, one in at_work.items() if one[1] < found.get(n, one)[1]}
             at_work_s, one_s = whole[1], found[1][1] if 1 in found else math.inf
         found_plan = self.fitter.fitted(self.plan(best[0])) if best[1] < math.inf else None
