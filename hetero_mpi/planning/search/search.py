@@ -37,8 +37,8 @@ FEW = 6
 """Up to so many ranks all numbers of pipelines are looked at closely."""
 MOST_NUMBERS, NUMBERS_IN_BRIEF = 3, 2
 """So many numbers of more ranks, the most promising ones; and where the request is to be answered briefly."""
-SLOWER, SLOWER_OF_FEW = 1.04, 1.5
-"""None is looked at closely whose candidates are so much slower than the best plan of fewer pipelines; of up to ``FEW`` ranks."""
+SLOWER, SLOWER_OF_FEW = 1.08, 1.5
+"""None is looked at closely whose candidates are so much slower than the best plan of fewer pipelines; of up to ``EVERY`` ranks."""
 SHORT, LONG, KEPT, SIMULATED = 25, 50, 12, 8
 """Rounds in which candidates are improved to see whether their number is promising, and for each of ``DEPTHS`` if it is; how many
 of them are kept, and simulated with the depths that look best."""
@@ -141,7 +141,7 @@ class Search:
         close = sorted(found) if few else close[: NUMBERS_IN_BRIEF if self.request.brief else MOST_NUMBERS]
         least_s = math.inf
         for number in close:
-            if known[number][0][1] <= (SLOWER_OF_FEW if few else SLOWER) * least_s:
+            if known[number][0][1] <= (SLOWER_OF_FEW if len(self.ranks) <= EVERY else SLOWER) * least_s:
                 own = rounds.of(number).requiring(rounds.least)
                 found[number] = self._improved(known[number], number, own)
                 least_s = min(least_s, found[number][1])
@@ -169,7 +169,7 @@ class Search:
         if len(self.ranks) == 1:
             return alive[0]
         best = min((rounds.descended(one, DOWNHILL, self.actions / 4) for one in alive), key=lambda one: one[1])
-        return rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(number))
+        return rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
 
     def _priced(self, found: Sequence[Found], rounds: Rounds, depth: float) -> list[Start]:
         """The most promising of the candidates with their step times, as far as they fit."""
