@@ -53,7 +53,7 @@ from hetero_mpi.planning.durations import whole_model_s  # noqa: E402
 from hetero_mpi.planning.fast_simulation import outlined  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.orders.warm_up import classic_depths  # noqa: E402
-from hetero_mpi.planning.several.fitting import Fitter  # noqa: E402
+from hetero_mpi.planning.search.memory_fit import Fitter  # noqa: E402
 from hetero_mpi.planning.types.plan import (  # noqa: E402
     PipelinePlan,
     Plan,

@@ -19,7 +19,7 @@ BASE = {"background", "disk", "errors", "host_limits", "shipped", "terminal", "t
 PACKAGES = [
     "comm/ranks", "comm",
     "planning/types", "planning/orders", "planning",
-    "planning/several", "planning/annealing", "planning/decision", "planning/analysis",
+    "planning/search", "planning/decision", "planning/analysis",
     "job",
     "data",
     "checkpoint",

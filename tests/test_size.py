@@ -31,13 +31,13 @@ LINES = {
     "job": 1_130,
     "launch": 4_510,
     "model": 7_510,
-    "planning": 10_850,
+    "planning": 10_740,
     "profiling": 1_360,
     "report": 4_410,
     "runtime": 6_660,
     "state": 1_800,
     "web": 430,
-    "in all": 54_030,
+    "in all": 53_920,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -11,7 +11,7 @@ from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.memory import predict_memory, stage_memory, stage_trainable
 from hetero_mpi.planning.owners import owned_state_bytes, owners
-from hetero_mpi.planning.several.fitting import Fitter
+from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.annealing.anneal import Annealer
-from hetero_mpi.planning.annealing.rounds import always_split
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing
 from hetero_mpi.planning.decision.groups import with_groups
 from hetero_mpi.planning.decision.rank_order import in_natural_order
@@ -22,8 +20,10 @@ from hetero_mpi.planning.decision.streaming import with_streamed_stages
 from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
-from hetero_mpi.planning.several import layouts
-from hetero_mpi.planning.several.fitting import Fitter
+from hetero_mpi.planning.search import layouts
+from hetero_mpi.planning.search.memory_fit import Fitter
+from hetero_mpi.planning.search.rounds import always_split
+from hetero_mpi.planning.search.search import LAID_OUT, SEARCHED, Search
 from hetero_mpi.planning.tables import may_split
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.plan import Plan
@@ -99,19 +99,19 @@ def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
 
 def _resident(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     """The best plan in which every rank holds its stage."""
-    starts = list(_starts(profile, request))
-    if len(profile.devices) > layouts.SEARCHED:
+    few = len(profile.devices) <= LAID_OUT
+    starts = [] if few else list(_starts(profile, request))
+    if len(profile.devices) > SEARCHED:
         return Decision(*min(starts, key=lambda one: one[1])) if starts else None
-    annealer = Annealer(profile, request)
-    best = annealer.best(starts)
+    search = Search(profile, request)
+    best = search.best(starts) or (search.best(list(_roomiest(profile, request))) if few else None)
     if best is None:
         return None
-    plan, step_s = in_natural_order(best.plan, best.step_s, annealer)
+    plan, step_s = in_natural_order(best.plan, best.step_s, search)
     if request.schedule != "auto":
         return Decision(_scheduled(plan, request), step_s, best.one_pipeline_s, best.at_work_s)
     if request.stages_per_rank > 1:
-        able = [one for one in starts if request.allow_idle or len(one[0].ranks) >= annealer.every]
-        several = SeveralStages(profile, request).better([(plan, step_s), *able], step_s)
+        several = SeveralStages(profile, request).better([(plan, step_s), *best.others], step_s)
         if several is not None:
             return Decision(*several, best.one_pipeline_s, best.at_work_s, step_s)
     return Decision(plan, step_s, best.one_pipeline_s, best.at_work_s)
@@ -184,13 +184,21 @@ def _starts(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[Pla
     memory free. With their backward split otherwise too."""
     fitter = Fitter(profile, request)
     found = [fitter.fitted(_scheduled(plan, request)) for _, plan in layouts.several(profile, request)]
-    if not any(found):
-        spare = (closest(divided, request).plan for divided in with_hosts_divided(profile))
-        found = [fitter.fitted(_scheduled(plan, request) if request.schedule != "auto" else plan) for plan in spare]
     for plan in found:
         if plan is not None:
             otherwise = map(fitter.fitted, _otherwise_split(plan, profile, request))
             yield from ((one, fitter.step_s(one)) for one in (plan, *otherwise) if one is not None)
+    if not any(found):
+        yield from _roomiest(profile, request)
+
+
+def _roomiest(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[Plan, float]]:
+    """The plan of one pipeline that leaves most memory free, where it fits."""
+    fitter = Fitter(profile, request)
+    for plan in (closest(divided, request).plan for divided in with_hosts_divided(profile)):
+        fitted = fitter.fitted(_scheduled(plan, request) if request.schedule != "auto" else plan)
+        if fitted is not None:
+            yield fitted, fitter.step_s(fitted)
 
 
 def _otherwise_split(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Plan]:

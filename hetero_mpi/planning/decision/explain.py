@@ -15,7 +15,7 @@ from hetero_mpi.planning.durations import Durations, pass_s, update_s, weights_s
 from hetero_mpi.planning.memory import host_state_bytes, streamed_bytes
 from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op
-from hetero_mpi.planning.several.fitting import Fitter
+from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan

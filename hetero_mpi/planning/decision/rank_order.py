@@ -16,37 +16,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hetero_mpi.planning.annealing.anneal import Annealer
-from hetero_mpi.planning.annealing.costs import ROUNDING
-from hetero_mpi.planning.annealing.lines import Lines
 from hetero_mpi.planning.fit import like_ranks
+from hetero_mpi.planning.search.costs import ROUNDING
+from hetero_mpi.planning.search.pipelines import Lines
+from hetero_mpi.planning.search.search import Search
 from hetero_mpi.planning.tables import in_classes, rank_classes
 from hetero_mpi.planning.types.plan import Plan
 
 
-def in_natural_order(plan: Plan, step_s: float, annealer: Annealer) -> tuple[Plan, float]:
+def in_natural_order(plan: Plan, step_s: float, search: Search) -> tuple[Plan, float]:
     """``plan``, which takes ``step_s``, or one that the request is indifferent to and whose ranks are more nearly in order."""
-    profile, request = annealer.profile, annealer.request
+    profile, request = search.profile, search.request
     limit_s = step_s * (1 + max(request.indifference, ROUNDING))
-    classes = _like(annealer) if request.indifference > 0 else rank_classes(profile)
+    classes = _like(search) if request.indifference > 0 else rank_classes(profile)
     alike = {rank: members for members in classes for rank in members}
-    lines = annealer.lines(plan)
-    chosen = [annealer.ranks[rank] for line in lines for rank in line.ranks]
+    lines = search.lines(plan)
+    chosen = [search.ranks[rank] for line in lines for rank in line.ranks]
     for ranks in _wishes(chosen, alike, len(lines) == 1 and request.indifference > 0):
         if ranks == chosen:
             break
-        left = iter(annealer.ranks.index(rank) for rank in ranks)
+        left = iter(search.ranks.index(rank) for rank in ranks)
         wished: Lines = tuple(line._replace(ranks=tuple(next(left) for _ in line.ranks)) for line in lines)
-        found = annealer.in_order(wished, limit_s)
+        found = search.in_order(wished, limit_s)
         if found is not None:
             return found
     return plan, step_s
 
 
-def _like(annealer: Annealer) -> list[list[int]]:
+def _like(search: Search) -> list[list[int]]:
     """The usable ranks in classes of like devices with equal times."""
-    devices = {device.rank: device for device in annealer.profile.devices}
-    usable = [[rank for rank in like if rank in annealer.ranks] for like in like_ranks(annealer.profile)]
+    devices = {device.rank: device for device in search.profile.devices}
+    usable = [[rank for rank in like if rank in search.ranks] for like in like_ranks(search.profile)]
     return [one for like in usable for one in in_classes(like, lambda a, b: devices[a].layers == devices[b].layers)]
 
 

@@ -31,7 +31,7 @@ from hetero_mpi.planning.memory import (
 )
 from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.planning.several.fitting import Fitter
+from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes

@@ -41,7 +41,7 @@ class PlanRequest:
     indifference: float = 0.0
     """Plans within this share of the fastest are as good: of these, the one whose ranks follow one another is taken."""
     thorough: bool = False
-    """Look longer for the fastest plan: several times as long (``annealing``)."""
+    """Look longer for the fastest plan: several times as long (``search``)."""
     brief: bool = False
     """Look at the most promising number of pipelines alone: for what is told beside a plan, not for a plan to be run."""
     memory_reserve: float = 0.05

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
-from hetero_mpi.planning.several.chains import Chain, Chains
-from hetero_mpi.planning.several.cluster import ClusterArrays, levels
-from hetero_mpi.planning.several.columns import Columns, along_hosts, in_hosts
-from hetero_mpi.planning.several.layouts import several as layouts_of
-from hetero_mpi.planning.several.shares import Pipelines
+from hetero_mpi.planning.search.cluster import ClusterArrays, levels
+from hetero_mpi.planning.search.columns import Chain, Chains, Columns, along_hosts, in_hosts
+from hetero_mpi.planning.search.layouts import Pipelines
+from hetero_mpi.planning.search.layouts import several as layouts_of
+from hetero_mpi.planning.search.search import Search
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
@@ -193,11 +192,11 @@ def test_pipelines_that_end_together_are_changed_together() -> None:
     pair = [(StagePlan((a,), *cuts[:2], 1), StagePlan((b,), *cuts[1:], 0)) for a, b in ((0, 1), (2, 3))]
     plan = Plan(tuple(PipelinePlan(stages, 2, 8) for stages in pair), 16, SEQUENCE, 8)
     step_s = simulate(plan, profile).step_s
-    found = Annealer(profile, request).best([(plan, step_s)])
-    assert found is not None and found[1] == simulate(found[0], profile).step_s < 0.99 * step_s
-    fixed = Annealer(profile, replace(request, schedule="1f1b")).best([(plan, step_s)])
-    assert fixed is not None and fixed[1] < 0.99 * step_s
-    depths = [[stage.warm_up for stage in pipeline.stages] for pipeline in fixed[0].pipelines]
+    found = Search(profile, request).best([(plan, step_s)])
+    assert found is not None and found.step_s == simulate(found.plan, profile).step_s < 0.99 * step_s
+    fixed = Search(profile, replace(request, schedule="1f1b")).best([(plan, step_s)])
+    assert fixed is not None and fixed.step_s < 0.99 * step_s
+    depths = [[stage.warm_up for stage in pipeline.stages] for pipeline in fixed.plan.pipelines]
     assert all(own == list(range(len(own)))[::-1] for own in depths)
 
 
@@ -205,4 +204,4 @@ def test_pipelines_that_end_together_are_changed_together() -> None:
 def test_every_pipeline_has_a_whole_micro_batch(ranks: int) -> None:
     """Four sequences in micro-batches of two: two pipelines at most, whatever the number of ranks."""
     found = layouts_of(make_profile([1.0] * ranks), PlanRequest(4, SEQUENCE, (2,), max_pipelines=4))
-    assert {len(plan.pipelines) for _, plan in found} == {1, 2}
+    assert {len(plan.pipelines) for _, plan in found} <= {1, 2} and found

@@ -11,8 +11,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.decision.remedies import is_packed, with_adapters
-from hetero_mpi.planning.decision.shortage import closest
+from hetero_mpi.planning.decision.remedies import closest, is_packed, with_adapters
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import stage_bytes

@@ -8,8 +8,8 @@ import pytest
 
 from hetero_mpi.planning.durations import exchange_s
 from hetero_mpi.planning.fast_simulation import outlined
-from hetero_mpi.planning.several.cluster import ClusterArrays
-from hetero_mpi.planning.several.layouts import several
+from hetero_mpi.planning.search.cluster import ClusterArrays
+from hetero_mpi.planning.search.layouts import several
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.annealing.anneal import Annealer
 from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.search.search import Search
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -79,7 +79,7 @@ def test_what_is_told_of_other_plans_is_what_they_take(seed: int) -> None:
 @pytest.mark.parametrize("at_work", [((0,), (1,)), ((0, 2, 5), (1, 3)), ((6, 0, 5, 1, 4, 2, 3),)])
 def test_idle_ranks_are_put_to_work(at_work: tuple[tuple[int, ...], ...]) -> None:
     """Each with one layer, and the layers of all are still the model's."""
-    annealer = Annealer(cluster(10_000_000), REQUEST)
+    annealer = Search(cluster(10_000_000), REQUEST)
     lines = annealer.rounds.requiring(7).filled(annealer.lines(even_plan(at_work)))
     assert sorted(rank for line in lines for rank in line.ranks) == list(range(7))
     assert all(sum(line.counts) == 14 and len(line.counts) == len(line.flying) == len(line.ranks) for line in lines)

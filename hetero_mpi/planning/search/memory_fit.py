@@ -61,8 +61,7 @@ class Fitter:
         return self._fitted(plan, None)
 
     def _parts(self, plan: Plan) -> Iterator[Owned]:
-        """Bytes that each rank owns if all own as much: first with less for those that have less memory than the mean, then
-        without."""
+        """What each rank owns if all own as much: first with less for those that have less memory than the mean, then without."""
         for levelled in (True, False):
             owned = dict[int, float]()
             for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
@@ -160,12 +159,12 @@ class Fitter:
         return pipeline
 
     def _suffices(self, pipelines: Sequence[PipelinePlan]) -> bool:
-        """True where every rank holds its stage with all of its state."""
+        """Does every rank hold its stage with all of its state?"""
         held = all(self.fits(one, stage) for one in pipelines for stage in one.stages)
         return held and not self._short(pipelines, None)
 
     def fits(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None = None) -> bool:
-        """True where its rank holds ``stage``, as one of the pipeline's."""
+        """Does its rank hold ``stage``, as one of the pipeline's?"""
         return self._peak(pipeline, stage, owned) <= self._usable[stage.ranks[0]]
 
     def _peak(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None) -> float:

@@ -1,53 +1,55 @@
 """Several pipelines side by side over many ranks: how many, which ranks in which, and who takes how much of the batch.
 
 For every number of pipelines worth looking at and a few ways of putting ranks into columns (``columns``), the best line of
-columns is estimated by dynamic programming (``chains``); the most promising are simulated, deepened, re-ordered and polished.
+columns is estimated by dynamic programming; the most promising are simulated with the depths that suit them best.
 Then shares of the global batch are dealt out so that the slowest pipeline is as fast as can be, and cuts are made anew for
 these shares. Everything counts its effort in looks, not seconds: the same input gives the same plan.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hetero_mpi.planning.durations import exposed_s
 from hetero_mpi.planning.memory import hosts_suffice
-from hetero_mpi.planning.several.chains import Chain, Chains, ColumnOrder
-from hetero_mpi.planning.several.cluster import FEW, ClusterArrays, in_own_order
-from hetero_mpi.planning.several.columns import Column, Columns, along_hosts, in_hosts, of_all
-from hetero_mpi.planning.several.shares import Pipelines
-from hetero_mpi.planning.tables import shares_nics, stage_bytes
+from hetero_mpi.planning.search.cluster import FEW, ClusterArrays, in_own_order
+from hetero_mpi.planning.search.columns import (
+    Chain,
+    Chains,
+    Column,
+    ColumnOrder,
+    Columns,
+    along_hosts,
+    in_hosts,
+    of_all,
+)
+from hetero_mpi.planning.simulator import spans_s
+from hetero_mpi.planning.tables import stage_bytes
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 EVERY, RATIO = 12, 1.12
 """Up to so many pipelines every number of them is looked at; beyond, every so often."""
-SEARCHED = 64
-"""Up to so many ranks what is found here is made better by ``annealing``."""
-ALONE = 16
-"""Of more ranks than these the best ones are polished here: simulating whole plans, annealing looks at too few of them."""
 COARSE = 6, 1.25
 """The same where there are very many ranks."""
 MOST_COLUMNS = 96
 """Of more columns than this, the ones that can do most are kept: no model has so many stages."""
 FIRST_LINES = 1
 """Ways of sorting columns looked at per layout; of the best layouts, all."""
-KEPT = 5
+KEPT = 6
 """Layouts that are simulated."""
 PER_NUMBER = 2
 """Of these, at most so many of one number of pipelines."""
-IMPROVED, SLOWER = 2, 1.06
-"""Plans that are re-ordered and polished, of unlike numbers of pipelines; how much slower than the best one they may be."""
+IMPROVED, SLOWER = 3, 1.1
+"""So many numbers of pipelines have their shares dealt out; how much slower than the best one they may be."""
 PACES = ((1.0, 0.1), (1.0, 0.5), (1.0, 1.5), (0.9, 0.5))
 """(share of the estimated pace, allowance) for which depths are guessed."""
-REORDERED = 600
-"""Columns that re-ordering a plan may pass, in all lines together."""
-POLISHED = 250_000
-"""Forwards and backwards that polishing a plan may simulate."""
 AGAIN = 3
 """How often shares are dealt out, and cuts made anew for them."""
 NEAR = 0.02
@@ -77,19 +79,10 @@ class _Found:
         return self.layout.columns.cluster
 
 
-def polishes(profile: ClusterProfile, ranks: int) -> bool:
-    """Are the best of at most ``IMPROVED`` numbers of pipelines polished here, and no others begun with? Of NICs that are shared a
-    chain knows nothing: these numbers may be the wrong ones then."""
-    return ranks > (SEARCHED if shares_nics(profile) else ALONE)
-
-
 def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, Plan]]:
     """A plan of every promising number of pipelines, best first; empty: none fits. Deterministic. Their pipelines are cut alike.
 
     Each with the seconds of its step: what ``simulate`` says, or a little more where like columns hold unlike ranks.
-
-    Unless ``polishes``, of every number of pipelines that memory may hold, each found without regard to how many are allowed:
-    begun with and not polished, since ``annealing`` goes on from there.
     """
     sizes = sorted(set(request.micro_batch_choices))
     smallest = ClusterArrays(
@@ -100,22 +93,16 @@ def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, 
         # Which of several like ranks come together in a column goes by this order.
         clusters.append(ClusterArrays(profile, request, sizes[0], None, smallest.devices[::-1]))
     numbers = _numbers(smallest)
-    if not polishes(profile, len(smallest.devices)):
-        groups = [
-            _sized([one for cluster in clusters for one in _ranked(cluster, [number])], sizes) for number in numbers
-        ]
-        plans = [min(map(_dealt, group[:IMPROVED]), key=_seconds) for group in groups if group]
-    else:
-        layouts = _ranked(smallest, numbers)
-        for turned in clusters[1:]:
-            # Which numbers of pipelines are promising does not depend on that order.
-            layouts += _ranked(turned, sorted({layout.columns.pipelines for layout in layouts}))
-        found = dict[int, _Found]()
-        for one in _sized(layouts, sizes):
-            found.setdefault(one.layout.columns.pipelines, one)
-        least_s = min((one.chain.step_s for one in found.values()), default=0.0)
-        near = [one for one in found.values() if one.chain.step_s <= SLOWER * least_s]
-        plans = [plan for one in near[:IMPROVED] for plan in _finished(one)]
+    layouts = _ranked(smallest, numbers)
+    for turned in clusters[1:]:
+        # Which numbers of pipelines are promising does not depend on that order.
+        layouts += _ranked(turned, sorted({layout.columns.pipelines for layout in layouts}))
+    found = dict[int, _Found]()
+    for one in _sized(layouts, sizes):
+        found.setdefault(one.layout.columns.pipelines, one)
+    least_s = min((one.chain.step_s for one in found.values()), default=0.0)
+    near = [one for one in found.values() if one.chain.step_s <= SLOWER * least_s]
+    plans = [plan for one in near[:IMPROVED] for plan in _finished(one)]
     best: dict[int, tuple[float, Plan]] = {}
     for plan in sorted(plans, key=_seconds):
         best.setdefault(len(plan[1].pipelines), plan)
@@ -138,13 +125,6 @@ def _sized(layouts: Sequence[_Layout], sizes: Sequence[int]) -> list[_Found]:
             again.append(_estimated(Columns(cluster, one.layout.columns.members), FIRST_LINES))
         found += _simulated([layout for layout in again if layout is not None])
     return sorted(found, key=lambda one: one.chain.step_s)
-
-
-def _dealt(found: _Found) -> tuple[float, Plan]:
-    """The chain's pipelines with shares such that all end together."""
-    pipelines = Pipelines(found.layout.columns, found.chain)
-    sequences = pipelines.dealt()
-    return pipelines.step_s(sequences), _plan(found, sequences)
 
 
 def _numbers(cluster: ClusterArrays) -> list[int]:
@@ -285,8 +265,6 @@ def _chain(layout: _Layout, paces: Sequence[tuple[float, float]] = PACES) -> Cha
 
 def _finished(found: _Found) -> Iterator[tuple[float, Plan]]:
     """Plans made of one chain, each with better shares than the one before."""
-    found = _reordered(found, REORDERED // len(found.layout.line))
-    found = _Found(found.layout, _polished(found.layout.chains, found.chain))
     for _ in range(AGAIN):
         columns, chains = found.layout.columns, found.layout.chains
         pipelines = Pipelines(columns, found.chain)
@@ -300,46 +278,7 @@ def _finished(found: _Found) -> Iterator[tuple[float, Plan]]:
         chain = _chain(layout)
         if chain is None:
             return
-        found = _Found(layout, _polished(again, chain))
-
-
-def _polished(chains: Chains, chain: Chain) -> Chain:
-    return chains.polished(chain, POLISHED // (2 * len(chain.picks) * chains.micro_batches))
-
-
-def _reordered(found: _Found, looks: int) -> _Found:
-    """One used column moved elsewhere along the line, as long as that shortens the estimate and then the simulation."""
-    layout, chain = found.layout, found.chain
-    improved = True
-    while improved and looks > 0:
-        improved = False
-        for line in _moved(layout.line, chain.picks):
-            if looks <= 0:
-                break
-            looks -= 1
-            pace_s = layout.estimate_s / layout.chains.micro_batches
-            estimate_s = layout.chains.along(line, pace_s)[0]
-            if estimate_s < layout.estimate_s * (1 - 1e-6):
-                changed = _Layout(layout.chains, line, estimate_s)
-                better = _chain(changed, PACES[:3])
-                layout = changed
-                if better is not None and better.step_s < chain.step_s:
-                    found, chain, improved = _Found(changed, better), better, True
-                    break
-    return found
-
-
-def _moved(line: ColumnOrder, used: Sequence[int]) -> Iterator[ColumnOrder]:
-    """Lines with one used column at another used one's place."""
-    for column in used:
-        rest = [other for other in line if other != column]
-        for other in used:
-            if other != column:
-                place = rest.index(other)
-                for at in (place, place + 1):
-                    moved = (*rest[:at], column, *rest[at:])
-                    if moved != line:
-                        yield moved
+        found = _Found(layout, chain)
 
 
 def _plan(found: _Found, sequences: Sequence[int]) -> Plan:
@@ -355,3 +294,95 @@ def _plan(found: _Found, sequences: Sequence[int]) -> Plan:
         )
         pipelines.append(PipelinePlan(stages, cluster.micro_batch, share))
     return Plan(tuple(pipelines), cluster.request.global_batch, cluster.request.sequence_length, cluster.layer_count)
+
+
+HALVINGS = 40
+
+Times = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+"""Of one pipeline: forward and backward by stage, messages out and back by link; seconds per micro-batch."""
+
+
+class Pipelines:
+    """The pipelines of a chain, each with its own ranks' figures."""
+
+    def __init__(self, columns: Columns, chain: Chain) -> None:
+        self.columns, self.chain = columns, chain
+        self.times = [self._times(p) for p in range(columns.pipelines)]
+        self.known: dict[tuple[Times, int], tuple[list[float], list[float]]] = {}
+
+    def _times(self, pipeline: int) -> Times:
+        cluster, chain = self.columns.cluster, self.chain
+        ranks = [self.columns.members[k][pipeline] for k in chain.picks]
+        forward, backward = [], []
+        for place, rank in enumerate(ranks):
+            held = slice(chain.cuts[place], chain.cuts[place + 1])
+            again = float(cluster.repeated_s[rank, held].sum()) if chain.recompute[place] else 0.0
+            forward.append(float(cluster.forward_s[rank, held].sum() + cluster.overhead_s[rank, 0]))
+            backward.append(float(cluster.backward_s[rank, held].sum() + cluster.overhead_s[rank, 1]) + again)
+        out, back = [], []
+        for (a, b), cut in zip(itertools.pairwise(cluster.place[ranks].tolist()), chain.cuts[1:], strict=False):
+            size = float(cluster.message_bytes[cut - 1])
+            out.append(float(cluster.latency_s[a, b] + size * cluster.per_byte_s[a, b]))
+            back.append(float(cluster.latency_s[b, a] + size * cluster.per_byte_s[b, a]))
+        return tuple(forward), tuple(backward), tuple(out), tuple(back)
+
+    def spans_s(self, pipeline: int, micro_batches: int) -> tuple[list[float], list[float]]:
+        """(when each stage begins its last backward, when it has done it); like pipelines are simulated once."""
+        key = self.times[pipeline], micro_batches
+        if key not in self.known:
+            warm_up = [min(depth, micro_batches) for depth in self.chain.warm_up]
+            self.known[key] = spans_s(*self.times[pipeline], warm_up, micro_batches)
+        return self.known[key]
+
+    def step_s(self, sequences: Sequence[int]) -> float:
+        """Seconds of a step with these shares; a short last micro-batch counts as a whole one."""
+        columns, chain = self.columns, self.chain
+        size = columns.cluster.micro_batch
+        spans = [self.spans_s(p, -(-share // size)) for p, share in enumerate(sequences)]
+        ends = [max(end for _, ends in spans for end in ends)]
+        steps = []
+        for place, column in enumerate(chain.picks):
+            begun = max(begun[place] for begun, _ in spans)
+            end = max(ends[place] for _, ends in spans)
+            first, last = chain.cuts[place], chain.cuts[place + 1]
+            ends.append(columns.summed_s(column, first, last, begun, end, chain.recompute[place]))
+            trained = sum(layer.trainable_parameters for layer in columns.cluster.model.layers[first:last])
+            coming_s = float(columns.value_s[column, first:last].sum())
+            late_s = exposed_s(coming_s, min(forward[place] for forward, *_ in self.times), last - first)
+            step_s = float(columns.step_fixed_s[column] + columns.step_per_parameter_s[column] * trained)
+            steps.append(step_s + (late_s if coming_s else 0.0))
+        return max(ends) + max(steps)
+
+    def dealt(self) -> list[int]:
+        """Shares such that all pipelines end as nearly together as whole micro-batches allow; they add up to the batch."""
+        cluster = self.columns.cluster
+        batch, size = cluster.request.global_batch, cluster.micro_batch
+        total, count = -(-batch // size), len(self.times)
+        lines = [self._line(p, max(2, total // count)) for p in range(count)]
+        low, high = 0.0, max(fill + slope * total for fill, slope in lines)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if sum(_counts(lines, middle)) >= total else (middle, high)
+        counts = _counts(lines, high)
+        while sum(counts) > total:
+            # What is too much is taken from the pipelines that end last.
+            latest = max(
+                (p for p in range(count) if counts[p] > 1), key=lambda p: (lines[p][0] + lines[p][1] * counts[p], p)
+            )
+            counts[latest] -= 1
+        shares = [size * n for n in counts]
+        short = sum(shares) - batch
+        shares[max(range(count), key=lambda p: (lines[p][0] + lines[p][1] * counts[p], p))] -= short
+        return shares
+
+    def _line(self, pipeline: int, micro_batches: int) -> tuple[float, float]:
+        """(seconds, seconds per micro-batch) of one pipeline, as a line about a number of micro-batches."""
+        fewer, more = max(1, micro_batches * 3 // 4), micro_batches * 5 // 4 + 1
+        low_s, high_s = max(self.spans_s(pipeline, fewer)[1]), max(self.spans_s(pipeline, more)[1])
+        slope = max((high_s - low_s) / (more - fewer), 1e-30)
+        return low_s - slope * fewer, slope
+
+
+def _counts(lines: Sequence[tuple[float, float]], step_s: float) -> list[int]:
+    """Micro-batches that each pipeline does by ``step_s``; at least one."""
+    return [max(1, math.floor((step_s - fill) / slope + 1e-9)) for fill, slope in lines]

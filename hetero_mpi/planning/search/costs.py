@@ -1,19 +1,22 @@
-"""What stages of annealed pipelines cost: whether memory holds them, how long they take, and no less than what."""
+"""What stages of pipelines cost: whether memory holds them, how long they take, no less than what; and steps of whole plans."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hetero_mpi.planning.annealing.lines import Fitting, Line, LineTimes, falling
 from hetero_mpi.planning.bounds import cycle_bound_s
+from hetero_mpi.planning.durations import exposed_s
 from hetero_mpi.planning.orders.warm_up import paced_each, period_s, scheduled_depths
-from hetero_mpi.planning.several.cluster import ClusterArrays
-from hetero_mpi.planning.tables import may_split
+from hetero_mpi.planning.search.cluster import ClusterArrays, Floats
+from hetero_mpi.planning.search.pipelines import Fitting, Line, LineTimes, falling
+from hetero_mpi.planning.tables import may_split, shared_memories, shares_nics
+from hetero_mpi.planning.types.profile import ClusterProfile
 
 ROUNDING = 1e-9
 
@@ -156,10 +159,10 @@ class Costs:
             flying[place] = min(flying[place], plain) if plain >= len(line.ranks) - place else flying[place]
         return falling(flying)
 
-    def hop_s(self, a: int, b: int) -> float:
-        """A message there and one back, behind the first layer."""
-        size = self._message[0]
-        return self.latency[a][b] + self.latency[b][a] + size * (self.per_byte[a][b] + self.per_byte[b][a])
+    def hops_s(self) -> Floats:
+        """[rank, rank] a message there and one back, behind the first layer."""
+        away = np.array(self.latency) + self._message[0] * np.array(self.per_byte)
+        return np.where(np.eye(self.count, dtype=bool), 0.0, away + away.T)
 
     def _times(self, line: Line, recompute: Sequence[bool]) -> LineTimes:
         key = line.ranks, line.counts, tuple(recompute)
@@ -208,3 +211,70 @@ class Costs:
 
 def _room(by_count: Sequence[int], count: int) -> int:
     return by_count[count - 1] if count <= len(by_count) else 0
+
+
+def is_plain(profile: ClusterProfile) -> bool:
+    """Do pipelines meet in nothing but sums of gradients? Not in a NIC, a host's memory, or a tied matrix."""
+    return not (profile.model.tied or shares_nics(profile) or shared_memories(profile))
+
+
+class Clock:
+    """Sums between the pipelines of a plan, remembered by who takes part in them."""
+
+    def __init__(self, costs: Mapping[int, Costs], cluster: ClusterArrays) -> None:
+        self.costs, self.cluster = costs, cluster
+        self._is_summed = [size > 0 for size in cluster.summed_bytes.tolist()]
+        self._known: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
+        self._whole: dict[Line, list[float]] = {}
+
+    def step_s(self, lines: Sequence[Fitting]) -> float:
+        """Seconds of a step of these pipelines, which share no rank. See ``is_plain``."""
+        ended, coming = max(max(line.spans_s[1]) for line in lines), dict[int, float]()
+        if len(lines) > 1:
+            ended = max(ended, self._summed_s(lines, coming))
+        return ended + max(seconds for line in lines for seconds in self._steps_s(line, len(lines), coming))
+
+    def _steps_s(self, fitting: Fitting, pipelines: int, coming: Mapping[int, float]) -> list[float]:
+        line = fitting.line
+        steps = self.costs[line.micro_batch].steps_s(line, pipelines)
+        return [
+            own_s + (exposed_s(coming_s, forward_s, layers) if (coming_s := coming.get(rank, 0.0)) else 0.0)
+            for own_s, rank, forward_s, layers in zip(
+                steps, line.ranks, fitting.times.forward, line.counts, strict=True
+            )
+        ]
+
+    def _summed_s(self, lines: Sequence[Fitting], coming: dict[int, float]) -> float:
+        """When the last gradient is summed: all ranks take part in the sums of their layers from the last one to the first, each as
+        soon as the gradient is whole everywhere and all have done their earlier ones.
+
+        ``coming``: is told how long new values of its layers take to every rank."""
+        whole = list(map(max, *map(self._whole_s, lines)))
+        free: dict[int, float] = {}
+        cuts = [line.line.cuts for line in lines]
+        for first, last in itertools.pairwise(sorted(set(itertools.chain(*cuts)))[::-1]):
+            # Between two cuts of any pipelines the same ranks sum one layer after the other.
+            ranks = tuple(line.line.ranks[bisect_left(own, first) - 1] for line, own in zip(lines, cuts, strict=True))
+            (sums, values), now = self._exchanges_s(ranks), max(free.get(rank, 0.0) for rank in ranks)
+            layers = [layer for layer in range(first - 1, last - 1, -1) if self._is_summed[layer]]
+            for layer in layers:
+                now = max(now, whole[layer]) + sums[layer]
+            free.update(dict.fromkeys(ranks if layers else (), now))
+            of_all_s = sum(values[last:first])
+            for rank in ranks:
+                coming[rank] = coming.get(rank, 0.0) + of_all_s
+        return max(free.values(), default=0.0)
+
+    def _whole_s(self, fitting: Fitting) -> list[float]:
+        line = fitting.line
+        if line not in self._whole:
+            self._whole[line] = self.costs[line.micro_batch].whole_s(fitting)
+        return self._whole[line]
+
+    def _exchanges_s(self, ranks: tuple[int, ...]) -> tuple[list[float], list[float]]:
+        """Of every layer: to sum its gradients, and to bring its new values."""
+        if ranks not in self._known:
+            sizes = self.cluster.summed_bytes, self.cluster.value_bytes
+            sums, values = (self.cluster.exchange_s(ranks, size).tolist() for size in sizes)
+            self._known[ranks] = sums, values
+        return self._known[ranks]

@@ -1,4 +1,5 @@
-"""Rounds of annealing: what is known of pipelines by estimate and by step time, and how they become better ones.
+"""Pipelines made better by their step times: downhill, and by a round of simulated annealing (Kirkpatrick, Gelatt & Vecchi, Science
+220, 1983).
 
 How much longer a step may get is drawn before a change is looked at, so that one whose lower bound (``bounds``) is over that
 is dropped without being simulated: most are. Looks are counted, not timed: the same plan for the same cluster, every time.
@@ -10,19 +11,14 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
-from hetero_mpi.planning.annealing.changes import Changes, What, nearest, with_rank
-from hetero_mpi.planning.annealing.costs import ROUNDING, Costs
-from hetero_mpi.planning.annealing.estimate import Estimate
-from hetero_mpi.planning.annealing.lines import Fitting, Line, Lines, used
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
+from hetero_mpi.planning.search.costs import ROUNDING, Costs
+from hetero_mpi.planning.search.moves import Moves, nearest, with_rank
+from hetero_mpi.planning.search.pipelines import Fitting, Line, Lines, used
 from hetero_mpi.planning.types.request import PlanRequest
 
-SOONER, LEFT = 0.99, (1.0, 0.1)
-"""The time to be reached next, as a share of the best; the mean number of layers by which more may be left over at the beginning
-and at the end."""
 ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)
 """For which depths are guessed: see ``Costs.paced``."""
 DEALT = 12
@@ -31,34 +27,18 @@ DEALT = 12
 Step = Callable[[Sequence[Fitting]], float]
 Start = tuple[Lines, float]
 """Pipelines and their step time; infinite: they do not fit, or leave out a rank that must not idle."""
-Uncut = tuple[tuple[int, ...], int, int]
-"""Of a pipeline ranks, micro-batch and sequences, whatever its cuts."""
-
-
-@dataclass
-class Budget:
-    """What a round may spend."""
-
-    looks: int
-    actions: float
-
-    def part(self, parts: int) -> Budget:
-        return Budget(self.looks // parts, self.actions / parts)
 
 
 class Rounds:
-    """Rounds of annealing over the pipelines that ``costs`` describe. ``step_s``: of pipelines that fit by themselves; infinite:
-    they do not fit together; ``quick_s``: nearly so. ``owned_s``: the same of pipelines that fit only because they share the state,
-    with owners that have room for it. ``least``: so many ranks are in use, or more."""
+    """Better pipelines of those that ``costs`` describe. ``step_s``: of pipelines that fit by themselves; infinite: they do not fit
+    together; ``quick_s``: nearly so. ``owned_s``: the same of pipelines that fit only because they share the state, with owners
+    that have room for it. ``least``: so many ranks are in use, or more."""
 
     def __init__(self, costs: dict[int, Costs], step_s: Step, quick_s: Step, owned_s: Step, least: int = 0) -> None:
         self.costs, self.step_s, self.quick_s, self.owned_s, self.least = costs, step_s, quick_s, owned_s, least
-        self.estimates = {size: Estimate(own) for size, own in costs.items()}
         first = next(iter(costs.values()))
         self.request, self.layer_count, self._splits = first.cluster.request, first.cluster.layer_count, first.splits
-        self.speed: list[float] = first.cluster.speed.tolist()
-        self.usable_bytes: list[float] = first.cluster.usable.tolist()
-        self.fixed = self.request.schedule != "auto"
+        self.count, self.fixed = first.count, self.request.schedule != "auto"
         self._levels: list[tuple[dict[int, Costs], dict[Line, Fitting | None]]] = [(costs, {})]
         """As pipelines are fitted: first where others own all the state, then where each owns its part."""
         self._state_bytes = first.cluster.model.owned_bytes(0, self.layer_count)
@@ -84,23 +64,25 @@ class Rounds:
         other.least = least
         return other
 
-    def round(
+    def annealed(
         self,
-        lines: Lines,
-        step_s: float,
+        start: Start,
         heat: tuple[float, float],
+        looks: int,
+        actions: float,
         draw: random.Random,
-        budget: Budget,
-        of: What = "all",
+        ranks: bool = True,
     ) -> Start:
-        """``lines``, which take ``step_s`` (infinite: they do not fit), or better ones. ``heat``: see ``FAR``."""
+        """``start`` (infinite: it does not fit), or better pipelines. ``heat``: the mean share by which a step may get longer at
+        first and at last; ``looks``, ``actions``: how many changes are looked at, and forwards and backwards simulated; ``ranks``:
+        may they change places?"""
         warm, cold = heat
-        changes, left = Changes(self.costs, self.estimates, draw, of), budget.actions
-        now, now_s, best, best_s = lines, step_s, lines, step_s
-        for look in range(budget.looks):
-            if left <= 0:
+        changes = Moves(self.costs, draw, ranks)
+        now, now_s = best, best_s = start
+        for look in range(looks):
+            if actions <= 0:
                 break
-            allowed = warm * (cold / warm) ** (look / budget.looks)
+            allowed = warm * (cold / warm) ** (look / looks)
             limit_s = now_s * (1 + allowed * draw.expovariate(1.0))
             changed = changes.changed(now)
             if changed == now or used(changed) < min(self.least, used(now) + 1):
@@ -112,30 +94,33 @@ class Rounds:
             if used(changed) < self.least:
                 now = changed
                 continue
-            actions = sum(2 * len(line.ranks) * line.micro_batches for line in changed)
-            left -= actions
+            spent = actions_of(changed)
+            actions -= spent
             found_s = self.step_s(fittings)
             if found_s <= limit_s:
                 now, now_s = tuple(fitting.line for fitting in fittings), found_s
                 if now_s < best_s and not self.holds(fittings):
-                    left -= DEALT * actions
+                    actions -= DEALT * spent
                     found_s = self.owned_s(fittings)
                 if found_s < best_s:
                     best, best_s = now, found_s
         return best, best_s
 
-    def descended(self, lines: Lines, step_s: float, looks: int) -> Start:
-        """``lines``, which take ``step_s``, or what the nearest better ones lead to; no more than ``looks`` are looked at."""
+    def descended(self, start: Start, looks: int, actions: float) -> Start:
+        """``start``, or what the nearest better pipelines lead to; ``looks``, ``actions``: as for ``annealed``."""
+        lines, step_s = start
         improved = used(lines) >= self.least
         while improved and looks > 0:
             improved = False
             for changed in itertools.islice(nearest(lines, not self.fixed), looks):
                 looks -= 1
-                fittings = self.within(step_s, changed)
+                fittings = self.within(step_s, changed) if actions > 0 else None
                 if fittings is None:
                     continue
+                actions -= actions_of(changed)
                 found_s = self.step_s(fittings)
                 if found_s < step_s * (1 - ROUNDING) and not self.holds(fittings):
+                    actions -= DEALT * actions_of(changed)
                     found_s = self.owned_s(fittings)
                 if found_s < step_s * (1 - ROUNDING):
                     lines, step_s, improved = tuple(fitting.line for fitting in fittings), found_s, True
@@ -152,38 +137,30 @@ class Rounds:
             return False
         return all(self._splits[rank] for line in lines for rank in line.ranks)
 
+    def begun(self, every: Iterable[Lines], most: int, actions: float) -> list[Start]:
+        """``every`` with the depths that suit them best, with backward whole and split; so many of them that fit, or as many as
+        simulating so many forwards and backwards leaves time for, but one."""
+        found = []
+        for lines in every:
+            lines = self.filled(lines) if used(lines) < self.least else lines
+            splits = (False, True) if self.may_split(lines) else (always_split(self.request),)
+            found += [self.deepened(tuple(line._replace(split=split) for line in lines)) for split in splits]
+        starts: list[Start] = []
+        for deepened in sorted(filter(None, found), key=lambda deepened: deepened[0][1])[:most]:
+            if actions > 0 or not starts:
+                start = self.fastest(deepened)
+                actions -= actions_of(start[0])
+                starts += [start] if start[1] < math.inf else []
+        return starts
+
     def filled(self, lines: Lines) -> Lines:
         """``lines`` with idle ranks put to work until ``least`` are, each with one layer where that costs least."""
-        for rank in range(len(self.speed)):
+        for rank in range(self.count):
             if used(lines) < self.least and not any(rank in line.ranks for line in lines):
                 fitting = ((other, self.within(math.inf, other)) for other in with_rank(lines, rank))
                 priced = [(self.step_s(fittings), other) for other, fittings in fitting if fittings is not None]
                 lines = min(priced, key=lambda one: one[0], default=(math.inf, lines))[1]
         return lines
-
-    def ordered(self, lines: Lines, depth: float, draw: random.Random, looks: int) -> list[Lines]:
-        """Pipelines of other ranks, or of these in other orders, that take less and less by estimate, cut for that; first as
-        ``lines`` have them. Empty: these do not fit. ``depth``: see ``Estimate.placed``."""
-        cut = self.cut(lines, depth)
-        if cut is None:
-            return []
-        changes, (warm, cold) = Changes(self.costs, self.estimates, draw, "ranks"), LEFT
-        every, target_s, now, known = [cut[1]], cut[0] * SOONER, lines, dict[Uncut, float]()
-        left = self._left(now, target_s, depth, known)
-        for look in range(looks):
-            changed = changes.changed(now)
-            if changed == now:
-                continue
-            allowed = left + warm * (cold / warm) ** (look / looks) * draw.expovariate(1.0)
-            found = self._left(changed, target_s, depth, known)
-            if found <= allowed:
-                now, left = changed, found
-                if left <= 0 and (cut := self.cut(now, depth)) is not None:
-                    every.append(cut[1])
-                    target_s = cut[0] * SOONER
-                    known.clear()
-                    left = self._left(now, target_s, depth, known)
-        return every
 
     def price(self, lines: Lines) -> float:
         """Step time; infinite: they do not fit."""
@@ -210,26 +187,6 @@ class Rounds:
         priced = ((lines, self.price(lines)) for lines, _ in starts)
         return next((one for one in priced if one[1] < math.inf), (starts[0][0] if starts else (), math.inf))
 
-    def cut(self, lines: Lines, depth: float) -> tuple[float, Lines] | None:
-        """The least time by estimate, and the cuts for it."""
-        found = []
-        for line in lines:
-            cut = self.estimates[line.micro_batch].cut(line, depth)
-            if cut is None:
-                return None
-            found.append(cut)
-        return max(step_s for step_s, _ in found), tuple(line for _, line in found)
-
-    def _left(self, lines: Lines, step_s: float, depth: float, known: dict[Uncut, float]) -> float:
-        """Layers that find no place by ``step_s``, of every pipeline ``known`` when it has been worked out."""
-        total = 0.0
-        for line in lines:
-            key = line.ranks, line.micro_batch, line.sequences
-            if key not in known:
-                known[key] = self.layer_count - self.estimates[line.micro_batch].placed(line, step_s, depth)[0]
-            total += known[key]
-        return total
-
     def within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:
         """The pipelines as they fit, whoever owns the state, but with room for it on all ranks together; None: they do not, or one
         takes longer than ``limit_s``."""
@@ -252,6 +209,11 @@ class Rounds:
         """Micro-batches in flight by a fixed schedule: changes may have left others."""
         depths = scheduled_depths(self.request.schedule, len(line.ranks), line.micro_batches)
         return tuple(min(depth + 1, line.micro_batches) for depth in depths)
+
+
+def actions_of(lines: Lines) -> int:
+    """Forwards and backwards of a step."""
+    return sum(2 * len(line.ranks) * line.micro_batches for line in lines)
 
 
 def always_split(request: PlanRequest) -> bool:

@@ -1,0 +1,1 @@
+"""The search for plans in which every rank holds one stage."""

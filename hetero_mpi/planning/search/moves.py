@@ -1,0 +1,231 @@
+"""Small changes of pipelines, of everything that a plan decides.
+
+Every change returns new lines, or None where it cannot be made; what memory makes of it is seen later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+
+from hetero_mpi.planning.search.costs import Costs
+from hetero_mpi.planning.search.pipelines import Line, Lines
+
+ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9)
+"""Shares of a period by which gradients may come back early, for guessing depths."""
+DEEPER = (-2, -1, 1, 2)
+AMOUNTS = (1, 2, 4)
+"""Sequences that go from one pipeline to another at once."""
+AT_ONCE = (1, 1, 1, 2, 3)
+"""How many changes are made before the result is looked at: one of these."""
+SLOPES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+"""Micro-batches that a stage is deeper than the next, for guessing depths."""
+TOGETHER = 0.5
+"""How often a change is made in all pipelines of as many stages, which then stay alike."""
+
+
+class Moves:
+    """``costs``: by micro-batch size. ``draw`` decides everything. ``ranks``: may ranks change places?"""
+
+    def __init__(self, costs: Mapping[int, Costs], draw: random.Random, ranks: bool = True) -> None:
+        self.costs, self.draw, self.sizes = costs, draw, sorted(costs)
+        first = costs[self.sizes[0]]
+        self.count, self.splits, request = first.count, first.splits, first.cluster.request
+        self.automatic = request.schedule == "auto"
+        kinds: list[tuple[int, Callable[[Lines, int], Lines | None]]] = [(30, self._layer), (7, self._depths)]
+        if self.automatic:
+            kinds += [(15, self._depth), (4, self._slope)]
+        if ranks:
+            kinds += [(12, self._place), (10, self._exchange), (10, self._rank), (10, self._share), (3, self._size)]
+            kinds += [(3, self._split)] if self.automatic and len(set(request.split_choices)) > 1 else []
+        weights, self._kinds = zip(*kinds, strict=True)
+        self._weights = list(itertools.accumulate(weights))
+
+    def changed(self, lines: Lines) -> Lines:
+        for _ in range(self.draw.choice(AT_ONCE)):
+            (kind,) = self.draw.choices(self._kinds, cum_weights=self._weights)
+            lines = kind(lines, self.draw.randrange(len(lines))) or lines
+        return lines
+
+    def _paced(self, line: Line) -> Line:
+        return self.costs[line.micro_batch].paced(line, self.draw.choice(ALLOWANCES), self.draw.random() < 0.5)
+
+    def _together(self, lines: Lines, index: int, change: Callable[[Line], Line]) -> Lines:
+        """A change of the pipeline alone, or of all of as many stages."""
+        count, alone = len(lines[index].ranks), len(lines) < 2 or self.draw.random() >= TOGETHER
+        alike = [index] if alone else [i for i, line in enumerate(lines) if len(line.ranks) == count]
+        return _with(lines, {i: change(lines[i]) for i in alike})
+
+    def _layer(self, lines: Lines, index: int) -> Lines | None:
+        """From one stage to any other."""
+        if len(lines[index].ranks) < 2:
+            return None
+        giving, taking = self.draw.sample(range(len(lines[index].ranks)), 2)
+        anew = self.draw.random() < 0.5
+
+        def moved(one: Line) -> Line:
+            if one.counts[giving] < 2:
+                return one
+            counts = list(one.counts)
+            counts[giving], counts[taking] = counts[giving] - 1, counts[taking] + 1
+            one = one._replace(counts=tuple(counts))
+            return self._paced(one) if anew else one
+
+        return self._together(lines, index, moved)
+
+    def _depth(self, lines: Lines, index: int) -> Lines:
+        """At one stage; none before it stays shallower, none behind it deeper."""
+        place, by = self.draw.randrange(len(lines[index].ranks)), self.draw.choice(DEEPER)
+        return self._together(lines, index, lambda line: deeper(line, place, by))
+
+    def _slope(self, lines: Lines, index: int) -> Lines:
+        """Every stage as many micro-batches deeper than the next."""
+        slope = self.draw.choice(SLOPES)
+
+        def changed(line: Line) -> Line:
+            behind = range(len(line.ranks) - 1, -1, -1)
+            return line._replace(flying=tuple(min(1 + math.ceil(slope * k), line.micro_batches) for k in behind))
+
+        return self._together(lines, index, changed)
+
+    def _depths(self, lines: Lines, index: int) -> Lines:
+        return _with(lines, {index: self._paced(lines[index])})
+
+    def _place(self, lines: Lines, index: int) -> Lines:
+        """A rank with all it holds, to another place of its pipeline."""
+        places = list(range(len(lines[index].ranks)))
+        place = places.pop(self.draw.randrange(len(places)))
+        places.insert(self.draw.randrange(len(places) + 1), place)
+
+        def moved(line: Line) -> Line:
+            ranks, counts = (tuple(values[p] for p in places) for values in (line.ranks, line.counts))
+            return self._paced(line._replace(ranks=ranks, counts=counts))
+
+        return self._together(lines, index, moved)
+
+    def _exchange(self, lines: Lines, index: int) -> Lines:
+        """A rank for an idle one, or for one of any pipeline."""
+        idle = self._idle(lines)
+        mine = self.draw.choice(lines[index].ranks)
+        if idle and self.draw.random() < 0.3:
+            other = self.draw.choice(idle)
+        else:
+            other = self.draw.choice(lines[self.draw.randrange(len(lines))].ranks)
+        turned = {mine: other, other: mine}
+        changed = {
+            i: self._paced(line._replace(ranks=tuple(turned.get(rank, rank) for rank in line.ranks)))
+            for i, line in enumerate(lines)
+            if mine != other and (mine in line.ranks or other in line.ranks)
+        }
+        return _with(lines, changed)
+
+    def _rank(self, lines: Lines, index: int) -> Lines | None:
+        """An idle rank is put to work; or one is taken off, and perhaps put to work elsewhere."""
+        idle = self._idle(lines)
+        if idle and self.draw.random() < 0.5:
+            return self._added(lines, index, self.draw.choice(idle))
+        line = lines[index]
+        if len(line.ranks) < 2:
+            return None
+        place = self.draw.randrange(len(line.ranks))
+        counts = [*line.counts[:place], *line.counts[place + 1 :]]
+        for _ in range(line.counts[place]):
+            counts[self.draw.randrange(len(counts))] += 1
+        ranks = (*line.ranks[:place], *line.ranks[place + 1 :])
+        lines = _with(lines, {index: self._paced(line._replace(ranks=ranks, counts=tuple(counts)))})
+        others = [i for i in range(len(lines)) if i != index]
+        if others and self.draw.random() < 0.8:
+            return self._added(lines, self.draw.choice(others), line.ranks[place])
+        return lines
+
+    def _added(self, lines: Lines, index: int, rank: int) -> Lines | None:
+        """The rank takes some layers off a stage, at either end of it."""
+        line = lines[index]
+        place, before = self.draw.randrange(len(line.ranks)), self.draw.random() < 0.5
+        count, at = line.counts[place], place + (not before)
+        if count < 2:
+            return None
+        taken = self.draw.randrange(1, count)
+        pair = (taken, count - taken) if before else (count - taken, taken)
+        ranks = (*line.ranks[:at], rank, *line.ranks[at:])
+        counts = (*line.counts[:place], *pair, *line.counts[place + 1 :])
+        return _with(lines, {index: self._paced(line._replace(ranks=ranks, counts=counts))})
+
+    def _split(self, lines: Lines, index: int) -> Lines:
+        """Backward in two parts, or in one."""
+        split = not lines[index].split
+
+        def changed(line: Line) -> Line:
+            able = len(line.ranks) > 1 and all(self.splits[rank] for rank in line.ranks)
+            return line._replace(split=split and able)
+
+        return self._together(lines, index, changed)
+
+    def _share(self, lines: Lines, index: int) -> Lines | None:
+        others = [i for i in range(len(lines)) if i != index]
+        amount = self.draw.choice(AMOUNTS)
+        if not others or lines[index].sequences <= amount:
+            return None
+        other = self.draw.choice(others)
+        giving, taking = self._with_share(lines[index], -amount), self._with_share(lines[other], amount)
+        return _with(lines, {index: giving, other: taking}) if giving and taking else None
+
+    def _with_share(self, line: Line, by: int) -> Line | None:
+        """In micro-batches as large as they were, or the next smaller ones that divide it."""
+        sequences = line.sequences + by
+        fitting = [size for size in self.sizes if size <= line.micro_batch and sequences % size == 0]
+        return self._paced(line._replace(sequences=sequences, micro_batch=fitting[-1])) if fitting else None
+
+    def _size(self, lines: Lines, index: int) -> Lines | None:
+        line, size = lines[index], self.draw.choice(self.sizes)
+        if line.sequences % size:
+            return None
+        return _with(lines, {index: self._paced(line._replace(micro_batch=size))})
+
+    def _idle(self, lines: Lines) -> list[int]:
+        busy = {rank for line in lines for rank in line.ranks}
+        return [rank for rank in range(self.count) if rank not in busy]
+
+
+def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
+    """One small change away: a layer at a cut, one micro-batch deeper or shallower (``depths``), or in another pipeline."""
+    for index, line in enumerate(lines):
+        for place, by in itertools.product(range(1, len(line.counts)), (-1, 1)):
+            counts = list(line.counts)
+            counts[place - 1], counts[place] = counts[place - 1] + by, counts[place] - by
+            if min(counts) > 0:
+                yield _with(lines, {index: line._replace(counts=tuple(counts))})
+        for place, by in itertools.product(range(len(line.counts) if depths else 0), (-1, 1)):
+            yield _with(lines, {index: deeper(line, place, by)})
+        for other, taking in enumerate(lines):
+            if other != index and line.sequences > line.micro_batch == taking.micro_batch:
+                shares = line.sequences - line.micro_batch, taking.sequences + line.micro_batch
+                given = (one._replace(sequences=share) for one, share in zip((line, taking), shares, strict=True))
+                yield _with(lines, dict(zip((index, other), given, strict=True)))
+
+
+def with_rank(lines: Lines, rank: int) -> Iterator[Lines]:
+    """``rank`` as a stage of one layer, at either side of any other, which gives it up."""
+    for index, line in enumerate(lines):
+        for place, at in ((place, place + behind) for place in range(len(line.ranks)) for behind in (0, 1)):
+            if line.counts[place] > 1:
+                counts = (*line.counts[:place], line.counts[place] - 1, *line.counts[place + 1 :])
+                values = (line.ranks, rank), (counts, 1), (line.flying, line.flying[place])
+                ranks, counts, flying = ((*now[:at], new, *now[at:]) for now, new in values)
+                yield _with(lines, {index: line._replace(ranks=ranks, counts=counts, flying=flying)})
+
+
+def deeper(line: Line, place: int, by: int) -> Line:
+    """By so many micro-batches at one stage; none before it stays shallower, none behind it deeper."""
+    depth = min(max(1, line.flying[place] + by), line.micro_batches)
+    flying = tuple(
+        max(now, depth) if i <= place and by > 0 else min(now, depth) if i >= place and by < 0 else now
+        for i, now in enumerate(line.flying)
+    )
+    return line._replace(flying=flying)
+
+
+def _with(lines: Lines, other: Mapping[int, Line]) -> Lines:
+    return tuple(other.get(index, line) for index, line in enumerate(lines))

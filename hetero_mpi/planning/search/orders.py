@@ -1,0 +1,371 @@
+"""Which ranks stand in which pipelines in which order, with which micro-batches and shares: many candidates at once, in numpy.
+
+A candidate is told by its time alone: the least T by which all layers find a place. Stages are filled from the first on, each with
+as many layers as the time left to it and its memory allow (c: seconds of forward and backward of one micro-batch, M micro-batches,
+A: forwards, backwards and messages of one micro-batch through all stages before):
+
+    A + M c + optimizer <= T                          (a bound that good depths come near to)
+
+with as many micro-batches in flight as the stages behind take until the gradient is back, if each of them is as long as it may be.
+A stage for which nothing is left is none. Sums of gradients are left out: whoever asks simulates what looks best.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from hetero_mpi.planning.search.cluster import Floats, Indices
+from hetero_mpi.planning.search.costs import Costs
+from hetero_mpi.planning.search.pipelines import Line, Lines, falling
+
+MOST_IN_FLIGHT = 3
+"""So many times as many micro-batches in flight as there are ranks are told apart."""
+WIDTH, WIDER = 96, 3
+"""Candidates that are improved together, and so many times as many to choose the first ones from."""
+ROUNDING, LAST_S = 1e-6, 1e18
+SOONER, LEFT = 0.99, (1.0, 0.1)
+"""The time to be reached next, as a share of the best; the mean number of layers by which more may be left over at first and at
+last."""
+DOUBLED = 15
+"""After so many rounds the worse half of all candidates goes on from the better one."""
+SWAP, SHIFT, GIVE = 0.40, 0.65, 0.85
+"""Moves, by a number drawn from 0 to 1: two ranks change places; below the next, one goes elsewhere; sequences go to another
+pipeline; else another micro-batch."""
+UNITS = (1, 1, 1, 2, 4)
+"""Micro-batches that go to another pipeline at once."""
+
+
+class Candidates(NamedTuple):
+    """N candidates of K ranks in P pipelines."""
+
+    who: Indices
+    """[K, N] the ranks in order, pipeline by pipeline; at last those that idle."""
+    pipeline: Indices
+    """[K, N] which pipeline each belongs to; P: it idles."""
+    size: Indices
+    """[P + 1, N] which micro-batch size; the last row is that of idle ranks, and says nothing."""
+    sequences: Indices
+    """[P + 1, N]"""
+
+    def at(self, columns: Indices) -> Candidates:
+        return Candidates(*(array[:, columns] for array in self))
+
+
+class Found(NamedTuple):
+    """A candidate with its time."""
+
+    seconds: float
+    who: tuple[int, ...]
+    pipeline: tuple[int, ...]
+    size: tuple[int, ...]
+    sequences: tuple[int, ...]
+
+
+class Orders:
+    """Candidates of one number of pipelines. ``costs``: by micro-batch size, where so many pipelines share the state."""
+
+    def __init__(self, costs: Mapping[int, Costs]) -> None:
+        self.sizes = np.array(sorted(costs))
+        own = [costs[size] for size in self.sizes.tolist()]
+        first, self.layers = own[0], own[0].cluster.layer_count
+        self.count, self.request = first.count, first.cluster.request
+        ways = sorted(first.deepest)
+        self.most = min(self.request.global_batch, MOST_IN_FLIGHT * self.count + 4)
+        self.overhead = np.array([[sum(one) for one in each.overhead] for each in own])
+        self.hop = np.array([each.hops_s() for each in own])
+        whole = np.array([np.array(each.forward) + np.array(each.backward) for each in own])
+        again = np.array([each.repeated for each in own])
+        self.seconds = np.stack([whole + again if way else whole for way in ways], axis=1)
+        """[size, way, rank, layer]: seconds of a micro-batch in all layers before."""
+        self.room = np.array([[self._rooms(each.deepest[way]) for way in ways] for each in own])
+        """[size, way, rank, first, micro-batches in flight]: most layers that memory holds."""
+        self.fixed = np.array(first.step_fixed) + np.array(first.step_per_parameter) * first.trainable[-1] / self.count
+        self._gap = float(self.seconds.max() * 1.001 + 1e-9)
+        rows = self.seconds.reshape(-1, self.layers + 1)
+        self._rows, self._rising = rows, (rows + self._gap * np.arange(len(rows))[:, None]).ravel()
+        self.speed = 1 / np.maximum(self.seconds[0, 0, :, -1], 1e-12)
+        self.memory, self.host = first.cluster.usable, np.array(first.host, float)
+
+    def _rooms(self, deepest: list[list[list[int]]]) -> Indices:
+        """[rank, first, micro-batches in flight]: most layers. ``deepest``: by rank, which share tables where memory is equal."""
+        known: dict[int, Indices] = {}
+        asked = np.maximum(1, np.arange(self.most + 1))
+        for table in deepest:
+            if id(table) not in known:
+                depths = np.minimum.accumulate(np.array(table), axis=1)
+                known[id(table)] = (depths[:, :, None] >= asked).sum(axis=1).astype(np.int16)
+        return np.array([known[id(table)] for table in deepest])
+
+    def place(self, time: Floats, these: Candidates, depth: float) -> tuple[Indices, Indices, Indices]:
+        """By ``time`` [N]: layers that find no place [N], layers of every rank [K, N], its micro-batches in flight [K, N].
+
+        ``depth``: so many times as many are in flight as needed at least."""
+        (K, N), P, n = these.who.shape, len(these.size) - 1, self.count
+        who, column = these.who, np.arange(N)
+        size = these.size[these.pipeline, column]
+        count = np.maximum(1, (these.sequences // self.sizes[these.size])[these.pipeline, column]).astype(float)
+        same = these.pipeline[1:] == these.pipeline[:-1]
+        hops, left, after = np.zeros((K, N)), np.zeros((K, N)), np.zeros((K, N))
+        hops[:-1] = np.where(same, self.hop[size[:-1], who[:-1], who[1:]], 0.0)
+        left[-1] = hops[-1]
+        for k in range(K - 2, -1, -1):
+            left[k] = hops[k] + np.where(same[k], left[k + 1], 0.0)
+            after[k] = np.where(same[k], after[k + 1] + 1, 0.0)
+        filling = (count - 1) * (1 - (1 - 1 / count) ** after)
+        base, ways = size * (self.seconds.shape[1] * n) + who, self.seconds.shape[1]
+        left_s = np.where(these.pipeline < P, time - self.fixed[who], -1.0)
+        overhead = self.overhead[size, who]
+        counts, flying = np.zeros((K, N), dtype=np.int64), np.ones((K, N), dtype=np.int64)
+        first, passed = np.zeros(N, dtype=np.int64), np.zeros(N)
+        for k in range(K):
+            if k:
+                first, passed = np.where(same[k - 1], first, 0), np.where(same[k - 1], passed, 0.0)
+            pace = np.maximum((left_s[k] - passed) / count[k], 1e-30)
+            flying[k] = self._flying(filling[k] + left[k] / pace, after[k], count[k], depth)
+            held, last, busy = np.minimum(flying[k], self.most), first, np.zeros(N)
+            for way in range(ways):
+                row = base[k] + way * n
+                begun = self._rows[row, first]
+                until = begun + (pace - overhead[k]) + row * self._gap
+                end = np.searchsorted(self._rising, until, side="right") - 1 - row * (self.layers + 1)
+                room = np.minimum(first + self.room[size[k], way, who[k], first, held], self.layers)
+                end = np.clip(end, first, room)
+                more = end > last
+                busy, last = np.where(more, self._rows[row, end] - begun, busy), np.where(more, end, last)
+            counts[k] = last - first
+            passed = passed + np.where(counts[k] > 0, busy + overhead[k] + hops[k], 0.0)
+            first = last
+        placed = np.zeros((P + 1, N), dtype=np.int64)
+        np.add.at(placed, (these.pipeline, column), counts)
+        return (self.layers - placed[:-1]).sum(axis=0), counts, flying
+
+    def _flying(self, periods: Floats, after: Floats, count: Floats, depth: float) -> Indices:
+        schedule = self.request.schedule
+        if schedule == "auto":
+            return np.minimum(np.ceil(1 + depth * np.minimum(periods, 1e9) - ROUNDING), count).astype(np.int64)
+        return (count if schedule == "gpipe" else np.minimum(count, after + 1)).astype(np.int64)
+
+    def least(self, these: Candidates, depth: float, steps: int = 9, span: float = 32.0) -> Floats:
+        """The least time [N] by which all layers find a place, to half a per cent; infinite: none was found."""
+        column, power = np.arange(these.who.shape[1]), np.zeros(these.size.shape)
+        size = these.size[these.pipeline, column]
+        np.add.at(power, (these.pipeline, column), 1 / (self.seconds[:, 0, :, -1] + self.overhead)[size, these.who])
+        lower = (these.sequences // self.sizes[these.size] / np.maximum(power, 1e-12))[:-1].max(axis=0)
+        upper, found = lower * span, np.full(len(lower), math.inf)
+        for _ in range(steps):
+            middle = np.sqrt(lower * upper)
+            done = self.place(middle, these, depth)[0] <= 0
+            upper, lower, found = (
+                np.where(done, middle, upper),
+                np.where(done, lower, middle),
+                np.where(done, middle, found),
+            )
+        return found
+
+    def lines(self, found: Found, depth: float) -> Lines | None:
+        """The candidate's pipelines, cut for its time; None: a layer has no place."""
+        these = Candidates(*(np.array(one)[:, None] for one in found[1:]))
+        left, counts, flying = self.place(np.array([found.seconds * 1.0001]), these, depth)
+        if left[0] > 0:
+            return None
+        pipelines = []
+        for p in range(len(found.size) - 1):
+            at = [k for k in range(len(found.who)) if found.pipeline[k] == p and counts[k, 0] > 0]
+            ranks, held = tuple(found.who[k] for k in at), tuple(counts[at, 0].tolist())
+            depths = (
+                falling(flying[at, 0].tolist()) if self.request.schedule == "auto" else tuple(flying[at, 0].tolist())
+            )
+            pipelines.append(Line(ranks, held, depths, int(self.sizes[found.size[p]]), found.sequences[p]))
+        return tuple(pipelines)
+
+    def dealt(self, found: Found) -> Lines:
+        """The candidate's pipelines with a layer or more for every rank, by speed, as deep as may be."""
+        pipelines = []
+        for p, (size, sequences) in enumerate(zip(found.size[:-1], found.sequences, strict=False)):
+            ranks = tuple(rank for rank, of in zip(found.who, found.pipeline, strict=True) if of == p)
+            counts = [1] * len(ranks)
+            for _ in range(self.layers - len(ranks)):
+                counts[max(range(len(ranks)), key=lambda k: self.speed[ranks[k]] / (counts[k] + 1))] += 1
+            deep = (self.request.global_batch,) * len(ranks)
+            pipelines.append(Line(ranks, tuple(counts), deep, int(self.sizes[size]), sequences))
+        return tuple(pipelines)
+
+    def cut(self, lines: Lines, depth: float) -> Lines | None:
+        """``lines`` with the cuts and depths that this estimate would give them; None: memory does not hold them."""
+        who = [rank for line in lines for rank in line.ranks]
+        pipeline = [p for p, line in enumerate(lines) for _ in line.ranks]
+        sizes = [*(self.sizes.tolist().index(line.micro_batch) for line in lines), 0]
+        one = (tuple(who), tuple(pipeline), tuple(sizes), (*(line.sequences for line in lines), 1))
+        seconds = float(self.least(Candidates(*(np.array(each)[:, None] for each in one)), depth, steps=12)[0])
+        cut = None if seconds == math.inf else self.lines(Found(seconds, *one), depth)
+        return (
+            None if cut is None else tuple(new._replace(split=old.split) for new, old in zip(cut, lines, strict=True))
+        )
+
+    # To begin with
+
+    def every(self, pipelines: int) -> Iterator[Found]:
+        """Every way of putting some ranks into so many pipelines, with each micro-batch size, the best first; at last what
+        seems not to fit."""
+        ranks, found = range(self.count), []
+        for used in range(pipelines, self.count + 1):
+            cuts = list(itertools.combinations(range(1, used), pipelines - 1))
+            for who in itertools.permutations(ranks):
+                if list(who[used:]) != sorted(who[used:]):
+                    continue
+                for cut in cuts:
+                    leads = [min(who[a:b]) for a, b in itertools.pairwise((0, *cut, used))]
+                    longest = max(b - a for a, b in itertools.pairwise((0, *cut, used)))
+                    if leads == sorted(leads) and longest <= self.layers:
+                        found.append(
+                            (
+                                who,
+                                [*np.searchsorted(cut, range(used), side="right"), *[pipelines] * (self.count - used)],
+                            )
+                        )
+        who, of = (np.array([one[i] for one in found]).T for i in range(2))
+        these = self._shared(who, of, pipelines, np.arange(len(self.sizes)).repeat(len(found)))
+        seconds = self.least(these, 1.0)
+        yield from self._sorted(these, np.where(np.isinf(seconds), LAST_S, seconds))
+
+    def begin(self, pipelines: int, draw: np.random.Generator) -> Candidates:
+        """The best of many unlike candidates: ranks by host, speed or memory, or by chance, for one pipeline after the other, or
+        dealt out to all of them in turn or to and fro."""
+        K, N = self.count, WIDTH * WIDER
+        keys = (
+            self.host,
+            -self.speed,
+            -self.memory,
+            self.host * 1e6 - self.speed,
+            -self.host * 1e6 - self.speed,
+            self.speed,
+        )
+        who, of = np.argsort(draw.random((K, N)), axis=0), np.zeros((K, N), dtype=np.int64)
+        even = np.searchsorted([round(K * (p + 1) / pipelines) for p in range(pipelines)], np.arange(K), side="right")
+        for c in range(N):
+            of[:, c] = even
+            if c >= 3 * N // 4:
+                cut = np.sort(draw.permutation(np.arange(1, K))[: pipelines - 1])
+                of[:, c] = np.searchsorted(cut, np.arange(K), side="right")
+                continue
+            key, way = keys[c % len(keys)], c // len(keys) % 3
+            blur = draw.choice([0, 0.0, 0.5]) * (key.std() + 1e-9)
+            order = np.lexsort((draw.random(K), key + draw.random(K) * blur))
+            if way:
+                turn, place = np.divmod(np.arange(K), pipelines)
+                place = np.where((turn % 2 == 1) & (way == 2), pipelines - 1 - place, place)
+                at = np.argsort(place, kind="stable")
+                order, of[:, c] = order[at], place[at]
+            who[:, c] = order
+        these = self._shared(who, of, pipelines, draw.integers(len(self.sizes), size=N))
+        return these.at(np.argsort(self.least(these, 1.0), kind="stable")[:WIDTH])
+
+    def _shared(self, who: Indices, of: Indices, pipelines: int, sizes: Indices) -> Candidates:
+        """Each with shares of the batch by its pipelines' speed; as many times all of them as ``sizes`` is longer. Where a
+        micro-batch is too large for a share each, it is left out, or has the smallest."""
+        times = len(sizes) // who.shape[1]
+        who, of = np.tile(who, times), np.tile(of, times)
+        some = self.request.global_batch // self.sizes[sizes] >= pipelines
+        sizes = np.where(some, sizes, 0) if times == 1 else sizes[some]
+        who, of = (who, of) if times == 1 else (who[:, some], of[:, some])
+        column, power = np.arange(len(sizes)), np.zeros((pipelines + 1, len(sizes)))
+        np.add.at(power, (of, column), self.speed[who])
+        power = power[:-1]
+        units = self.request.global_batch // self.sizes[sizes]
+        share = np.maximum(1, np.floor(units * power / power.sum(axis=0)).astype(np.int64))
+        while (wrong := np.flatnonzero(share.sum(axis=0) != units)).size:
+            short = share[:, wrong].sum(axis=0) < units[wrong]
+            gains, most = power[:, wrong] / (share[:, wrong] + 1), np.where(share[:, wrong] > 1, share[:, wrong], 0)
+            np.add.at(
+                share, (np.where(short, gains.argmax(axis=0), most.argmax(axis=0)), wrong), np.where(short, 1, -1)
+            )
+        rows = np.broadcast_to(sizes, share.shape)
+        nothing = np.zeros((1, len(sizes)), dtype=np.int64)
+        return Candidates(
+            who, of, np.concatenate([rows, nothing]), np.concatenate([share * self.sizes[rows], nothing + 1])
+        )
+
+    # Better ones
+
+    def moved(self, these: Candidates, draw: np.random.Generator) -> Candidates:
+        """Every candidate changed a little, each in its own way."""
+        (K, N), P = these.who.shape, len(these.size) - 1
+        column, (who, of, size, sequences) = np.arange(N), (array.copy() for array in these)
+        kind, i, j = draw.random(N), draw.integers(K, size=N), draw.integers(K, size=N)
+        swap, shift = kind < SWAP, (kind >= SWAP) & (kind < SHIFT) & (i != j)
+        a, b = who[i, column], who[j, column]
+        who[i, column], who[j, column] = np.where(swap, b, a), np.where(swap | (i == j), a, b)
+        key = np.broadcast_to(np.arange(K, dtype=float)[:, None], (K, N)).copy()
+        key[i, column] = np.where(shift, j + np.where(j > i, 0.5, -0.5), i)
+        order = np.argsort(key, axis=0, kind="stable")
+        who, turned = np.take_along_axis(who, order, 0), np.take_along_axis(of, order, 0)
+        turned[np.argmax(order == i, axis=0), column] = of[np.where(shift, j, i), column]
+        filled = np.zeros((P + 1, N), dtype=np.int64)
+        np.add.at(filled, (turned, column), 1)
+        of = np.where((filled[:-1] == 0).any(axis=0), of, turned)
+        p, q = draw.integers(P, size=N), draw.integers(P, size=N)
+        unit = np.lcm(self.sizes[size[p, column]], self.sizes[size[q, column]]) * draw.choice(UNITS, size=N)
+        gives = (
+            (kind >= SHIFT) & (kind < GIVE) & (p != q) & (sequences[p, column] - unit >= self.sizes[size[p, column]])
+        )
+        np.subtract.at(sequences, (p, column), np.where(gives, unit, 0))
+        np.add.at(sequences, (q, column), np.where(gives, unit, 0))
+        p, new, all_of_them = draw.integers(P, size=N), draw.integers(len(self.sizes), size=N), draw.random(N) < 0.5
+        for k in range(P):
+            fits = (
+                (kind >= (GIVE if P > 1 else SHIFT)) & (all_of_them | (p == k)) & (sequences[k] % self.sizes[new] == 0)
+            )
+            size[k] = np.where(fits, new, size[k])
+        return Candidates(who, of, size, sequences)
+
+    def improved(
+        self, these: Candidates, rounds: int, depth: float, draw: np.random.Generator, kept: int
+    ) -> tuple[list[Found], Candidates]:
+        """The best unlike candidates that come of ``these``, the best first; and where all of them stand then. Empty: none fits."""
+        time = self.least(these, depth)
+        best = {one[1:]: one for one in self._sorted(these, time, 4 * kept)}
+        if not best:
+            return [], these
+        goal = float(time.min()) * SOONER
+        left = self.place(np.full(len(time), goal), these, depth)[0]
+        for turn in range(rounds):
+            others = self.moved(these, draw)
+            found = self.place(np.full(len(time), goal), others, depth)[0]
+            taken = found <= left + LEFT[0] * (LEFT[1] / LEFT[0]) ** (turn / rounds) * draw.exponential(size=len(time))
+            these = Candidates(*(np.where(taken, new, old) for old, new in zip(these, others, strict=True)))
+            left = np.where(taken, found, left)
+            if (done := np.flatnonzero(left <= 0)).size:
+                part = these.at(done)
+                seconds = np.minimum(self.least(part, depth, steps=8, span=1.3), goal)
+                for one in self._sorted(part, seconds, 2 * kept):
+                    best[one[1:]] = min(one, best.get(one[1:], one))
+                goal = float(seconds.min()) * SOONER
+                left = self.place(np.full(len(time), goal), these, depth)[0]
+            if turn % DOUBLED == DOUBLED - 1:
+                order = np.argsort(left, kind="stable")
+                half = len(order) // 2
+                source = np.concatenate([order[: len(order) - half], order[:half]])
+                these, left = these.at(source), left[source]
+        return unlike(sorted(best.values()), kept), these
+
+    def _sorted(self, these: Candidates, seconds: Floats, most: int | None = None) -> list[Found]:
+        """So many of those that fit, the best first."""
+        order = [c for c in np.argsort(seconds, kind="stable")[:most].tolist() if seconds[c] < math.inf]
+        arrays = [array.T.tolist() for array in these.at(np.array(order, dtype=np.int64))]
+        return [Found(float(seconds[c]), *(tuple(array[at]) for array in arrays)) for at, c in enumerate(order)]
+
+
+def unlike(found: list[Found], kept: int) -> list[Found]:
+    """So many of them, of the same micro-batches or the same ranks only a few."""
+    chosen: list[Found] = []
+    for one in found:
+        sized = sum(other.sequences == one.sequences and other.size == one.size for other in chosen)
+        ordered = sum(other[1:3] == one[1:3] for other in chosen)
+        if len(chosen) < kept and ordered < 3 and (sized < kept // 2 or not ordered):
+            chosen.append(one)
+    return chosen

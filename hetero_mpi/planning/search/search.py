@@ -1,0 +1,243 @@
+"""The search for a plan in which every rank holds one stage: unlike candidates by estimate, the best by step time, better ones.
+
+Every number of pipelines begins with candidates of its own (``orders``): of few ranks all, of more a population that is improved by
+estimate. The best are simulated and go downhill; one is annealed. What is found for a number does not depend on larger numbers.
+
+Ranks are taken in an order that does not depend on their numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hetero_mpi.planning.search.cluster import ClusterArrays, in_own_order
+from hetero_mpi.planning.search.costs import ROUNDING, Clock, Costs, is_plain
+from hetero_mpi.planning.search.memory_fit import Fitter
+from hetero_mpi.planning.search.orders import Candidates, Found, Orders
+from hetero_mpi.planning.search.pipelines import Fitting, Line, Lines, used
+from hetero_mpi.planning.search.rounds import Rounds, Start, always_split
+from hetero_mpi.planning.tables import shares_nics
+from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+
+SEARCHED = 64
+"""Up to so many ranks are searched."""
+LAID_OUT = 12
+"""Of more ranks only numbers of pipelines are searched that the search is given plans of: estimates leave out sums of gradients."""
+EVERY, LOOKED_AT = 4, 60
+"""Up to so many ranks all orders are estimated, and so many of them simulated."""
+FEW = 6
+"""Up to so many ranks all numbers of pipelines are looked at closely."""
+MOST_NUMBERS, NUMBERS_IN_BRIEF = 3, 2
+"""So many numbers of more ranks, the most promising ones; and where the request is to be answered briefly."""
+SLOWER, SLOWER_OF_FEW = 1.08, 1.5
+"""None is looked at closely whose candidates are so much slower than the best plan of fewer pipelines; of up to ``EVERY`` ranks."""
+SHORT, LONG, KEPT, SIMULATED = 25, 50, 12, 8
+"""Rounds in which candidates are improved to see whether their number is promising, and for each of ``DEPTHS`` if it is; how many
+of them are kept, and simulated with the depths that look best."""
+DEPTHS = (1.0, 0.5, 1.4)
+STARTS, STARTS_OF_FEW, DOWNHILL = 4, 12, 120
+"""So many go downhill, of so many looks each."""
+HEAT = (0.01, 0.0005)
+LOOKS, ACTIONS = 1000, 300_000
+"""Changes looked at in annealing, and forwards and backwards simulated: a fraction of a second."""
+THOROUGH = 4
+"""So many times as much of both for a thorough request."""
+NICS = 8
+"""Where messages queue for shared NICs, an action takes about so many times as long to simulate."""
+
+
+class Best(NamedTuple):
+    """The best plan found, and seconds of others: infinite: none was found to fit; None: not asked."""
+
+    plan: Plan
+    step_s: float
+    one_pipeline_s: float | None
+    """The best plan of one pipeline."""
+    at_work_s: float | None
+    """The best plan in which no rank idles that can be given something."""
+    others: list[tuple[Plan, float]]
+    """A good plan of every number of pipelines."""
+
+
+class Search:
+    """Searches plans of one profile and request."""
+
+    def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
+        self.profile, self.request = profile, request
+        self.layer_count = len(profile.model.layers)
+        self.fitter = Fitter(profile, request)
+        sizes = sorted(set(request.micro_batch_choices))
+        first = ClusterArrays(
+            profile, request, sizes[0], None, in_own_order(profile, sizes[0] * request.sequence_length)
+        )
+        self.costs = {size: Costs(ClusterArrays(profile, request, size, first)) for size in sizes}
+        self.ranks = [device.rank for device in first.devices]
+        self.clock, self.is_plain = Clock(self.costs, first), is_plain(profile)
+        self.most = min(request.max_pipelines, request.global_batch // sizes[0], len(self.ranks))
+        self.every = min(len(self.ranks), self.layer_count * min(request.max_pipelines, request.global_batch))
+        """So many ranks are at work where none may idle."""
+        self.rounds = Rounds(
+            self.costs, self._step_s, self.clock.step_s, self._owned_s, 0 if request.allow_idle else self.every
+        )
+        times = THOROUGH if request.thorough else 1
+        self.looks = times * LOOKS
+        self.actions = times * ACTIONS / (NICS if shares_nics(profile) else 1)
+        self._known: dict[Lines, float] = {}
+        self._orders: dict[tuple[int, ...], Orders] = {}
+        self._candidates: dict[int, tuple[list[Found], Candidates | None]] = {}
+
+    def best(self, starts: Sequence[tuple[Plan, float]] = ()) -> Best | None:
+        """The best start, or better. Ranks leave the order that they stand in only for more than the request is indifferent to."""
+        numbers: dict[int, list[Start]] = {}
+        for plan, step_s in starts:
+            numbers.setdefault(len(plan.pipelines), []).append((self.lines(plan), step_s))
+        least = self.rounds.least
+        begun = min((one for one in starts if used(self.lines(one[0])) >= least), key=lambda one: one[1], default=None)
+        if len(self.ranks) <= LAID_OUT:
+            numbers = {number: numbers.get(number, []) for number in range(1, self.most + 1)}
+        found = self._of_all(numbers, self.rounds)
+        best = min(found.values(), key=lambda one: one[1], default=((), math.inf))
+        one_s = at_work_s = None
+        if len(self.ranks) <= LAID_OUT:
+            whole = best
+            if self.request.allow_idle and used(best[0]) < self.every:
+                all_of_them = len(self.ranks) <= FEW or not best[0]
+                some = numbers if all_of_them else {len(best[0]): [best]}
+                at_work = self._of_all(some, self.rounds.requiring(self.every), list(found.values()))
+                whole = min(at_work.values(), key=lambda one: one[1], default=((), math.inf))
+                best = whole if whole[1] < best[1] * (1 - ROUNDING) else best
+                found |= {n: one for n, one in at_work.items() if one[1] < found.get(n, one)[1]}
+            at_work_s, one_s = whole[1], found[1][1] if 1 in found else math.inf
+        found_plan = self.fitter.fitted(self.plan(best[0])) if best[1] < math.inf else None
+        chosen = begun
+        if found_plan is not None:
+            plan = self.fitter.repeating(found_plan)
+            step_s, gain = self.fitter.step_s(plan), max(ROUNDING, self.request.indifference)
+            if begun is None or step_s < begun[1] * (1 - gain):
+                chosen = plan, step_s
+        others = [(self.plan(lines), step_s) for lines, step_s in found.values() if step_s < math.inf]
+        return None if chosen is None else Best(*chosen, one_s, at_work_s, others)
+
+    def _of_all(self, numbers: dict[int, list[Start]], rounds: Rounds, begun: Sequence[Start] = ()) -> dict[int, Start]:
+        """The best found of every number of pipelines."""
+        known = {}
+        for number, starts in numbers.items():
+            own = rounds.of(number).requiring(rounds.least)
+            more = [start for one in begun if len(one[0]) == number for start in own.begun([one[0]], 2, self.actions)]
+            starts = [one for one in starts if used(one[0]) >= rounds.least]
+            known[number] = best_of([*starts, *more, *self._priced(self._begun(number), own, 1.0)])
+        known = {number: starts for number, starts in known.items() if starts}
+        found = {number: starts[0] for number, starts in known.items()}
+        close = sorted(found, key=lambda number: (found[number][1], number))
+        few = len(self.ranks) <= FEW
+        close = sorted(found) if few else close[: NUMBERS_IN_BRIEF if self.request.brief else MOST_NUMBERS]
+        least_s = math.inf
+        for number in close:
+            if known[number][0][1] <= (SLOWER_OF_FEW if len(self.ranks) <= EVERY else SLOWER) * least_s:
+                own = rounds.of(number).requiring(rounds.least)
+                found[number] = self._improved(known[number], number, own)
+                least_s = min(least_s, found[number][1])
+        return found
+
+    def _begun(self, number: int) -> list[Found]:
+        """Promising candidates of so many pipelines."""
+        if number not in self._candidates:
+            orders = self.orders(number)
+            if len(self.ranks) <= EVERY:
+                self._candidates[number] = list(itertools.islice(orders.every(number), LOOKED_AT)), None
+            else:
+                draw = np.random.default_rng(number)
+                self._candidates[number] = orders.improved(orders.begin(number, draw), SHORT, 1.0, draw, KEPT)
+        return self._candidates[number][0]
+
+    def _improved(self, starts: list[Start], number: int, rounds: Rounds) -> Start:
+        """The best of what comes of these plans and of further candidates."""
+        state, starts = self._candidates[number][1], list(starts)
+        if state is not None:
+            for place, depth in enumerate(DEPTHS):
+                found, _ = self.orders(number).improved(state, LONG, depth, np.random.default_rng(place), KEPT)
+                starts += self._priced(found, rounds, depth)
+        alive = best_of(starts)[: STARTS_OF_FEW if len(self.ranks) <= EVERY else STARTS]
+        if len(self.ranks) == 1:
+            return alive[0]
+        best = min((rounds.descended(one, DOWNHILL, self.actions / 4) for one in alive), key=lambda one: one[1])
+        return rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
+
+    def _priced(self, found: Sequence[Found], rounds: Rounds, depth: float) -> list[Start]:
+        """The most promising of the candidates with their step times, as far as they fit."""
+        orders, few = [self.orders(len(one.size) - 1) for one in found], len(self.ranks) <= EVERY
+        lines = [own.lines(one, depth) for own, one in zip(orders, found, strict=True)]
+        lines += [own.dealt(one) for own, one in zip(orders, found, strict=True) if few]
+        most = len(lines) if few else SIMULATED
+        return rounds.begun(filter(None, dict.fromkeys(lines)), most, self.actions / 4)
+
+    def orders(self, number: int) -> Orders:
+        """Candidates of so many pipelines; their tables are the same where they do not share the state."""
+        costs = self.rounds.of(number).costs
+        key = tuple(id(own.deepest) for own in costs.values())
+        if key not in self._orders:
+            self._orders[key] = Orders(costs)
+        return self._orders[key]
+
+    def in_order(self, lines: Lines, limit_s: float) -> tuple[Plan, float] | None:
+        """A plan of these ranks in this order, with other cuts and depths if need be, that takes no longer than ``limit_s``."""
+        rounds = self.rounds.of(len(lines))
+        starts = [(lines, rounds.price(lines))]
+        for depth in (1.0, 1.4):
+            cut = self.orders(len(lines)).cut(lines, depth)
+            if cut is not None and used(cut) == used(lines):
+                starts.append(rounds.fastest(rounds.deepened(cut)))
+        best = min(starts, key=lambda one: one[1])
+        if limit_s < best[1] < math.inf:
+            best = rounds.annealed(best, HEAT, self.looks // 4, self.actions / 4, random.Random(0), ranks=False)
+        if best[1] > limit_s:
+            return None
+        plan = self.fitter.fitted(self.plan(best[0]))
+        return None if plan is None else (plan, self.fitter.step_s(plan))
+
+    def lines(self, plan: Plan) -> Lines:
+        number = {rank: index for index, rank in enumerate(self.ranks)}
+        return tuple(
+            Line(
+                tuple(number[stage.ranks[0]] for stage in pipeline.stages),
+                tuple(stage.last - stage.first for stage in pipeline.stages),
+                tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in pipeline.stages),
+                pipeline.micro_batch,
+                pipeline.sequences,
+                pipeline.split_backward or always_split(self.request),
+            )
+            for pipeline in plan.pipelines
+        )
+
+    def plan(self, lines: Lines) -> Plan:
+        """Recompute, and depth, as memory allows by the table of whole backwards."""
+        return self._plan(self.rounds.of(len(lines)).within(math.inf, lines) or ())
+
+    def _plan(self, fittings: Sequence[Fitting]) -> Plan:
+        pipelines = tuple(fitting.pipeline(self.ranks, self.rounds.fixed) for fitting in fittings)
+        return Plan(pipelines, self.request.global_batch, self.request.sequence_length, self.layer_count)
+
+    def _step_s(self, fittings: Sequence[Fitting]) -> float:
+        if self.is_plain and not any(fitting.line.is_split for fitting in fittings):
+            return self.clock.step_s(fittings)
+        return self._owned_s(fittings)
+
+    def _owned_s(self, fittings: Sequence[Fitting]) -> float:
+        key = tuple(fitting.line for fitting in fittings)
+        if key not in self._known:
+            plan = self.fitter.fitted(self._plan(fittings))
+            self._known[key] = math.inf if plan is None else self.fitter.step_s(plan)
+        return self._known[key]
+
+
+def best_of(starts: Iterable[Start]) -> list[Start]:
+    """Those that fit, each once, the best first."""
+    return sorted({one[0]: one for one in starts if one[1] < math.inf}.values(), key=lambda one: one[1])
