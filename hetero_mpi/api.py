@@ -78,7 +78,7 @@ class Job(LoadedJob):
 
     @property
     def tables(self) -> Tables:
-        """All tables with all their keys, defaults filled in: ``job.tables.train.steps``."""
+        """All tables with all their keys, defaults filled in: ``tables.train.steps``."""
         return self.job
 
 

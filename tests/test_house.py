@@ -5,8 +5,10 @@ of its own, and what the README says (more: test_docs.py).
 from __future__ import annotations
 
 import ast
+import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import tokenize
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -46,6 +48,12 @@ BANS = {
     "checkpoint": {"mpi4py", "torch"},
 }
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {
+    path.relative_to(ROOT).with_suffix("").as_posix()
+    for folder in ("hetero_mpi", "tests", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+}
+"""Paths without suffix of all modules."""
 SET_FROM_OUTSIDE = {
     r"(.+\.)?(doing|activity\.\w+)": "whoever does something says what; the watchdog's thread reads it",
     r"world\.\w+": "a World learns of its peers after they have met, and of deaths in the MPI library's callbacks",
@@ -253,3 +261,53 @@ def test_threads_begin_in_one_place() -> None:
         assert path.name == "background.py" or not re.search(
             r"\b(Thread|Timer)\(|start_new_thread", path.read_text()
         ), path
+
+
+def prose(path: Path) -> Iterator[str]:
+    """Docstrings, texts below attributes, and comments of a source."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def absent_names(text: str, known: Collection[str]) -> list[str]:
+    """Files (``engine/trainer.py``) and modules (``engine.trainer.Trainer``) in ``text`` that are none of ``known``: paths without
+    suffix, from the root or from a package."""
+    folders = {name.rpartition("/")[0].rpartition("/")[2] for name in known}
+    ends = {"/".join(name.split("/")[place:]) for name in known for place in range(name.count("/") + 1)}
+    files = [name for name in re.findall(r"(?<![\w/.*<{])((?:[\w-]+/)+[a-z_]\w*)\.py\b", text) if name not in ends]
+    dotted = [name.removeprefix("hetero_mpi.").split(".") for name in re.findall(r"``((?:[a-z_]\w*\.)+\w+)", text)]
+    own = [
+        parts for parts in dotted if parts[0] in folders and len(parts) > 2
+    ]  # two may be a key of a job, or a file's name
+    return files + [
+        ".".join(parts) for parts in own if not {"/".join(parts[:n]) for n in range(2, len(parts) + 1)} & ends
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_prose_names_modules_that_are_there(path: Path) -> None:
+    known = MODULES
+    assert absent_names("``engine.trainer`` in `engine/trainer.py`", known) == []
+    assert absent_names("``engine.nobody.Trainer`` and `engine/nobody.py`", known) == [
+        "engine/nobody",
+        "engine.nobody.Trainer",
+    ]
+    assert not [name for text in prose(path) for name in absent_names(text, known)]
+
+
+def test_docstrings_say_what_a_thing_is() -> None:
+    """They begin with the thing: no question, and no "Of ..." or "What ..." that leans on the name above it."""
+    asking = re.compile(r"(Of|What|Who|Is|Are|Does|By)\b|Do [^.]*\?")
+    found = [
+        f"{path.relative_to(PACKAGE)}: {docstring.splitlines()[0]}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (docstring := ast.get_docstring(node))
+        if asking.match(docstring)
+    ]
+    assert not found

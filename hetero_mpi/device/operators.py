@@ -186,7 +186,7 @@ def _compare(check: str, operator: Operator, dtype: str, backend: Backend) -> Re
 
 
 def copies(backend: Backend) -> Result:
-    """Are bytes the same after a way to the device and back? And bytes per second, by direction and kind of host memory."""
+    """Whether bytes are the same after a way to the device and back, and bytes per second, by direction and kind of host memory."""
     begin = time.perf_counter()
     there, back = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=backend.device) for _ in range(2))
     pinned = [backend.host_buffer((_COPY_BYTES,), torch.uint8) for _ in range(2)]

@@ -71,7 +71,7 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
 
 
 def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
-    """What an adapter is, as the job's keys say it (targets by their full names), and its base model's name or directory.
+    """An adapter's settings, as the job's keys say them (targets by their full names), and its base model's name or directory.
 
     :raises UserError: as ``check_adapter``, for the adapter alone.
     """

@@ -16,7 +16,7 @@ def reaches(
     layers_pattern: list[str] | str | None = None,
     exclude: str | list[str] | None = None,
 ) -> bool:
-    """Do the settings of an adapter reach the module of this name? By peft's own rules."""
+    """Whether the settings of an adapter reach the module of this name, by peft's own rules."""
     imported_peft()
     from peft.tuners.tuners_utils import check_target_module_exists
 

@@ -87,7 +87,7 @@ class RunHistory:
     """Each rank's number at the start of the job."""
 
     def shared(self, world: World, thing: object) -> bool:
-        """Do all ranks have ``thing`` from an earlier attempt? Collective."""
+        """Whether all ranks have ``thing`` from an earlier attempt. Collective."""
         return bool(self.losses) and all(world.all_gather_json(thing is not None))
 
     def record_loss(self, loss: Loss, noticed_s: float) -> None:

@@ -186,7 +186,7 @@ def finish(request: Any, pause: Pause) -> None:
 
 
 def agree(comm: Any, well: bool) -> bool:
-    """Do all ranks of ``comm`` that are alive say ``well``? The same answer on all of them, on a revoked communicator too."""
+    """Whether all ranks of ``comm`` that are alive say ``well``. The same answer on all of them, on a revoked communicator too."""
     mpi = sys.modules["mpi4py.MPI"]
     flag = np.array([int(well)], np.int32)
     pause = Pause(_DROWSY_S)

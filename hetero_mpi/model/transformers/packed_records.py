@@ -58,7 +58,7 @@ def _attend(
 
 
 def _packed(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None) -> bool:
-    """Are there positions of every token, and a mask of every pair of tokens that all heads share?"""
+    """Whether there are positions of every token, and a mask of every pair of tokens that all heads share."""
     rows, length = query.shape[0], query.shape[2]
     return (
         positions is not None

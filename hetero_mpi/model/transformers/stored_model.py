@@ -31,7 +31,7 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What a model directory holds."""
+    """The contents of a model directory."""
 
     config: dict[str, Any]
     """Keys of its ``config.json``, those that the tensors contradict corrected."""
@@ -164,7 +164,7 @@ class _Fit:
         return is_mask or _COMPUTED.search(name) is not None or _COMPUTED.search(key) is not None
 
     def _left_out(self, key: str, name: str) -> bool:
-        """Does transformers leave it out on purpose? So it does with layers that predict further tokens."""
+        """Whether transformers leaves it out on purpose, as it does with layers that predict further tokens."""
         known = self.model._keys_to_ignore_on_load_unexpected or ()
         if any(re.search(pattern, one) for pattern in known for one in (key, name)):
             return True
@@ -229,7 +229,7 @@ def _settle_bias(fit: _Fit, keys: dict[str, Any]) -> str | None:
 
 
 def _alike(one: StoredTensor, other: StoredTensor, names: tuple[str, str]) -> bool:
-    """Do both hold the same numbers? Read in pieces, up to the first that differs."""
+    """Whether both hold the same numbers, read in pieces, up to the first that differs."""
     if one.shape != other.shape:
         return False
     pieces: Iterator[tuple[torch.Tensor, torch.Tensor]] = zip(

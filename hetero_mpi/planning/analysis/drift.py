@@ -98,7 +98,7 @@ class _Speed:
 
     @property
     def median(self) -> float:
-        """Of the last steps; what was planned with, while there are too few."""
+        """The median of the last steps; what was planned with, while there are too few."""
         return statistics.median(self.recent) if len(self.recent) >= FEWEST else self.planned
 
     @property

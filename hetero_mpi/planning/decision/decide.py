@@ -170,7 +170,7 @@ def in_order(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan 
 
 
 def fits(profile: ClusterProfile, request: PlanRequest) -> bool:
-    """Is there a plan? Quicker to answer than which."""
+    """Whether there is a plan: quicker to answer than which."""
     if not any(profile.model.dtype in device.dtypes for device in profile.devices):
         return False
     request = replace(request, micro_batch_choices=(min(request.micro_batch_choices),))  # whatever fits, fits so

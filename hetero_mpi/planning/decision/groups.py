@@ -219,7 +219,7 @@ class _Search:
         return StagePlan(ranks, 0, len(self.profile.model.layers), 0, shares=shares, experts=experts)
 
     def _asked(self, groups: Groups) -> PlanRequest:
-        """What is asked for a cluster with these groups. There are fewer pipelines to share the batch, so micro-batches may be
+        """The request for a cluster with these groups. There are fewer pipelines to share the batch, so micro-batches may be
         larger."""
         request = self.request
         left = len(self.profile.devices) - sum(len(group.ranks) - 1 for group in groups)

@@ -156,7 +156,7 @@ class SeveralStages:
         return found
 
     def _layers_s(self, rank: int, tokens: int) -> list[float]:
-        """Of a micro-batch, forward and backward of every layer."""
+        """Seconds of every layer's forward and backward of a micro-batch."""
         times, again = self.profile.devices[rank].layers, self.request.recompute_choices == (True,)
         of_kind = {
             kind: layer_s(one, Op.F, tokens) + layer_s(one, Op.B, tokens) + (repeated_s(one, tokens) if again else 0.0)
@@ -203,7 +203,7 @@ def _turned(plan: Plan) -> Iterator[Plan]:
 
 
 def _actions(plan: Plan) -> int:
-    """Of a step, about."""
+    """About how many actions a step has."""
     return sum(6 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
 
 

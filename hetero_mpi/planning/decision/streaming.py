@@ -79,7 +79,7 @@ def with_streamed_stages(
 
 
 def streamable(profile: ClusterProfile) -> bool:
-    """Is there anything to stream? What is trained whole is kept in host memory, which spares some devices theirs."""
+    """Whether there is anything to stream. What is trained whole is kept in host memory, which spares some devices theirs."""
     model = profile.model
     if model.trained_whole:
         return not all(device.shares_host_memory for device in profile.devices)
@@ -87,7 +87,7 @@ def streamable(profile: ClusterProfile) -> bool:
 
 
 def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
-    """Is some rank's memory nearly full, or does a stage repeat forwards to spare it?"""
+    """Whether some rank's memory is nearly full, or a stage repeats forwards to spare it."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     memory = predict_memory(plan, profile, request.memory_reserve)
     return any(stage.recompute for stage in stages) or any(one.peak_bytes > FULL * one.usable_bytes for one in memory)
@@ -105,7 +105,7 @@ def _fastest(
     places = {0, len(sizes) // 2, len(sizes) - 1} if len(profile.devices) <= FEW else {len(sizes) // 2}
 
     def asked(size: int) -> tuple[ClusterProfile, PlanRequest]:
-        """What is searched instead, where slices have so many sequences."""
+        """The request that is searched instead, where slices have so many sequences."""
         return streamed_view(crowded, size, request), replace(
             request,
             micro_batch_choices=tuple(one for one in larger if one >= size),

@@ -115,7 +115,7 @@ class ClusterArrays:
 
     @property
     def unlinked(self) -> bool:
-        """Do messages take no time at all? Then it does not matter who is whose neighbour."""
+        """Whether messages take no time at all. Then it does not matter who is whose neighbour."""
         return not self.latency_s.any() and not self.per_byte_s.any()
 
     @cached_property
@@ -179,7 +179,7 @@ class ClusterArrays:
 
 
 class Stages:
-    """What holding layers [first, last) costs, tabulated [first, last - first - 1] up to ``longest`` layers."""
+    """The costs of holding layers [first, last), tabulated [first, last - first - 1] up to ``longest`` layers."""
 
     def __init__(self, cluster: ClusterArrays, longest: int, pipelines: float) -> None:
         model, layers = cluster.model, cluster.layer_count

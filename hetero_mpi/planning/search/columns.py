@@ -198,7 +198,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Held:
-    """What every stage costs on one column: seconds, and the most micro-batches in flight without and with recompute."""
+    """The costs of every stage on one column: seconds, and the most micro-batches in flight without and with recompute."""
 
     forward_s: Floats
     backward_s: Floats

@@ -1,4 +1,4 @@
-"""What stages of pipelines cost: whether memory holds them, how long they take, no less than what; and steps of whole plans."""
+"""The costs of stages of pipelines: whether memory holds them, how long they take, no less than what; and steps of whole plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDING = 1e-9
 
 
 class Costs:
-    """What stages cost at one micro-batch size. Tables of plain lists: single figures are asked for, millions of them."""
+    """The costs of stages at one micro-batch size. Tables of plain lists: single figures are asked for, millions of them."""
 
     def __init__(self, cluster: ClusterArrays) -> None:
         self.cluster, self.count = cluster, len(cluster.devices)
@@ -114,7 +114,7 @@ class Costs:
         )
 
     def _spare_bytes(self, line: Line, recompute: Sequence[bool]) -> float:
-        """What its ranks have left for state, where others own all that they hold; infinite: that was not asked."""
+        """Bytes that its ranks have left for state, where others own all that they hold; infinite: that was not asked."""
         if not self._bytes:
             return math.inf
         spare = 0.0
@@ -126,7 +126,7 @@ class Costs:
         return spare
 
     def holds(self, fitting: Fitting) -> bool:
-        """Do its ranks have room for all the state of what they hold?"""
+        """Whether its ranks have memory for all the state of what they hold."""
         line = fitting.line
         stages = zip(fitting.recompute, line.ranks, line.cuts, line.counts, line.flying, strict=False)
         return self.deepest is self.unshared or all(
@@ -214,7 +214,7 @@ def _room(by_count: Sequence[int], count: int) -> int:
 
 
 def is_plain(profile: ClusterProfile) -> bool:
-    """Do pipelines meet in nothing but sums of gradients? Not in a NIC, a host's memory, or a tied matrix."""
+    """Whether pipelines meet in nothing but sums of gradients: not in a NIC, a host's memory, or a tied matrix."""
     return not (profile.model.tied or shares_nics(profile) or shared_memories(profile))
 
 
@@ -272,7 +272,7 @@ class Clock:
         return self._whole[line]
 
     def _exchanges_s(self, ranks: tuple[int, ...]) -> tuple[list[float], list[float]]:
-        """Of every layer: to sum its gradients, and to bring its new values."""
+        """Seconds of every layer to sum its gradients, and to bring its new values."""
         if ranks not in self._known:
             sizes = self.cluster.summed_bytes, self.cluster.value_bytes
             sums, values = (self.cluster.exchange_s(ranks, size).tolist() for size in sizes)

@@ -61,7 +61,7 @@ class Fitter:
         return self._fitted(plan, None)
 
     def _parts(self, plan: Plan) -> Iterator[Owned]:
-        """What each rank owns if all own as much: first with less for those that have less memory than the mean, then without."""
+        """Bytes that each rank owns if all own as much: first with less for those with less memory than the mean, then without."""
         for levelled in (True, False):
             owned = dict[int, float]()
             for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
@@ -159,12 +159,12 @@ class Fitter:
         return pipeline
 
     def _suffices(self, pipelines: Sequence[PipelinePlan]) -> bool:
-        """Does every rank hold its stage with all of its state?"""
+        """Whether every rank holds its stage with all of its state."""
         held = all(self.fits(one, stage) for one in pipelines for stage in one.stages)
         return held and not self._short(pipelines, None)
 
     def fits(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None = None) -> bool:
-        """Does its rank hold ``stage``, as one of the pipeline's?"""
+        """Whether its rank holds ``stage``, as one of the pipeline's."""
         return self._peak(pipeline, stage, owned) <= self._usable[stage.ranks[0]]
 
     def _peak(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None) -> float:

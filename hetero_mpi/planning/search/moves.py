@@ -218,7 +218,7 @@ def with_rank(lines: Lines, rank: int) -> Iterator[Lines]:
 
 
 def deeper(line: Line, place: int, by: int) -> Line:
-    """By so many micro-batches at one stage; none before it stays shallower, none behind it deeper."""
+    """The depths deeper by so many micro-batches at one stage; none before it stays shallower, none behind it deeper."""
     depth = min(max(1, line.flying[place] + by), line.micro_batches)
     flying = tuple(
         max(now, depth) if i <= place and by > 0 else min(now, depth) if i >= place and by < 0 else now

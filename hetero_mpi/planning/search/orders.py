@@ -102,7 +102,8 @@ class Orders:
         return np.array([known[id(table)] for table in deepest])
 
     def place(self, time: Floats, these: Candidates, depth: float) -> tuple[Indices, Indices, Indices]:
-        """By ``time`` [N]: layers that find no place [N], layers of every rank [K, N], its micro-batches in flight [K, N].
+        """The layers that each candidate places by ``time`` [N]: those that find no place [N], layers of every rank [K, N], and its
+        micro-batches in flight [K, N].
 
         ``depth``: so many times as many are in flight as needed at least."""
         (K, N), P, n = these.who.shape, len(these.size) - 1, self.count

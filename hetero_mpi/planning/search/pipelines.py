@@ -42,7 +42,7 @@ Lines = tuple[Line, ...]
 
 @dataclass(frozen=True)
 class LineTimes:
-    """Of every stage, and of the messages behind it; seconds per micro-batch."""
+    """The times of every stage, and of the messages behind it; seconds per micro-batch."""
 
     forward: list[float]
     backward: list[float]

@@ -128,7 +128,7 @@ class Rounds:
         return lines, step_s
 
     def holds(self, fittings: Sequence[Fitting]) -> bool:
-        """Does every rank have room for all the state of what it holds?"""
+        """Whether every rank has memory for all the state of what it holds."""
         return all(self.costs[fitting.line.micro_batch].holds(fitting) for fitting in fittings)
 
     def may_split(self, lines: Lines) -> bool:
@@ -217,5 +217,5 @@ def actions_of(lines: Lines) -> int:
 
 
 def always_split(request: PlanRequest) -> bool:
-    """Is every backward in two parts, where a pipeline has more than one stage?"""
+    """Whether every backward is in two parts, where a pipeline has more than one stage."""
     return request.schedule == "split" or (request.schedule == "auto" and False not in request.split_choices)

@@ -118,7 +118,7 @@ def panel(figure: Figure, left: float, top: float, right: float, bottom: float) 
 
 
 def far_apart(values: Sequence[float]) -> bool:
-    """Do the values differ so much that the smallest would hardly be seen on one axis with the largest?"""
+    """Whether the values differ so much that the smallest would hardly be seen on one axis with the largest."""
     return bool(values) and max(values) > _FAR_APART * min(values) > 0
 
 

@@ -61,7 +61,7 @@ class Material:
 
 
 def prompt_template(job: JobConfig) -> Template | None:
-    """The form of prompt that the job's model expects: the last argument of ``data.template.render_prompt``."""
+    """The form of prompt that the job's model expects: the last argument of ``data.chat_template.render_prompt``."""
     return None if job.data.records is None else job.data.template
 
 
