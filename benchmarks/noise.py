@@ -169,7 +169,7 @@ def steps_of(plan: Plan, true: ClusterProfile, guess: ClusterProfile, noise: flo
         if len(holders) > 1:
             for pair in itertools.permutations(holders, 2):
                 links.setdefault(pair, ratios(*(exchange_s(profile, holders, 1e8) for profile in (true, guess))))
-    return Measured(computing, sums, links)
+    return Measured(computing, sums=sums, links=links)
 
 
 def computed_s(plan: Plan, profile: ClusterProfile, rank: int) -> float:

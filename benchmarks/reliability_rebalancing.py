@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from harness import run_ranks  # noqa: E402
 
-from hetero_mpi.planning.analysis.drift import Decider, Move  # noqa: E402
+from hetero_mpi.planning.analysis.drift import Decider, Move, as_measured  # noqa: E402
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
@@ -155,7 +155,7 @@ def _noise() -> int:
             move = decider.decide(NOISY_STEPS - step)
             if move is Move.ASK:
                 assert decider.asked is not None
-                question = ReplanQuestion(profile, decider.asked, request, plan, NOISY_STEPS - step, 0.1)
+                question = ReplanQuestion(profile, as_measured(decider.asked), request, plan, NOISY_STEPS - step, 0.1)
                 decider.answered(answer(question).prospect)
             elif move is Move.GO:
                 changes += 1
