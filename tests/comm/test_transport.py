@@ -21,10 +21,10 @@ from hetero_mpi.comm.transport import Exchange, Group, Part, Transport
 from hetero_mpi.emulation.paced_stage import Sleeper
 from hetero_mpi.emulation.paced_transport import LinkTimes, MessageTimes, Nics, PacedTransport
 from tests.support.exchange_cases import SUM_CASES, bytes_of
-from tests.support.loopback import LoopbackNetwork
 from tests.support.message_cases import CASES, HELD_CASES, PIECE_CASES
 from tests.support.mpi import run_mpi
 from tests.support.rank_pool import run_pooled
+from tests.support.ranks import LoopbackNetwork
 
 Passed = Callable[[int], set[tuple[str, str]]]
 Case = Callable[[Callable[[], Transport], int], None]

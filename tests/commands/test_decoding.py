@@ -36,7 +36,7 @@ from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
 from hetero_mpi.runtime.generate.writer import Spelling, Task, TextChanges, Writer
 from tests.support.family_configs import VOCABULARY, tiny_keys
-from tests.support.loopback import LoopbackNetwork
+from tests.support.ranks import LoopbackNetwork
 from tests.support.stages import stage_of
 from tests.support.training_cases import Case, corpus, model_directory, tokenizer_directory
 

@@ -22,7 +22,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import adapter_tuning
 from hetero_mpi.runtime.generate.source import stop_tokens
 from tests.support import training_cases
-from tests.support.made_up_profile import write_profile
+from tests.support.jobs import write_profile
 from tests.support.mpi import ROOT
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import Case

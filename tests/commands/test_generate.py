@@ -18,7 +18,7 @@ from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.runtime.generate.layer_split import share_out
 from hetero_mpi.terminal import printable
 from tests.support.family_configs import tiny_keys
-from tests.support.made_up_profile import write_profile
+from tests.support.jobs import write_profile
 from tests.support.mpi import run_mpi
 from tests.support.plain_training import load_reference
 from tests.support.rank_pool import run_pooled

@@ -26,9 +26,9 @@ from hetero_mpi.report.run_files.metrics import Metrics, read_metrics
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.stand_in_gpu import COUNTERS, THROUGH, build
 from tests.support.device_copies import copies_there_and_back
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.support.long_run import LongRun
 from tests.support.mpi import ROOT, run_bounded
-from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
 GPUS = [(name, index) for name in available() for index in usable(name) if name != "cpu"]
 REAL = bool(GPUS)

@@ -20,9 +20,9 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests import arm_host
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.rack import Rack
-from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 
 pytestmark = pytest.mark.slow
 

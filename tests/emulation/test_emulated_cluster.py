@@ -24,12 +24,12 @@ from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfi
 from hetero_mpi.planning.types.request import THREADED, Network
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import StepMetrics, read_metrics
-from tests.support.loopback import LoopbackNetwork, LoopbackTransport
+from tests.support.jobs import SEQUENCE, Outcome, Workshop
 from tests.support.message_cases import CASES
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.pages import follow, write_files
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
-from tests.support.small_jobs import SEQUENCE, Outcome, Workshop
+from tests.support.ranks import LoopbackNetwork, LoopbackTransport
 
 pytestmark = pytest.mark.slow
 

@@ -38,8 +38,7 @@ from tests.engine.test_trainer import (
     outcome_of,
 )
 from tests.support.late_copies import LateBackend
-from tests.support.loopback import LoopbackTransport
-from tests.support.threaded_training import Threads, plan_of
+from tests.support.ranks import LoopbackTransport, Threads, plan_of
 
 
 def test_devices_with_memory_of_their_own_compute_the_same_bits() -> None:

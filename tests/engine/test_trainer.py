@@ -28,7 +28,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.state.redistribute import set_parameter
 from tests.planning import two_backwards
 from tests.support.late_copies import LateBackend
-from tests.support.threaded_training import Threads, plan_of
+from tests.support.ranks import Threads, plan_of
 
 BATCH, LENGTH, BLOCKS, VOCABULARY = 8, 16, 3, 64
 LAYERS = BLOCKS + 2

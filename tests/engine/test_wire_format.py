@@ -40,10 +40,10 @@ from tests.engine.test_trainer import (
     outcome_of,
 )
 from tests.model.test_split_backward import chain_of as family_chain
+from tests.support.jobs import Workshop
 from tests.support.late_copies import LateBackend
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
-from tests.support.small_jobs import Workshop
-from tests.support.threaded_training import Threads, plan_of
+from tests.support.ranks import Threads, plan_of
 
 INT8 = TRAIN.model_copy(update={"wire": "int8"})
 

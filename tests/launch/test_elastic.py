@@ -35,9 +35,9 @@ from tests.support.elastic import (
     ranks_under,
     tell,
 )
+from tests.support.jobs import newest_copy_step
 from tests.support.mpi import launcher_or_skip, run_bounded
 from tests.support.rack import Rack
-from tests.support.small_jobs import newest_copy_step
 
 pytestmark = pytest.mark.slow
 

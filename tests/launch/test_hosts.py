@@ -29,9 +29,9 @@ from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.run_files.run_directory import START_VARIABLE
 from tests.support.elastic import Cluster, Elastic, Running, hosts_of_starts
 from tests.support.environments import second_environment
+from tests.support.jobs import Workshop
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.rack import Rack
-from tests.support.small_jobs import Workshop
 
 pytestmark = pytest.mark.slow
 

@@ -40,7 +40,7 @@ from tests.engine.test_trainer import LAYOUTS, LENGTH, batch_of
 from tests.support.checkpoint_samples import told
 from tests.support.family_configs import tiny_keys
 from tests.support.planning_samples import make_model, make_profile
-from tests.support.threaded_training import Threads, plan_of
+from tests.support.ranks import Threads, plan_of
 
 TRAIN = TrainTable(steps=4, global_batch=8, learning_rate=3e-3, dtype="fp32", optimizer="adamw_8bit")
 KEYS = {**tiny_keys("llama"), "hidden_size": 32, "intermediate_size": 200, "num_hidden_layers": 3, "vocab_size": 160}

@@ -36,10 +36,10 @@ from hetero_mpi.report.run_files.rank_steps import (
 from hetero_mpi.report.run_files.run_directory import describe_run
 from hetero_mpi.report.trace import save_run_trace, trace
 from hetero_mpi.shipped import USED_PROFILE
+from tests.support.jobs import Workshop
 from tests.support.mpi import run_mpi
 from tests.support.past_runs import JOB, cluster, make_run, measured, planned, several_stages
 from tests.support.planning_samples import make_model, make_plan_of, make_profile, with_split
-from tests.support.small_jobs import Workshop
 
 # Architecture
 

@@ -24,10 +24,9 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.run_files.run_directory import claim
-from tests.support.made_up_profile import write_profile
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
 from tests.support.mpi import run_mpi
 from tests.support.planning_samples import make_model, make_profile
-from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
 LAYERS = 4
 """Embedding, two blocks, head."""

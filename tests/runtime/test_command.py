@@ -32,9 +32,8 @@ from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_r
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.plan_text import idle_lines
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.support.made_up_profile import write_profile
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
 from tests.support.mpi import ROOT, on_ranks, run_mpi
-from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.support.stages import stage_of
 
 pytestmark = pytest.mark.slow

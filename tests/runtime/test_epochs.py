@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.cli import main
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.support.made_up_profile import write_profile
+from tests.support.jobs import GLOBAL_BATCH, Outcome, Workshop, write_profile
 from tests.support.mpi import on_ranks
-from tests.support.small_jobs import GLOBAL_BATCH, Outcome, Workshop
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from hetero_mpi.planning.types.toml_files import load_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.support import case_plans, plain_training, training_cases
 from tests.support.case_product import FULL
-from tests.support.made_up_profile import write_profile
+from tests.support.jobs import write_profile
 from tests.support.mpi import on_ranks
 from tests.support.plain_training import Reference
 from tests.support.rank_pool import run_pooled

@@ -28,8 +28,8 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.programs import layers_model
+from tests.support.jobs import Outcome, Workshop
 from tests.support.mpi import ROOT, on_ranks, run_mpi
-from tests.support.small_jobs import Outcome, Workshop
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from hetero_mpi.model.files import hub
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.runtime.generate.source import open_source
 from tests.support import case_plans, training_cases
-from tests.support.made_up_profile import write_profile
+from tests.support.jobs import write_profile
 from tests.support.mpi import run_mpi
 from tests.support.training_cases import NORMAL, Case
 

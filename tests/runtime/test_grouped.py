@@ -13,8 +13,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_report, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.runtime.test_equality import IN_GROUPS, tensors
-from tests.support.made_up_profile import write_profile
-from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Workshop
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile
 
 pytestmark = pytest.mark.slow
 

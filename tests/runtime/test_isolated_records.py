@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.support.made_up_profile import write_profile
+from tests.support.jobs import Outcome, Workshop, write_profile
 from tests.support.mpi import on_ranks
-from tests.support.small_jobs import Outcome, Workshop
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi.commands.export import export
 from tests import family_trial
 from tests.support.family_configs import tiny_keys
+from tests.support.jobs import Outcome, Workshop
 from tests.support.mpi import ROOT
-from tests.support.small_jobs import Outcome, Workshop
 
 pytestmark = pytest.mark.long
 JOB = ROOT / "jobs" / "moe_nf4.toml"

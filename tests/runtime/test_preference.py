@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.report.run_files.metrics import read_metrics
+from tests.support.jobs import Outcome, Workshop
 from tests.support.mpi import ROOT
-from tests.support.small_jobs import Outcome, Workshop
 
 pytestmark = pytest.mark.slow
 

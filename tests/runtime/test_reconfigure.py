@@ -31,9 +31,8 @@ from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.run_files.rank_steps import read_rank_steps
 from tests.runtime.test_equality import IN_GROUPS
 from tests.support import training_cases
-from tests.support.made_up_profile import write_profile
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
 from tests.support.planning_samples import make_model, make_profile
-from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.support.stages import stage_of
 
 pytestmark = pytest.mark.slow

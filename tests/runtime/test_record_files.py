@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
-from tests.support.small_jobs import Outcome, Workshop
+from tests.support.jobs import Outcome, Workshop
 
 pytestmark = pytest.mark.slow
 

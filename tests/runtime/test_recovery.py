@@ -30,9 +30,9 @@ from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.state.peer_replicas import CopyCosts, peers, steps_between
 from tests.runtime.test_signals import tensors as checkpoint_tensors
 from tests.support.elastic import Cluster, Elastic, events
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left, newest_step
 from tests.support.mpi import launcher_or_skip, run_mpi
-from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE
 
 pytestmark = pytest.mark.slow
 

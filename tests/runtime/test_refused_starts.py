@@ -13,7 +13,7 @@ import pytest
 
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
-from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
 pytestmark = pytest.mark.slow
 

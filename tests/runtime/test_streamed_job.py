@@ -24,9 +24,9 @@ from tests.runtime.test_reconfigure import EMULATED_BLOCKS, three_alike
 from tests.runtime.test_recovery import losses as losses_of
 from tests.runtime.test_recovery import start
 from tests.stand_in_gpu import THROUGH, build
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left
 from tests.support.mpi import ROOT, run_bounded
-from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,7 @@ from hetero_mpi.planning.types.toml_files import load_profile, load_report, save
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.shipped import USED_PROFILE
 from tests.stand_in_gpu import THROUGH, build
-from tests.support.made_up_profile import write_profile
-from tests.support.small_jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
 
 pytestmark = pytest.mark.slow
 

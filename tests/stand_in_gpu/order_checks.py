@@ -28,8 +28,8 @@ from hetero_mpi.profiling.device import DeviceBenchmark
 from tests.stand_in_gpu.backend import StandIn
 from tests.stand_in_gpu.fixtures import LARGE, chain, subject
 from tests.support.device_copies import copies_there_and_back
+from tests.support.ranks import Threads, plan_of
 from tests.support.stages import stage_of
-from tests.support.threaded_training import Threads, plan_of
 
 
 def test_results_and_copies_of_the_stand_in_are_late(standin: Any, gpu: Backend) -> None:

@@ -26,8 +26,8 @@ from hetero_mpi.runtime import start_state
 from hetero_mpi.runtime.recovery import RunHistory
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.support.checkpoint_samples import told, write_checkpoint
+from tests.support.jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.support.long_run import LongRun, newest_step
-from tests.support.small_jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 
 pytestmark = pytest.mark.slow
 

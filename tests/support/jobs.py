@@ -1,4 +1,5 @@
-"""Small training jobs for tests: a made-up corpus, a tokenizer, random models, and job files made of a few changes.
+"""Small training jobs for tests: a made-up corpus, a tokenizer, random models, job files made of a few changes, and profiles that
+nobody measured, for runs by a plan that is given: measuring small models takes longer than training them.
 
 ``run_entries`` runs many jobs on ranks that stay (programs/train_outcomes.py) and gives back how each ended on every rank.
 """
@@ -7,17 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from hetero_mpi.checkpoint.directory import SHARDS_NAME
+from hetero_mpi.job.load import load_job
+from hetero_mpi.model.adapter_files import with_patterns_of
+from hetero_mpi.model.model_cost import model_cost
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.tuning import tuning_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import save_plan
+from hetero_mpi.planning.types.profile import Curve, LayerTimes
+from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from tests.support import training_cases
 from tests.support.mpi import run_mpi
+from tests.support.planning_samples import make_profile
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import Case
 
@@ -139,3 +148,28 @@ def newest_copy_step(run_dir: Path) -> int:
     """The step of the newest copy of a rank's part of the state on this host; 0: there is none."""
     names = (path.name for path in run_dir.glob(f"{SHARDS_NAME}/rank-*/step-*.h5"))
     return max((int(name[5:13]) for name in names), default=0)
+
+
+ACTIVATION_BYTES = 1000.0
+"""Per token of every layer."""
+
+
+def write_profile(path: Path, job: Path, ranks: int, changes: Sequence[str] = ()) -> Path:
+    """Write the profile of a job on a model directory, with ``changes`` of its keys: ranks of one host and alike, each layer takes
+    1 ms for a sequence."""
+    loaded = load_job(job, changes)
+    length, dtype = loaded.job.data.sequence_length, loaded.job.train.dtype
+    dtype = "fp32" if dtype == "auto" else dtype  # of ranks on processors
+    chain = TransformersChain(read_config(loaded.resolve(loaded.job.model.path) / "config.json"))
+    job, adapter = loaded.job, loaded.job.adapter
+    if adapter.path is not None:
+        job = job.model_copy(update={"adapter": with_patterns_of(loaded.resolve(adapter.path), adapter)})
+    cost = model_cost(chain, tuning_of(job, chain), dtype, length, dict.fromkeys(chain.kinds, ACTIVATION_BYTES))
+    profile = make_profile((1.0,) * ranks, cost, 1 << 30, 1e-4, 1e9)
+    curve = Curve((length,), (1e-3,))
+    parts = {"input_s": curve, "weight_s": curve} if loaded.job.adapter.method == "none" else {}  # as it is measured
+    times = dict.fromkeys(chain.kinds, LayerTimes(forward_s=curve, backward_s=curve, **parts))
+    devices = tuple(replace(one, host="host", layers=times, dtypes=(dtype,)) for one in profile.devices)
+    links = tuple(replace(link, same_host=True) for link in profile.links)
+    save_profile(replace(profile, devices=devices, links=links), path)
+    return path
