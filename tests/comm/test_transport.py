@@ -64,6 +64,7 @@ def test_sums_over_mpi(passed_over_mpi: Passed, kind: str, case: str, ranks: int
     assert (kind, case) in passed_over_mpi(ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["ring", "ring, interleaved"])
 @pytest.mark.parametrize("kind", ["threaded", "unthreaded"])
 def test_sums_of_ranks_on_two_hosts(passed_over_mpi: Passed, kind: str, case: str) -> None:

@@ -21,7 +21,8 @@ from tests.support import rank_pool
 LIMIT_S = 4.0
 IMPORTED = 100
 """A test that is the first to import more modules than this is not judged: whoever came first would pay for them."""
-TIERS = ("slow", "long")
+TIERS = {"slow": '"slow and not long"', "long": "long"}
+"""Tier -> the selection that runs it. What is marked both is long."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,18 +73,17 @@ class Tiers:
         self.left_out |= Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for tier in TIERS:
+        for tier, selection in TIERS.items():
             if self.left_out[tier]:
-                terminalreporter.write_line(
-                    f"left out: {self.left_out[tier]:,} {tier} tests; python -m pytest -n 2 --dist loadfile -m {tier} runs them"
-                )
+                command = f"python -m pytest -n 2 --dist loadfile -m {selection}"
+                terminalreporter.write_line(f"left out: {self.left_out[tier]:,} {tier} tests; {command} runs them")
 
 
 BEGUN = pytest.StashKey[tuple[float, int]]()
 
 
 def tier_of(item: pytest.Item) -> str:
-    return next((tier for tier in reversed(TIERS) if item.get_closest_marker(tier)), "quick")
+    return next((tier for tier in ("long", "slow") if item.get_closest_marker(tier)), "quick")
 
 
 def processor_s() -> float:
