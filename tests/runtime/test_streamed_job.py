@@ -203,7 +203,7 @@ def test_any_streaming_ranks_die_until_one_is_left_np3(
     with deep.started(words, environment, run) as running:
         kill_until_one_is_left(running, 3, chance, steps_between=20)
         assert running.end() == 0, running.text()
-        assert running.text().count("from mapped files") >= 3, running.text()  # the plan and both that followed
+        assert running.text().count("streamed") >= 3, running.text()  # the plan and both that followed
     assert losses_of(run) == resident_losses
     assert not list((run / "mapped").glob("*")), "mapped files have no names that could be left"
 
@@ -221,7 +221,7 @@ def test_one_of_two_neighbours_streams_and_one_dies_np3(
         running.wait_for_steps(5)
         kill(running, victim)
         assert running.end() == 0, running.text()
-        assert running.text().count("from mapped files") == 1, running.text()
+        assert running.text().count("streamed") == 1, running.text()
     assert losses_of(run) == resident_losses
 
 
