@@ -131,7 +131,9 @@ def row(family: str, trial: Trial | None) -> str:
     for word, usual in _USUAL_LAYERS.items():
         if set(usual) <= set(names):
             names = [word, *(name for name in names if name not in usual)]
+    usual_name = f"{family}ForCausalLM".replace("_", "").lower() == name.replace("_", "").lower()
     notes = {
+        name: not usual_name,
         f"{trial.experts} experts": bool(trial.experts),
         f"{trial.tied} tied": trial.tied != "either",
         "no start weights": not trial.from_scratch,
@@ -140,7 +142,6 @@ def row(family: str, trial: Trial | None) -> str:
     }
     cells = (
         family,
-        name,
         ", ".join(trial.kinds) if trial.kinds != ("block",) else "",
         ("" if trial.all_linear else "by name: ") + ", ".join(names),
         ", ".join(note for note, holds in notes.items() if holds),
@@ -466,6 +467,7 @@ The table that decides is `hetero_mpi/model/transformers/supported.py`; `tests/m
 
 The columns:
 
+* *model_type*: the class is so called, with ForCausalLM behind, where the notes name no other.
 * *kinds*: kinds of blocks, where a model has several or names its one.
   Blocks of one attention type but with other shapes (dense, mixture of experts) are numbered.
 * *LoRA*: the linear layers in blocks that take an adapter, which is what `targets = "all-linear"` gives.
@@ -489,8 +491,8 @@ Some settings are refused in every family:
 
 gemma4_text is taken where `hidden_size_per_layer_input` is 0.
 
-| model_type | class | kinds | LoRA | notes |
-| --- | --- | --- | --- | --- |
+| model_type | kinds | LoRA | notes |
+| --- | --- | --- | --- |
 {proven}
 
 ## The loss of routers
