@@ -132,9 +132,11 @@ _SHORT = {
 }
 """Words of a rule -> what a table of ``docs/job.md`` has in their place."""
 
+
 def reference(markdown: bool, commands: bool) -> str:
     """The text to print."""
     return commands_page(parser()) if commands else job_page() if markdown else reference_text()
+
 
 def reference_text() -> str:
     """The text of ``jobs/reference.toml``: TOML, with every key of every table in the order of ``job/schema.py``."""
@@ -144,6 +146,7 @@ def reference_text() -> str:
         parts.extend(_key(table, key, field) for key, field in model.model_fields.items())
     return "\n".join(parts)
 
+
 def _key(table: str, key: str, field: FieldInfo) -> str:
     lines = _comment(field.description or "") + "\n" + _comment(f"Accepts {rule_of(field)}.")
     default = None if field.is_required() else field.default
@@ -151,6 +154,7 @@ def _key(table: str, key: str, field: FieldInfo) -> str:
         return f"{lines}\n{key} = {as_toml(default)}\n"
     required = "Required, for example" if field.is_required() else "Empty by default; for example"
     return f"{lines}\n# {required}:\n# {key} = {EXAMPLES[table, key]}\n"
+
 
 def _comment(text: str) -> str:
     return textwrap.fill(
@@ -162,6 +166,7 @@ def _comment(text: str) -> str:
         break_on_hyphens=False,
     )
 
+
 def job_page() -> str:
     """The text of ``docs/job.md``: a Markdown table for every table of a job file, in the order of ``job/schema.py``."""
     parts = [JOB_HEADER, "Tables: " + ", ".join(f"[`[{table}]`](#{table})" for table in TABLES) + ".\n"]
@@ -170,6 +175,7 @@ def job_page() -> str:
         parts.append("| key | accepts | default | meaning |\n| --- | --- | --- | --- |\n")
         parts.extend(_key_row(table, key, field) for key, field in model.model_fields.items())
     return "".join(parts)
+
 
 def _key_row(table: str, key: str, field: FieldInfo) -> str:
     default = None if field.is_required() else field.default
@@ -186,6 +192,7 @@ def _key_row(table: str, key: str, field: FieldInfo) -> str:
     usual = "required" if field.is_required() else "empty" if default is None else f"`{as_toml(default)}`"
     return _row(f"`{key}`", accepts, usual, meaning)
 
+
 def commands_page(top: argparse.ArgumentParser) -> str:
     """The text of ``docs/commands.md``: a Markdown section for every command of ``top``, actions of commands included."""
     found = list(_commands(top, ""))
@@ -199,6 +206,7 @@ def commands_page(top: argparse.ArgumentParser) -> str:
     parts.extend(_row(f"`{name}`", text) for name, text in ENVIRONMENT.items())
     return "".join(parts)
 
+
 def _commands(parser: argparse.ArgumentParser, before: str) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
     """(name, help, parser) of every command below ``parser`` that does something itself, in the order of ``--help``."""
     for action in parser._actions:
@@ -208,10 +216,12 @@ def _commands(parser: argparse.ArgumentParser, before: str) -> Iterator[tuple[st
                 deeper = list(_commands(inner, f"{before}{name} "))
                 yield from deeper or [(before + name, help_of[name], inner)]
 
+
 def _own_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Positional arguments, then options; without ``--help``."""
     shown = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
     return sorted(shown, key=lambda action: bool(action.option_strings))
+
 
 def _usage(name: str, parser: argparse.ArgumentParser) -> str:
     arguments = _own_arguments(parser)
@@ -219,6 +229,7 @@ def _usage(name: str, parser: argparse.ArgumentParser) -> str:
     optional = ["[OPTIONS]"] if any(action.option_strings and not action.required for action in arguments) else []
     positional = [_values(action) for action in arguments if not action.option_strings]
     return " ".join([name, *optional, *needed, *positional])
+
 
 def _argument_row(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     text = (action.help or "") % {**vars(action), "prog": parser.prog}
@@ -236,18 +247,22 @@ def _argument_row(action: argparse.Action, parser: argparse.ArgumentParser) -> s
     spelled = f"{', '.join(action.option_strings)} {_values(action)}".strip()  # such as -o, --output DIR
     return _row(f"`{spelled}`", text)
 
+
 def _values(action: argparse.Action) -> str:
     if action.nargs == 0:
         return ""
     name = "|".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
     return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
 
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
 
 def _plain(text: str) -> str:
     """A docstring as one line of Markdown."""
     return " ".join(text.replace("``", "`").split())
+
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
