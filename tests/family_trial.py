@@ -53,6 +53,12 @@ _RECORDS = ([7, 9, 8], [24])
 _LIMIT = 16
 """Tokens beyond which a text has another rotary table, where that is tried: some records are shorter, one is longer."""
 _BY_LENGTH = ("longrope", "dynamic", "windowed")
+_USUAL_LAYERS = {
+    "LATENT": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    "MLP": ("gate_proj", "up_proj", "down_proj"),
+    "QKVO": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}
+"""Word of docs/models.md -> the names of layers for which it stands."""
 _LENGTHS = (24, 9)
 """Tokens of each sequence of ``_batch`` up to the last that is learnt."""
 
@@ -121,21 +127,24 @@ def row(family: str, trial: Trial | None) -> str:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
     if trial is None:
         return f"| {family} | {name} | {REFUSED_FAMILIES[family]} |"
-    scratch = "yes" if trial.from_scratch else "no"
-    isolates = "yes" if trial.isolates else "no"
-    adapted = ("" if trial.all_linear else "by name: ") + ", ".join(trial.adapted)
-    routers = "yes" if trial.router_loss else ""
+    names = list(trial.adapted)
+    for word, usual in _USUAL_LAYERS.items():
+        if set(usual) <= set(names):
+            names = [word, *(name for name in names if name not in usual)]
+    usual_name = f"{family}ForCausalLM".replace("_", "").lower() == name.replace("_", "").lower()
+    notes = {
+        name: not usual_name,
+        f"{trial.experts} experts": bool(trial.experts),
+        f"{trial.tied} tied": trial.tied != "either",
+        "no start weights": not trial.from_scratch,
+        "not isolated": not trial.isolates,
+        "router loss": trial.router_loss,
+    }
     cells = (
         family,
-        name,
-        "proven",
-        trial.tied,
-        ", ".join(trial.kinds),
-        trial.experts,
-        adapted,
-        scratch,
-        isolates,
-        routers,
+        ", ".join(trial.kinds) if trial.kinds != ("block",) else "",
+        ("" if trial.all_linear else "by name: ") + ", ".join(names),
+        ", ".join(note for note, holds in notes.items() if holds),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -426,16 +435,16 @@ def _router_loss(family: str) -> bool:
     return True
 
 
-def document(rows: list[str]) -> str:
-    """docs/models.md."""
-    proven = "\n".join(line for line in rows if "| proven |" in line)
+def document(proven: list[str]) -> str:
+    """docs/models.md; ``proven``: the lines of families that passed."""
     refused = "\n".join(row(family, None) for family in sorted(REFUSED_FAMILIES))
     return _TEXT.format(
         version=transformers.__version__,
         count=len(PROVEN_FAMILIES),
         padding=", ".join(PADDING_FAMILIES),
         plans=len(families()),
-        proven=proven,
+        proven="\n".join(proven),
+        usual="".join(f"  {word} stands for {', '.join(names)}.\n" for word, names in reversed(_USUAL_LAYERS.items())),
         refused=refused,
     )
 
@@ -458,19 +467,20 @@ The table that decides is `hetero_mpi/model/transformers/supported.py`; `tests/m
 
 The columns:
 
-* *tied*: whether the output projection can be the embedding's matrix: either way, always or never.
-* *kinds*: kinds of blocks seen.
+* *model_type*: the class is so called, with ForCausalLM behind, where the notes name no other.
+* *kinds*: kinds of blocks, where a model has several or names its one.
   Blocks of one attention type but with other shapes (dense, mixture of experts) are numbered.
-* *experts*: *fused* experts are three-dimensional parameters.
+* *LoRA*: the linear layers in blocks that take an adapter, which is what `targets = "all-linear"` gives.
+{usual}  *By name*: with "all-linear", peft would adapt the fused experts in place of layers like gate_proj, which is refused.
+  Name the layers shown instead, and the experts as `parameters`.
+* *fused experts* are three-dimensional parameters.
   `quantization = "nf4"` packs them as it does linear layers.
   `[adapter] parameters` gives them adapters; three stages then give the loss and gradients of plain peft.
-* *LoRA*: the linear layers in blocks that take an adapter, which is what `targets = "all-linear"` gives.
-  *By name*: with "all-linear", peft would adapt the fused experts in place of layers like gate_proj, which is refused.
-  Name the layers shown instead, and the experts as `parameters`.
-* *from scratch*: whether transformers has a rule for every start weight; where not, start from a model directory.
-* *isolates*: whether records packed into one sequence do not see each other (`[data] isolate`).
-  Three stages then give the loss of a sequence for each record to 1e-6, and its gradients to rounding.
-* *router loss*: whether `output_router_logits = true` is taken ([below](#the-loss-of-routers)).
+* *never tied*: the output projection cannot be the embedding's matrix; in all others it can be or not.
+* *no start weights*: transformers has no rule for some of them: start from a model directory.
+* *not isolated*: records packed into one sequence would see each other (`[data] isolate`).
+  In all others three stages give the loss of a sequence for each record to 1e-6, and its gradients to rounding.
+* *router loss*: `output_router_logits = true` is taken ([below](#the-loss-of-routers)).
   Three stages then give its loss and gradients, and those of plain peft, to 1e-6.
 
 Some settings are refused in every family:
@@ -481,8 +491,8 @@ Some settings are refused in every family:
 
 gemma4_text is taken where `hidden_size_per_layer_input` is 0.
 
-| model_type | class | result | tied | kinds | experts | LoRA | from scratch | isolates | router loss |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| model_type | kinds | LoRA | notes |
+| --- | --- | --- | --- |
 {proven}
 
 ## The loss of routers
@@ -506,7 +516,7 @@ transformers' `Trainer` with batches of one sequence computes the same, but its 
   `router_loss` in `metrics.jsonl` is the mean of the sequences' router losses (transformers' `aux_loss`).
 * Their sums travel in fp32 behind the hidden states, also where activations travel as int8.
 * `[train] preference` is refused.
-* Families without a *yes* refuse `output_router_logits = true`.
+* Families without this note refuse `output_router_logits = true`.
   transformers has no such loss for them, or (doge) computes another one.
 
 ## config.json and the files
@@ -537,15 +547,16 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    rows = []
+    proven = []
     for family in sys.argv[1:] or families():
         try:
-            rows.append(row(family, try_family(family)))
+            line = row(family, try_family(family))
+            proven.append(line)
         except Exception as error:  # any exception is the answer for this family
-            rows.append(f"| {family} | {type(error).__name__}: {str(error)[:200]} |")
-        print(rows[-1], flush=True)
+            line = f"| {family} | {type(error).__name__}: {str(error)[:200]} |"
+        print(line, flush=True)
     if not sys.argv[1:]:
-        DOCUMENT.write_text(document(rows), encoding="utf-8")
+        DOCUMENT.write_text(document(proven), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ HEADER = """\
 # Every key of a job file, with its meaning, the values it accepts and its default. Nothing here needs to be copied:
 # a job file names what differs from the default. Keys without a default are commented out and show an example; an
 # optional key is left empty by leaving it out, or by "".
+# Paths begin at the job file, but for output.run_dir, which begins at the working directory.
 #
 # Any key can be changed for one run on the command line: --set train.steps=6 --set model.config.hidden_size=64
 """
@@ -58,7 +59,8 @@ A job file is TOML and says what you want: which model, which data, how to learn
 [jobs/quickstart.toml](../jobs/quickstart.toml) is a whole one, [jobs/reference.toml](../jobs/reference.toml) is this page as one.
 
 * Paths begin at the job file, but for `[output] run_dir`, which begins at the working directory; `~` is your home.
-* An optional key is empty when it is left out, or `""`.
+* A key whose default is *empty* is optional; it is empty when it is left out, or `""`.
+* *Text* stands in quotes; the unit of a number stands in brackets.
 * Any key can be changed for one run: `--set train.steps=20 --set model.config.hidden_size=64`. The value is TOML; a bare
   word is a text.
 * All mistakes of a file are shown at once, with the rule and the nearest valid name; so are keys that contradict each other.
@@ -70,7 +72,7 @@ COMMANDS_HEADER = """\
 
 <!-- Written by `python -m hetero_mpi reference --commands > docs/commands.md`; the words are those of `--help`. -->
 
-`python -m hetero_mpi COMMAND` and `hetero-mpi COMMAND` are the same. Exit codes: [recovery.md](recovery.md#exit-codes).
+`python -m hetero_mpi` or `hetero-mpi` comes before a command. Exit codes: [recovery.md](recovery.md#exit-codes).
 
 | where | commands |
 | --- | --- |
@@ -112,6 +114,24 @@ _KEYS_IN = {
 UNITS = {tuple(key.split(".")): unit for unit, keys in _KEYS_IN.items() for key in keys.split()}
 """(table, key) -> what a number counts; keys that are not here are numbers without a unit, or no numbers."""
 
+_SHORT = {
+    'empty ("")': "empty",
+    "texts in quotes": "texts",
+    "text in quotes": "text",
+    "true or false": "true/false",
+    "a whole number": "integer",
+    "whole numbers": "integers",
+    "a number": "number",
+    " of at least ": " ≥ ",
+    " above ": " > ",
+    " below ": " < ",
+    " at most ": " ≤ ",
+    "a list of": "list of",
+    "a table of keys": "table",
+    '" or "': '", "',
+}
+"""Words of a rule -> what a table of ``docs/job.md`` has in their place."""
+
 
 def reference(markdown: bool, commands: bool) -> str:
     """The text to print."""
@@ -152,7 +172,7 @@ def job_page() -> str:
     parts = [JOB_HEADER, "Tables: " + ", ".join(f"[`[{table}]`](#{table})" for table in TABLES) + ".\n"]
     for table, model in TABLES.items():
         parts.append(f"\n## `[{table}]`\n\n{_plain(model.__doc__ or '')}\n\n")
-        parts.append("| key | accepts | default | unit | meaning |\n| --- | --- | --- | --- | --- |\n")
+        parts.append("| key | accepts | default | meaning |\n| --- | --- | --- | --- |\n")
         parts.extend(_key_row(table, key, field) for key, field in model.model_fields.items())
     return "".join(parts)
 
@@ -162,9 +182,15 @@ def _key_row(table: str, key: str, field: FieldInfo) -> str:
     meaning = _plain(field.description or "")
     if (table, key) in EXAMPLES:
         meaning += f" Example: `{EXAMPLES[table, key]}`"
-    accepts = rule_of(field).replace('empty ("")', "empty")
+    accepts = rule_of(field)
+    for words, short in _SHORT.items():
+        accepts = accepts.replace(words, short)
+    if default is None:
+        accepts = accepts.removesuffix(" or empty")
+    if unit := UNITS.get((table, key)):
+        accepts += f" ({unit})"
     usual = "required" if field.is_required() else "empty" if default is None else f"`{as_toml(default)}`"
-    return _row(f"`{key}`", accepts, usual, UNITS.get((table, key), ""), meaning)
+    return _row(f"`{key}`", accepts, usual, meaning)
 
 
 def commands_page(top: argparse.ArgumentParser) -> str:
@@ -202,7 +228,7 @@ def _usage(name: str, parser: argparse.ArgumentParser) -> str:
     needed = [f"{act.option_strings[0]} {_values(act)}" for act in arguments if act.option_strings and act.required]
     optional = ["[OPTIONS]"] if any(action.option_strings and not action.required for action in arguments) else []
     positional = [_values(action) for action in arguments if not action.option_strings]
-    return " ".join(["python -m hetero_mpi", name, *optional, *needed, *positional])
+    return " ".join([name, *optional, *needed, *positional])
 
 
 def _argument_row(action: argparse.Action, parser: argparse.ArgumentParser) -> str:

@@ -55,20 +55,20 @@ class ModelTable(JobTable):
     """Which model. Exactly one of ``path``, ``config`` and ``factory``."""
 
     path: str | None = None
-    """Hugging Face model directory (config.json, *.safetensors) to start from, or the name of a model of the hub, "org/name",
-    which is looked up in the local Hugging Face cache. Only rank 0 needs it."""
+    """Hugging Face model directory (config.json, *.safetensors) to start from, or a model of the hub, "org/name", in the local
+    Hugging Face cache. Only rank 0 needs it."""
     download: bool = True
     """May rank 0 fetch a model of the hub that is not in its Hugging Face cache?"""
     shard_cache: str | None = None
     """Where ranks without the model directory keep the tensors that rank 0 sends them, for the next start (checked by hash);
-    may be deleted at any time. Empty: nowhere."""
+    may be deleted at any time."""
     config: str | dict[str, Any] | None = None
     """A ``config.json`` file, or its keys inline as ``[model.config]`` with ``model_type``: weights start from
     ``train.seed``."""
     factory: str | None = None
-    """A model of your own, made of layers: "package.module:function", Python that is imported on every rank, from the job file's
-    folder or the Python path, and run with your rights. The function returns a ``hetero_mpi.LayeredModel`` with layers, loss and
-    data; what concerns text and language models is then left out, "sequences" are samples, and ``train.dtype`` is fp32."""
+    """A model of your own: "package.module:function", Python that every rank imports and runs with your rights. The function
+    returns a ``hetero_mpi.LayeredModel`` (docs/python.md); keys of text and language models are then left out, "sequences" are
+    samples, and ``train.dtype`` is fp32."""
     quantization: Literal["none", "nf4"] = "none"
     """"nf4" holds the linear layers and fused experts of blocks in 4 bits (needs an adapter); embedding, norms and head stay in the
     compute dtype."""
@@ -88,7 +88,7 @@ class AdapterTable(JobTable):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale of the adapters: their output counts alpha / rank."""
     rslora: bool = False
-    """Scale the adapters by alpha / sqrt(rank) (rsLoRA, Kalajdzievski, 2023): higher ranks then learn as fast as lower ones."""
+    """Scale by alpha / sqrt(rank) (rsLoRA, Kalajdzievski, 2023): higher ranks then learn as fast as lower ones."""
     dora: bool = False
     """Train the length of each output's weights apart from their direction (DoRA, Liu et al., 2024): closer to training of all
     weights, in a longer step."""
@@ -97,13 +97,13 @@ class AdapterTable(JobTable):
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Linear layers inside the blocks that get an adapter, by name such as ["q_proj", "v_proj"], or "all-linear"."""
     parameters: list[str] = []
-    """Fused experts that get an adapter each, by name such as ["experts.gate_up_proj", "experts.down_proj"] (peft's
-    ``target_parameters``; with ``dropout = 0``)."""
+    """Fused experts that get an adapter, such as ["experts.gate_up_proj", "experts.down_proj"] (peft's ``target_parameters``; with
+    ``dropout = 0``)."""
     layers: Annotated[list[NotNegative], Field(min_length=1)] | None = None
     """Blocks, counted from 0, whose linear layers get an adapter (peft's ``layers_to_transform``). Empty: those of the adapter in
     ``path``, or all."""
     rank_pattern: dict[Pattern, Positive] | None = None
-    """Other ranks for some layers: the end of a layer's name, or a regular expression of it -> rank. Empty: those of the adapter in
+    """Other ranks for some layers: the end of a layer's name, or a regular expression -> rank. Empty: those of the adapter in
     ``path``, or none."""
     alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] | None = None
     """Other alphas for some layers, as ``rank_pattern``."""
@@ -124,41 +124,37 @@ class DataTable(JobTable):
     files."""
 
     text: Patterns | None = None
-    """Text files (UTF-8), as glob patterns; ``{stdlib}`` is the running Python's standard library, relative paths start
-    at the job file. A pattern that begins with ``!`` takes files away again: ``!{stdlib}/site-packages/**``."""
+    """Text files (UTF-8), as glob patterns; ``{stdlib}`` is the running Python's standard library. A pattern that begins with ``!``
+    takes files away again: ``!{stdlib}/site-packages/**``."""
     records: Patterns | None = None
-    """Instruction records, as glob patterns of files with JSON lines, one JSON array, or parquet. A record is recognised by its
-    keys: ``instruction``, ``input``, ``output`` (alpaca), ``messages`` or ``conversations`` (chat), or ``prompt`` and
-    ``completion`` (docs/data.md). "hf:org/name", or "hf:org/name/config:split", is a data set of the Hugging Face hub: from the
-    local cache, or fetched by rank 0; split and config may be left out ("train", and the default one)."""
+    """Instruction records (docs/data.md has their shapes): glob patterns of files with JSON lines, one JSON array, or parquet; or
+    "hf:org/name/config:split", a data set of the Hugging Face hub, from the local cache or fetched by rank 0. Config and split may
+    be left out (the default one, "train")."""
     weights: Weights | None = None
-    """Records: how much of an epoch comes from each entry of ``records``, relative to the others. An epoch has as many sequences
-    as all have together; an entry gives its share of them, repeated where it has fewer, and others in the next epoch where it has
-    more. Entries share no sequence and each holds out its own ``held_out``. Empty: all records are one data set."""
+    """Records: how much of an epoch comes from each entry of ``records``, relative to the others; few sequences are repeated, many
+    go on in the next epoch (docs/data.md). Each entry holds out its own ``held_out``. Empty: all are one data set."""
     evaluation: Patterns | None = None
     """Files of the same kind that measure the evaluation loss and are never trained on; then ``held_out`` does not
     apply."""
     skip_bad: NotNegative = 0
-    """Records: so many that are broken, or that the chat template refuses, are skipped and named at the start; one more ends the
-    job. 0: the first one does. A file that breaks off or cannot be read always ends it."""
+    """Records: so many that are broken, or that the chat template refuses, are skipped and named; one more ends the job. A file
+    that breaks off or cannot be read always ends it."""
     documents: Literal["file", "line"] = "file"
     """Text: what one document is: a whole file, or a non-empty line."""
     template: Literal["auto", "chat", "plain"] = "auto"
-    """Records: how they become text. "chat": by the tokenizer's chat template; "plain": under the headings
-    ``## Task`` and ``## Answer``; "auto": by the chat template where there is one, else plain (chat records always
-    need the user's word for "plain")."""
+    """Records: "chat": by the tokenizer's chat template; "plain": under the headings ``## Task`` and ``## Answer``; "auto": by the
+    chat template where there is one, else plain (never of chat records)."""
     train_on_prompt: bool = False
     """Records: true learns the prompts too; false learns the answers only."""
     packing: bool = True
     """true: documents are joined (an end token between them) and cut to full sequences, records are joined whole.
     false: one document or record per sequence, cut or padded."""
     isolate: bool | Literal["auto"] = "auto"
-    """Records packed into one sequence do not see each other, as if each had one of its own. "auto": they are packed in this
-    way where the model's family can (docs/models.md), else each gets a sequence; true: refused where it cannot; false: a record
-    sees those before it. Documents always see those before them."""
+    """Records packed into one sequence do not see each other. "auto": where the model's family can do that (docs/models.md), else
+    each gets a sequence; true: refused where it cannot; false: a record sees those before it, as documents always do."""
     pad: Literal["full", "longest"] = "full"
-    """How far shorter sequences are padded: "full": to ``sequence_length``; "longest": each step to the longest sequence of
-    its batch, rounded up to 8 tokens, which computes less and learns the same. Packed text has nothing to pad."""
+    """Shorter sequences are padded: "full": to ``sequence_length``; "longest": to the longest one of the step, rounded up to 8
+    tokens, which computes less and learns the same. Packed text has nothing to pad."""
     sequence_length: Positive = 256
     """Tokens per sequence."""
     held_out: Fraction = 0.02
@@ -167,7 +163,7 @@ class DataTable(JobTable):
     """Text: read at most this many bytes (files in sorted order); empty: everything."""
     cache: bool = True
     """Token ids are kept in the user's cache directory on rank 0's machine, so that another start with the same data, tokenizer and
-    keys reads and tokenises nothing; `hetero_mpi cache` shows and empties it. false: nothing is kept."""
+    keys tokenises nothing; `hetero_mpi cache` shows and empties it."""
 
 
 class TrainTable(JobTable):
@@ -178,32 +174,29 @@ class TrainTable(JobTable):
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the training sequences, in place of ``steps``; the last step is the one in which the last pass ends."""
     patience: NotNegative = 0
-    """Training ends after so many evaluations in a row without a lower held-out loss than before; 0: never. A checkpoint is
-    written after each evaluation with the lowest loss so far, for ``export --best``."""
+    """Training ends after so many evaluations in a row without a lower held-out loss; 0: never. A checkpoint is written after each
+    evaluation with the lowest loss so far, for ``export --best``."""
     global_batch: Positive = 8
     """Sequences per optimizer step, over all ranks; at most 8192 micro-batches."""
     micro_batch: Positive | Literal["auto"] = "auto"
     """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses."""
     preference: Literal["none", "dpo", "orpo"] = "none"
-    """Learn which of two answers is better, from records with ``chosen`` and ``rejected``. "dpo": against the model as it is when
-    the run begins (Rafailov et al., 2023); "orpo": beside the chosen answers themselves, without another model (Hong et al.,
-    2024)."""
+    """Learn from pairs of answers (docs/preferences.md): "dpo": against the model as it is when the run begins (Rafailov et al.,
+    2023); "orpo": beside the chosen answers themselves (Hong et al., 2024)."""
     preference_beta: Annotated[float, Field(gt=0)] = 0.1
-    """Preferences: dpo: how closely the model stays with the one that the run begins with; orpo: weight of the comparison."""
+    """dpo: how closely the model stays with the one that the run begins with; orpo: weight of the comparison."""
     seed: Seed = 0
     """Seed of initial weights, order of samples and dropout."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype of the whole job; "auto": the best all ranks can do. Narrow ones keep fp32 masters, gradients, moments."""
     wire: Literal["exact", "int8"] = "exact"
-    """How activations and gradients travel from stage to stage. "exact": as they are computed; "int8": a byte for each number,
-    half of bf16's bytes and a quarter of fp32's. The loss is then no longer that of one process, and depends on where the plan
-    cuts the model (docs/design.md)."""
+    """How activations and gradients travel from stage to stage. "exact": as they are computed; "int8": a byte for each number: the
+    loss then depends on where the plan cuts the model, and is not that of one process (docs/design.md)."""
     recompute: bool | Literal["auto"] = "auto"
-    """Compute a block's forward again in backward instead of keeping its activations; "auto": only where memory is short."""
+    """Compute a block's forward again in backward instead of keeping its activations; "auto": where memory is short."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """"adamw": both moments in fp32, 8 bytes of a parameter. "adamw_8bit": bitsandbytes' AdamW, 2 bytes: blocks of 256 numbers in
-    8 bits, with an fp32 scale each. Of parameters of fewer than 4096 numbers and of embeddings moments stay in fp32, as in
-    transformers' Trainer."""
+    """"adamw": both moments in fp32, 8 bytes of a parameter; "adamw_8bit": bitsandbytes' AdamW, 2 bytes (docs/planning.md says of
+    which parameters)."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate of AdamW."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -211,8 +204,8 @@ class TrainTable(JobTable):
     warmup_steps: NotNegative = 0
     """Optimizer steps of linear warm-up from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay; applied to the parameters that transformers' Trainer decays, which are neither biases nor norms; in
-    a model of your own to those of two dimensions and more that are not called a bias."""
+    """Decoupled weight decay of all but biases and norms, as transformers' Trainer has it; in a model of your own, of parameters of
+    two dimensions and more that are not called a bias."""
     beta1: Fraction = 0.9
     """AdamW: decay of the first moment."""
     beta2: Fraction = 0.95
@@ -235,15 +228,14 @@ class CheckpointTable(JobTable):
     keep: Positive = 3
     """Newest checkpoints to keep."""
     keep_best: NotNegative = 1
-    """Checkpoints to keep beside these: those with the lowest held-out loss. Only checkpoints of steps after which it was
-    measured (``train.evaluate_every``) take part."""
+    """Checkpoints to keep beside these: those with the lowest held-out loss, of steps after which it was measured
+    (``train.evaluate_every``)."""
     background: bool = True
     """Write while training goes on, from a copy in host memory (as much as a rank's trained parameters and moments);
     false: training waits."""
     replicate_every: NotNegative | Literal["auto"] = "auto"
-    """Steps between copies of the trained state in the memory of other ranks, from which the survivors of a rank's death go on
-    (``launch --recover``), and on the disks of other hosts, from which a lost machine's work goes on (``launch --elastic``);
-    "auto": as few as cost at most 2 % of the time, by measured times; 0: never."""
+    """Steps between copies of the trained state in other ranks' memory (``launch --recover``) and on other hosts' disks
+    (``launch --elastic``; docs/recovery.md); "auto": as few as cost at most 2 % of the time; 0: never."""
     allow_other_data: bool = False
     """May a run be resumed with other data than it was written with? The order of samples then starts afresh at that step."""
 
@@ -276,9 +268,8 @@ class PlanTable(JobTable):
     allow_idle: bool = True
     """May ranks be left out when that is faster?"""
     thorough: bool = False
-    """Look longer for the fastest plan before the first step: seconds to minutes instead of a second or so, for steps that are
-    mostly less than 1 % shorter. Plans for which ranks wait in the middle of a run, after a death that the others outlive or a
-    change of speed, are found quickly all the same."""
+    """Look for the fastest plan for seconds to minutes instead of a second or so before the first step, for steps that are mostly
+    less than 1 % shorter. Plans in the middle of a run are found quickly all the same."""
     memory_reserve: Fraction = 0.05
     """Share of every rank's usable memory to keep free."""
     schedule: ScheduleName = "auto"
@@ -286,20 +277,20 @@ class PlanTable(JobTable):
     stages follow; "split": 1f1b with the gradients of the weights put off (needs training of all weights); "auto": depths and
     splitting as the planner finds best. For several stages per rank: "interleaved", "zbv", "dualpipev"."""
     stages_per_rank: Positive = 4
-    """Shorter stages that a rank may hold, at most, where a step gets 2 % shorter by it: between like ranks on fast links. 1: one
-    each. A ``schedule`` for several stages takes at least 2."""
+    """Stages that a rank may hold, at most, where a step gets 2 % shorter by it. A ``schedule`` for several stages takes at least
+    2."""
     groups: bool = True
     """May ranks of one host hold a stage together, each a share of its layers (tensor parallelism), where a step gets 2 % shorter
     by it or nothing fits otherwise? For language models of transformers without dropout; ``schedule`` is "auto"."""
     pipelines: Positive | Literal["auto"] = "auto"
     """Pipelines that may hold the model side by side, at most, and share the global batch; "auto": as many as help."""
     stream: bool | Literal["auto"] = "auto"
-    """Stream weights from host memory, layer by layer: a stage may hold more than its device has room for. Beside adapters the
-    frozen ones; where all are trained, gradients and optimizer state are there, too (not of CPU ranks). "auto": where nothing
-    fits otherwise, or a step gets 2 % shorter; true: wherever it gets shorter; false: never."""
+    """Stream weights from host memory, layer by layer, so that a stage may hold more than its device has room for
+    (docs/planning.md). "auto": where nothing fits otherwise, or a step gets 2 % shorter; true: wherever it gets shorter; false:
+    never."""
     rebalance: bool = True
-    """Move layers between ranks while the run goes on, when ranks run faster or slower than profiled and a step would become
-    shorter by 5 % at least; micro-batches and pipelines stay as they are. Not with ``--plan``."""
+    """Move layers between ranks while the run goes on, when their speeds change and a step would become 5 % shorter at least
+    (docs/recovery.md). Not with ``--plan``."""
 
 
 class ProfileTable(JobTable):
@@ -317,19 +308,17 @@ class ProfileTable(JobTable):
     largest_message_bytes: Annotated[int, Field(ge=1024)] = 16_777_216
     """Links are measured with messages of 1 KiB up to this, each four times as large as the one before."""
     trial: bool | Literal["auto"] = "auto"
-    """Run a few steps of the plan with made-up weights before any weight is read: what does not fit is found, the profile is
-    corrected by what was measured, and where another plan is faster by it and in steps of its own, that one is taken. "auto": where
-    it takes at most 5 % of the run (15 % of one that takes over a minute), but not of one rank, with a profile of another machine,
-    or where a run goes on with the plan that it has tried; true: whatever it takes; false: never."""
+    """Run a few steps with made-up weights first: what does not fit is found, the profile is corrected, perhaps another plan taken
+    (docs/planner.md). "auto": where it takes at most 5 % of the run (15 % of one over a minute), but not of one rank, with a
+    profile of another machine, or where a run goes on with a plan that it has tried; true: whatever it takes; false: never."""
 
 
 class ClusterTable(JobTable):
     """The ranks."""
 
     emulate: str | None = None
-    """Profile (a file, or the name of a shipped one) whose devices and links the ranks imitate, a rank each: the job's model,
-    with as many blocks, stands in for the profile's, and every action and message lasts as long as the profile says. Empty: the
-    ranks are themselves."""
+    """Profile (a file, or the name of a shipped one) whose devices and links the ranks imitate, a rank each; the job's model
+    stands in for the profile's (docs/emulated.md)."""
     time_scale: Annotated[float, Field(gt=0)] = 1.0
     """Emulation: seconds that a second of the emulated cluster takes here; above 1 where the stand-in is too slow."""
     emulate_first: bool = False
@@ -346,8 +335,8 @@ class ClusterTable(JobTable):
     """Usable memory per rank, instead of the measured one. What streamed stages of GPUs keep in their host's memory is not part of
     it."""
     watchdog_s: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-    """Seconds in which no rank gets any further, after which the job ends and says where each rank stands; "auto": 20 predicted
-    steps and at least 60 s; 0: never. Needs ``communication_thread``."""
+    """Seconds without progress of any rank, after which the job ends and says where each stands; "auto": 20 predicted steps and at
+    least 60 s; 0: never. Needs ``communication_thread``."""
     communication_thread: bool = True
     """Move messages from a thread of their own, so that they overlap with computing; false: single-threaded, for
     debugging."""
