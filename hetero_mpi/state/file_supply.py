@@ -161,7 +161,7 @@ class Incoming:
         assert layer == self._missing[0], "layers are loaded in the order that rank 0 knows"
         tensors = {}
         for name, listed in self._listed(names).items():
-            tensors[name] = torch.empty(listed.shape, dtype=listed.dtype)
+            tensors[name] = torch.empty(listed.shape, dtype=getattr(torch, listed.dtype))
         requests = [self._transport.post_receive(0, _TENSOR, host_bytes(tensor)) for tensor in tensors.values()]
         self._say(_GO)
         for request in requests:

@@ -55,7 +55,7 @@ def measured(start: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run._start = measured(run._start)
+    run.begin = measured(run.begin)
     values = {
         "model": {"factory": "tests.programs.existing_memory:model"},
         "train": {"steps": 1, "global_batch": 2, "micro_batch": 1},

@@ -104,7 +104,7 @@ class FileStart:
             # Anything else (a tied copy, a rotary buffer of old files) is not a weight of ours: ``stored_model.py`` has judged it.
             if name in chain.parameters or name in chain.constants:
                 keys[chain.layer_of(name)].append(key)
-                self.dtypes[name] = self.files.names[key].dtype
+                self.dtypes[name] = getattr(torch, self.files.names[key].dtype)
         return keys
 
 
