@@ -33,7 +33,7 @@ from clusters import PAIRWISE, Case, generate  # noqa: E402
 from hetero_mpi.job.plan_request import INDIFFERENCE  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 
-MOST_S = {16: 2.0, 64: 4.0, 1024: 10.0}
+MOST_S = {4: 1.5, 6: 1.5, 8: 1.5, 64: 10.0, 1024: 10.0}
 
 
 @dataclass(frozen=True)
