@@ -242,7 +242,7 @@ def _add_mesh(commands: Commands) -> None:
     mesh = commands.add_parser("mesh", help="private links between hosts, by WireGuard (docs/wireguard.md)")
     actions = mesh.add_subparsers(title="actions", required=True, metavar="ACTION")
     text = "write keys and WireGuard configurations for the machines of a hosts.toml"
-    add = _command(actions, "init", "launch.wireguard.mesh:init", text).add_argument
+    add = _command(actions, "init", "launch.hosts.mesh:init", text).add_argument
     add("path", type=Path, metavar="HOSTS", help="hosts.toml with the addresses outside of the mesh")
     where = "where to (default %(default)s)"
     add("-o", "--output", dest="directory", type=Path, default=Path("mesh"), metavar="DIR", help=where)

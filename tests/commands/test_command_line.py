@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hetero_mpi.cli import main
+from hetero_mpi.commands.options import parser
 from tests.support.mpi import ROOT, run_mpi
 
 
@@ -91,3 +95,20 @@ def test_a_python_without_our_packages_gets_one_line(words: list[str], tmp_path:
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert line.startswith(f"This Python ({sys.executable}) lacks torch, mpi4py, numpy, transformers, ")
     assert "tomli-w" in line and f"`{sys.executable} -m pip install -e {ROOT}`" in line
+
+
+def test_every_command_has_its_function() -> None:
+    """The parser names functions in modules that are loaded only when they are called."""
+
+    def functions(of: argparse.ArgumentParser) -> Iterator[str]:
+        if (run := of.get_default("run")) is not None:
+            yield run
+        for action in of._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for below in action.choices.values():
+                    yield from functions(below)
+
+    named = [*functions(parser())]
+    assert len(named) > 15
+    for module, function in (name.split(":") for name in named):
+        assert callable(getattr(importlib.import_module(f"hetero_mpi.{module}"), function)), f"{module}:{function}"
