@@ -11,28 +11,16 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.support.mpi import ROOT
+from tests.test_house import imported
+from tests.test_size import FILES
 
 SHOWN = 4
 """Test files named of a module, those first that stand in the folder of its package and import the fewest modules."""
 
 
-def modules() -> dict[str, Path]:
-    """Name -> file of each module and package."""
-    found = {}
-    for file in sorted((ROOT / "hetero_mpi").rglob("*.py")):
-        found[".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = file
-    return found
-
-
-def imported(file: Path, known: dict[str, Path]) -> set[str]:
-    """Names of the ``known`` modules that a file imports, anywhere in it."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names & known.keys()
+def imported_of(file: Path) -> set[str]:
+    """Names of the package's modules that a file imports, anywhere in it."""
+    return {*imported(ast.parse(file.read_text()))} & FILES.keys()
 
 
 def programs(test: Path) -> list[Path]:
@@ -47,20 +35,19 @@ def programs(test: Path) -> list[Path]:
 
 def tests_of_modules() -> dict[str, list[str]]:
     """Module -> its test files, relative to tests/. Empty: no test reaches it."""
-    known = modules()
     importers = defaultdict(set)
-    for name, file in known.items():
-        for other in imported(file, known) - {name}:
+    for name, file in FILES.items():
+        for other in imported_of(file) - {name}:
             importers[other].add(name)
-    for name in known.keys() - importers.keys():  # found by its place in a folder, or run as a program
+    for name in FILES.keys() - importers.keys():  # found by its place in a folder, or run as a program
         importers[name].add(name.rpartition(".")[0])
     direct = defaultdict(set)
     for test in sorted((ROOT / "tests").rglob("test_*.py")):
-        for name in set().union(*(imported(file, known) for file in [test, *programs(test)])):
+        for name in set().union(*map(imported_of, [test, *programs(test)])):
             direct[name].add(str(test.relative_to(ROOT / "tests")))
     breadth = {test: sum(test in tests for tests in direct.values()) for tests in direct.values() for test in tests}
     found = {}
-    for name, file in known.items():
+    for name, file in FILES.items():
         if file.name in ("__init__.py", "__main__.py"):
             continue
         near, seen = {name}, {name}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from hetero_mpi.device.backend import Backend
@@ -12,7 +12,7 @@ from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
 
-_BUILT_WITH = ("kept", "embedding", "divided")
+_BUILT_WITH = ("kept", "embedding", "divided", "folder")
 
 
 def stage_of(
@@ -24,24 +24,12 @@ def stage_of(
     start: Start | None,
     seed: int = 0,
     tuning: Tuning | None = None,
+    kind: type[Any] = Stage,
     **options: Any,
-) -> Stage:
-    """``options``: further fields of ``StageSpec``, and arguments of ``Stage``."""
+) -> Any:
+    """A stage of this kind. ``options``: further fields of ``StageSpec``, and arguments of the stage."""
     built_with = {name: options.pop(name) for name in _BUILT_WITH if name in options}
-    return Stage(StageSpec(chain, first, last, backend, dtype, seed, tuning, **options), start, **built_with)
+    return kind(StageSpec(chain, first, last, backend, dtype, seed, tuning, **options), start, **built_with)
 
 
-def streamed_stage_of(
-    chain: LayerChain,
-    first: int,
-    last: int,
-    backend: Backend,
-    dtype: str,
-    start: Start | None,
-    seed: int = 0,
-    tuning: Tuning | None = None,
-    folder: Path | None = None,
-    **options: Any,
-) -> StreamedStage:
-    """``options``: further fields of ``StageSpec``."""
-    return StreamedStage(StageSpec(chain, first, last, backend, dtype, seed, tuning, **options), start, folder=folder)
+streamed_stage_of = partial(stage_of, kind=StreamedStage)
