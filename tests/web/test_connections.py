@@ -209,15 +209,23 @@ def test_what_is_no_http_is_told_so_in_json(web: WebServer) -> None:
         assert answer.startswith(b"HTTP/1.1 ") and b'{"error": {' in answer, sent[:20]
 
 
+def received_bytes(web: WebServer, wanted: int) -> None:
+    """Wait until so many bytes of bodies have room: a server's thread takes and frees it when it comes to run."""
+    deadline = time.monotonic() + 60
+    while web._body_bytes != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert web._body_bytes == wanted
+
+
 def test_bodies_have_a_size_together(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MOST_BODY_BYTES", 1500)
+    monkeypatch.setattr(connection, "RECEIVE_S", 60.0)
+    kind, size = "Content-Type: application/json", "Content-Length: 1000"
     with connected(web) as other:
-        other.sendall(
-            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
-        )
-        time.sleep(0.3)
-        kind, size = "Content-Type: application/json", "Content-Length: 1000"
+        other.sendall(f"POST / HTTP/1.1\r\nHost: localhost\r\n{kind}\r\n{size}\r\n\r\n{{".encode())
+        received_bytes(web, 1000)
         assert asked(web, "POST /", kind, size, body=bytes(1000)).startswith(b"HTTP/1.1 503")
         other.sendall(bytes(999))
         assert other.recv(100).startswith(b"HTTP/1.1 200")
+        received_bytes(web, 0)
         assert asked(web, "POST /", kind, size, body=bytes(1000)).startswith(b"HTTP/1.1 200"), "its room is free again"
