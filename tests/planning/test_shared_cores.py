@@ -165,8 +165,9 @@ def test_hosts_share_for_themselves() -> None:
     assert while_computing(busy, range(6)) is busy, "what ranks share is counted once"
     assert whole_model_s(busy, busy.devices[2]) == pytest.approx(1.5 * whole_model_s(profile, profile.devices[2]))
     assert busy.devices[1] == profile.devices[1]
-    request = replace(REQUEST, global_batch=10, micro_batch_choices=(1, 2), max_pipelines=6)
-    assert make_plan(profile, request).plan.ranks == [0, 1, 2, 3, 5]
+    request = replace(REQUEST, global_batch=10, micro_batch_choices=(2,), max_pipelines=5)
+    found = decide(profile, request)
+    assert found is not None and found.plan.ranks == [0, 1, 2, 3, 5]
 
 
 def grouped(profile: ClusterProfile) -> ClusterProfile:
