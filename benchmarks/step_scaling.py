@@ -65,7 +65,6 @@ from hetero_mpi.planning.simulator import simulate  # noqa: E402
 from hetero_mpi.planning.types.cost import ModelCost  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
-from hetero_mpi.planning.types.request import with_shared_nics  # noqa: E402
 
 SEQUENCE, VOCABULARY = 16, 256
 WARM, STEPS = 2, 8
@@ -362,7 +361,7 @@ def _cluster(cost: ModelCost, ranks: int) -> ClusterProfile:
         for r in range(ranks)
     )
     links = tuple(LinkProfile(a, b, 2e-4, 1e10, False) for a in range(ranks) for b in range(ranks) if a != b)
-    return with_shared_nics(ClusterProfile("emulated", "", "scaling", "none", {}, cost, devices, links))
+    return ClusterProfile("emulated", "", "scaling", "none", {}, cost, devices, links)
 
 
 def cost_kinds(cost: ModelCost) -> list[str]:

@@ -1,9 +1,9 @@
 """Emulated clusters: ranks that last as long as the devices and links of a profile, while a small model stands in for its own.
 
 ``[cluster] emulate = PROFILE``. The profile's model is what is planned; the job's model, with as many blocks, is what is
-computed, by stages (``paced_stage``) and over a transport (``paced_transport``) that take as long as the profile's. The profile
-is looked at through ``NETWORK`` once, when it is read: planner, prediction and ranks see the same NICs. Nothing else differs from
-a run without emulation: losses have the same bits.
+computed, by stages (``paced_stage``) and over a transport (``paced_transport``) that take as long as the profile's. Every pair of
+ranks has a link to itself: NICs that a profile says hosts share are taken out of it when it is read, for planner, prediction and
+ranks alike. Nothing else differs from a run without emulation: losses have the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.emulation.paced_stage import ActionPacer, PacedStage, Sleeper
-from hetero_mpi.emulation.paced_transport import Delay, LinkTimes, MessageTimes, Nics, PacedTransport
+from hetero_mpi.emulation.paced_transport import Delay, LinkTimes, PacedTransport
 from hetero_mpi.engine.channel import EVALUATION, TIED_TAG
 from hetero_mpi.engine.rank_setup import BuildStage
 from hetero_mpi.errors import UserError
@@ -36,11 +36,7 @@ from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, sent_bytes
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import EMULATED, ClusterProfile
-from hetero_mpi.planning.types.request import Network
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict
-
-NETWORK = Network(shared_nic=True)
-"""How messages meet in an emulated cluster: the ranks of every host share its NIC."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,8 @@ def emulated_profile(
             profile = _first_ranks(load_profile(path), world.size, cluster.emulate_first, str(path))
             _check_model(profile, chain, chain.tied is not None and tuning.full, str(path))
             found = replace(
-                NETWORK.seen_by(profile),
+                profile,
+                hosts=tuple(replace(host, shared_nic=False) for host in profile.hosts),
                 source=profile.source if profile.emulated else f"{EMULATED}, {profile.source}",
                 key=f"{EMULATED}-{profile.key}",
                 notes=(*_notes(profile, chain, loaded), *profile.notes),
@@ -142,10 +139,12 @@ def _notes(profile: ClusterProfile, chain: TransformersChain, loaded: LoadedJob)
     parameters = sum(spec.count for spec in chain.parameters.values())
     cluster, own = loaded.job.cluster, profile.model
     scale = "" if cluster.time_scale == 1 else f" One second of it takes {cluster.time_scale:g} s here."
+    shared = any(host.shared_nic for host in profile.hosts)
+    apart = " NICs that its hosts share are not emulated: each pair of ranks has a link to itself." if shared else ""
     return (
         f"{EMULATED}: times and messages are those of {loaded.job.cluster.emulate}, for {own.model_type} in {own.dtype} with "
         f"sequences of {own.sequence_length:,} tokens; a {chain.config.model_type} of {units.count(parameters)} parameters "
-        f"with sequences of {loaded.job.data.sequence_length} is what is computed.{scale}",
+        f"with sequences of {loaded.job.data.sequence_length} is what is computed.{scale}{apart}",
     )
 
 
@@ -161,26 +160,20 @@ def emulate(
     """Set up this rank. Collective over all ranks. ``chain``: the stand-in. ``cores``: CPU cores this rank can count on."""
     sleeper = Sleeper(spare_core=cores >= 2)  # one computes, one spins
     scale = loaded.job.cluster.time_scale
-    hosts = [device.host for device in profile.devices]
-    nics, end_nics = Nics.shared(world, hosts), Nics.shared(world, hosts)
     offsets_s = world.all_gather_json(clock_offset_s(world, transport))
     pace = ActionPacer(plan, profile, scale, sleeper, loaded.job.cluster.speed_changes())
     own = loaded.job.data.sequence_length
     dtype = loaded.job.train.dtype
     row_bytes = own * sent_bytes(chain.config.hidden_size * DTYPE_BYTES[dtype], dtype, profile.model.wire)
 
-    between = MessageTimes(_between_stages(profile, plan, scale, row_bytes), nics)
-    # As simulated, what the ends exchange shares NICs with sums of gradients; the few messages between stages that still pass
-    # beside it are not slowed down by it.
-    ends = MessageTimes(_between_ends(profile, plan, scale), end_nics)
+    between, ends = _between_stages(profile, plan, scale, row_bytes), _between_ends(profile, plan, scale)
 
-    def line_of(tag: int) -> MessageTimes | None:
+    def delay_of(tag: int) -> Delay | None:
         if tag < TIED_TAG:
             return between if tag % 4 != EVALUATION else None
         return ends if tag <= TIED_TAG + 1 else None
 
-    times = LinkTimes(line_of, pace.exchange_s, end_nics)
-    paced = PacedTransport(transport, world.rank, times, offsets_s, sleeper)
+    paced = PacedTransport(transport, world.rank, LinkTimes(delay_of, pace.exchange_s), offsets_s, sleeper)
     return Emulation(profile, plan, scale, paced, pace, own, cores)
 
 

@@ -18,12 +18,11 @@ from typing import Any
 
 from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.simulator import SimulatedStep
+from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
-from hetero_mpi.report.plan_text import predicted_step
 from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, objects
 from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, measured_step_s, read_metrics, warm_steps
 from hetero_mpi.report.run_files.rank_steps import RankStep, read_rank_steps
@@ -110,7 +109,7 @@ class PastRun:
         if self.plan is None or self.profile is None:
             return None
         ratios = {rank: 1 / speed for rank, speed in self.speeds.items() if speed > 0}
-        return predicted_step(self.plan, with_slowness(self.profile, ratios))
+        return simulate(self.plan, with_slowness(self.profile, ratios))
 
 
 def read_run(directory: Path) -> PastRun:

@@ -12,7 +12,7 @@ from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.durations import Durations, stage_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.planning.simulator import SimulatedStep, simulate
+from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import (
     WARM_UP,
     HostMemory,
@@ -24,7 +24,7 @@ from hetero_mpi.planning.types.plan import (
     StagePlan,
 )
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
-from hetero_mpi.planning.types.request import THREADED, Network
+from hetero_mpi.planning.types.request import Network
 from hetero_mpi.report.profile_text import device_heading, device_text
 from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped, least_most
 from hetero_mpi.terminal import wrapped
@@ -47,11 +47,6 @@ LIMITS = {
     "granularity": "granularity (whole layers, whole micro-batches)",
 }
 """The values of ``Losses.limit``, in words."""
-
-
-def predicted_step(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
-    """The simulated step; the NICs of hosts are shared if the run emulated that."""
-    return simulate(plan, profile, network=Network(shared_nic=True) if profile.emulated else THREADED)
 
 
 def headline(report: PlanReport) -> str:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from hetero_mpi import units
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.report.plan_text import predicted_step, stages_text
+from hetero_mpi.report.plan_text import stages_text
 from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.terminal import is_terminal, write_text
 
@@ -62,7 +63,7 @@ Standings = Callable[[], Mapping[int, Now]]
 
 def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     """The screen's first line, and a row for every rank that has a stage."""
-    use = predicted_step(plan, profile).use
+    use = simulate(plan, profile).use
     on = f" on {len(plan.ranks)} of {len(profile.devices)} ranks"
     title = f"{name}: {stages_text(plan, on)}{', EMULATED' if profile.emulated else ''}"
     rows = []

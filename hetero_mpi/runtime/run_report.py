@@ -24,10 +24,10 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.host_limits import own_cores
 from hetero_mpi.job.load import job_to_dict
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.plan_text import predicted_step
 from hetero_mpi.report.progress import Now, ProgressDisplay, overview
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
@@ -58,7 +58,7 @@ def draw_plan(context: RunContext, report: PlanReport) -> None:
         from hetero_mpi.report.figures.style import save
 
         profile = context.profile
-        figure = architecture(report, profile, context.loaded.name, predicted_step(report.plan, profile).use)
+        figure = architecture(report, profile, context.loaded.name, simulate(report.plan, profile).use)
         for kind in ("png", "svg"):
             save(figure, context.run_dir / f"architecture.{kind}", f"architecture: {context.loaded.name}")
 

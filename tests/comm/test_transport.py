@@ -9,7 +9,6 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from hetero_mpi.comm.mpi_group_exchange import GroupExchange, segment_bytes
 from hetero_mpi.comm.mpi_progress import Then
 from hetero_mpi.comm.transport import Exchange, Group, Part, Transport
 from hetero_mpi.emulation.paced_stage import Sleeper
-from hetero_mpi.emulation.paced_transport import LinkTimes, MessageTimes, Nics, PacedTransport
+from hetero_mpi.emulation.paced_transport import LinkTimes, PacedTransport
 from tests.support.exchange_cases import SUM_CASES, bytes_of
 from tests.support.message_cases import CASES, HELD_CASES, PIECE_CASES
 from tests.support.mpi import run_mpi
@@ -81,10 +80,10 @@ def test_sums_between_threads(case: Callable[..., None]) -> None:
     between_threads(LoopbackNetwork(3).transports, partial(case, size=3))
 
 
-def paced(end: Transport, rank: int, delay_s: float, exchange_s: float, nics: Nics | None = None) -> PacedTransport:
+def paced(end: Transport, rank: int, delay_s: float, exchange_s: float) -> PacedTransport:
     """``end`` whose messages and exchanges all take so long."""
-    line = MessageTimes(lambda *_: delay_s, nics)
-    times = LinkTimes(lambda tag: line, lambda number, sums: exchange_s, nics)
+    delay = lambda *_: delay_s  # noqa: E731
+    times = LinkTimes(lambda tag: delay, lambda number, sums: exchange_s)
     return PacedTransport(end, rank, times, [0.0] * 4, Sleeper(False))
 
 
@@ -114,35 +113,26 @@ def test_a_sum_of_an_emulated_cluster_lasts_from_its_last_member_s_start() -> No
     assert starts[2] - min(starts) >= late_s / 2, "the late member was not late"
 
 
-def test_sums_of_an_emulated_cluster_queue_for_the_cards_of_their_hosts(tmp_path: Path) -> None:
-    """Ranks 0, 1 on host a, 2, 3 on b. Groups (0, 2) and (1, 3) sum between the hosts, one after the other; a third of ranks
-    0 and 1 does not wait for the card, which is taken, and no rank sees another end than its peer."""
-    exchange_s, taken_s = 0.1, 0.3
-    starts, inside_ends, ends = [0.0] * 2, [0.0] * 2, [0.0] * 4
-    begin = time.perf_counter()
-    Nics.create(str(tmp_path / "cards"), "aabb").reserve(0, 2, begin, taken_s)
-    held = [
-        paced(end, rank, 0.0, exchange_s, Nics.create(str(tmp_path / "cards"), "aabb"))
-        for rank, end in enumerate(LoopbackNetwork(4).transports)
-    ]
+def test_a_rank_takes_part_in_one_sum_of_an_emulated_cluster_at_a_time() -> None:
+    """Groups (0, 1), (1, 2), (2, 3), all begun at once: each waits for the one before, through a rank of both, and no rank sees
+    another end than its peer; the last group's ranks have none in common with the first's."""
+    exchange_s, starts, ends = 0.05, [0.0] * 4, [dict[int, float]() for _ in range(4)]
+    held = [paced(end, rank, 0.0, exchange_s) for rank, end in enumerate(LoopbackNetwork(4).transports)]
 
     def case(make: Callable[[], Transport], rank: int) -> None:
         transport = make()
-        across = transport.group((rank % 2, rank % 2 + 2), rank % 2)
-        inside = transport.group((0, 1), 2) if rank < 2 else None
-        if inside is not None:
-            first = transport.reduce_scatter(inside, ones(2))
-            starts[rank] = time.perf_counter()
-            transport.wait(first)
-            inside_ends[rank] = first.moment_s  # type: ignore[attr-defined]
-        request = transport.reduce_scatter(across, ones(2))
-        transport.wait(request)
-        ends[rank] = request.moment_s  # type: ignore[attr-defined]
+        groups = [transport.group((first, first + 1), first) for first in (rank - 1, rank) if 0 <= first < 3]
+        starts[rank] = time.perf_counter()
+        sums = {group.number: transport.reduce_scatter(group, ones(2)) for group in groups}
+        for number, request in sums.items():
+            transport.wait(request)
+            ends[rank][number] = request.moment_s  # type: ignore[attr-defined]
 
     between_threads(held, case)
-    assert inside_ends[0] == inside_ends[1] <= max(starts) + exchange_s
-    assert ends[:2] == ends[2:] and min(ends) >= begin + taken_s + exchange_s
-    assert abs(ends[0] - ends[1]) >= exchange_s * (1 - 1e-9)
+    for first in range(3):
+        assert ends[first][first] == ends[first + 1][first]
+    assert ends[0][0] >= max(starts[:2]) + exchange_s
+    assert min(ends[2][1] - ends[1][0], ends[3][2] - ends[2][1]) >= exchange_s - 1e-9
 
 
 def ones(members: int) -> list[Part]:

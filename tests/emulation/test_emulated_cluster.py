@@ -15,13 +15,13 @@ import pytest
 
 from hetero_mpi.comm.links import compare_clocks
 from hetero_mpi.emulation.paced_stage import ActionPacer, Sleeper
-from hetero_mpi.emulation.paced_transport import LinkTimes, MessageTimes, Nics, PacedTransport
+from hetero_mpi.emulation.paced_transport import LinkTimes, PacedTransport
 from hetero_mpi.planning.durations import finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
-from hetero_mpi.planning.types.request import THREADED, Network
+from hetero_mpi.planning.types.request import THREADED, with_shared_nics
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import StepMetrics, read_metrics
 from tests.support.jobs import SEQUENCE, Outcome, Workshop
@@ -125,7 +125,7 @@ def first_two(profile: ClusterProfile) -> ClusterProfile:
 
 
 def plan_of(sequence_length: int) -> Plan:
-    """Ranks 0, 2, 1 in this order: all messages cross between the hosts; warm-up hides the links, if not the card."""
+    """Ranks 0, 2, 1 in this order: all messages cross between the hosts; warm-up hides the links."""
     return replace(make_plan_of(CUTS, RANKS, BATCH, warm_up=[5, 3, 0]), sequence_length=sequence_length)
 
 
@@ -151,7 +151,7 @@ def np3(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     profiles = {"untied": three_ranks(), "tied": three_ranks(tied=True), "fast": three_ranks(speed=1000)}
     profiles["four"] = replace(three_ranks(), model=replace(make_model(4, False, 4096), sequence_length=TOKENS))
     profiles["large"], profiles["large-tied"] = large(three_ranks()), large(three_ranks(tied=True))
-    profiles["two"] = first_two(three_ranks())
+    profiles["two"], profiles["shared-nics"] = first_two(three_ranks()), with_shared_nics(three_ranks())
     for name, profile in profiles.items():
         save_profile(profile, directory / f"like-{name}.toml")
     save_plan(plan_of(SEQUENCE), directory / "own-plan.toml")
@@ -172,6 +172,7 @@ def np3(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     entry("untied-plain", "untied", "own-plan.toml")
     entry("untied", "untied", "emulated-plan.toml", emulate="like-untied.toml")
+    entry("shared-nics", "untied", "emulated-plan.toml", emulate="like-shared-nics.toml")
     entry("tied-plain", "tied", "own-plan.toml")
     entry("tied", "tied", "emulated-plan.toml", emulate="like-tied.toml", time_scale=1.25)
     entry("pipelines-plain", "untied", "own-pipelines.toml")
@@ -206,20 +207,19 @@ def test_steps_are_not_shorter_than_predicted(np3: Runs, name: str) -> None:
     assert np3.measured_s(name) > 0.95 * np3.metrics(name)[0].predicted_step_s
 
 
-def test_ranks_of_a_host_share_its_card(np3: Runs) -> None:
-    """Without sharing, the step would be so much shorter that the test above would notice."""
+def test_a_nic_that_ranks_share_is_neither_planned_for_nor_emulated_and_the_run_says_so(np3: Runs) -> None:
     own = simulate(plan_of(TOKENS), three_ranks(), network=THREADED).step_s
-    shared = simulate(plan_of(TOKENS), three_ranks(), network=Network(shared_nic=True)).step_s
-    assert shared > 1.3 * own
-    assert np3.metrics("untied")[0].predicted_step_s == pytest.approx(shared)
-    assert all(host.shared_nic for host in load_profile(np3.directory / "untied" / "profile.toml").hosts)
+    assert simulate(plan_of(TOKENS), with_shared_nics(three_ranks())).step_s > 1.3 * own
+    for name, shared in (("untied", False), ("shared-nics", True)):
+        assert np3.metrics(name)[0].predicted_step_s == pytest.approx(own)
+        assert ("NICs that its hosts share are not emulated" in " ".join(np3.outcomes[name].printed.split())) is shared
+        assert not any(host.shared_nic for host in load_profile(np3.directory / name / "profile.toml").hosts)
 
 
 def test_sums_of_gradients_last(np3: Runs) -> None:
     """Were they not delayed, the step would be so much shorter that the test above would notice."""
     summed_s, free_s = (
-        simulate(pipelines_of(TOKENS), profile, network=Network(shared_nic=True)).step_s
-        for profile in (large(three_ranks()), three_ranks())
+        simulate(pipelines_of(TOKENS), profile).step_s for profile in (large(three_ranks()), three_ranks())
     )
     assert summed_s > 1.3 * free_s
     assert np3.metrics("pipelines")[0].predicted_step_s == pytest.approx(summed_s)
@@ -259,11 +259,11 @@ def test_what_cannot_be_emulated_is_refused_on_all_ranks(np3: Runs, name: str, t
     assert all(text in outcome.texts[0] for text in texts), outcome.texts[0]
 
 
-def pair(delay_s: float, cards: Nics | None = None) -> list[PacedTransport]:
+def pair(delay_s: float) -> list[PacedTransport]:
     """Two emulated transports that reach each other."""
     ends: tuple[LoopbackTransport, ...] = LoopbackNetwork(2).transports
-    line = MessageTimes(lambda a, b, size: delay_s, cards)
-    times = LinkTimes(lambda tag: line, lambda number, sums: 0.0, cards)
+    delay = lambda a, b, size: delay_s  # noqa: E731
+    times = LinkTimes(lambda tag: delay, lambda number, sums: 0.0)
     return [PacedTransport(end, rank, times, [0.0, 0.0], Sleeper(False)) for rank, end in enumerate(ends)]
 
 
@@ -279,25 +279,6 @@ def test_messages_of_a_pair_queue_behind_each_other() -> None:
     assert np.diff(moments) == pytest.approx([0.02, 0.02])
     assert [int(buffer[0]) for buffer in buffers] == [0, 1, 2]
     assert [request.moment_s for request in sends] == moments  # type: ignore[attr-defined]
-
-
-def test_cards_serve_one_message_per_direction(tmp_path: Path) -> None:
-    """Ranks 0 and 1 on host a, 2 on b, 3 on c, every message 1 s::
-
-    second   0     1     2     3
-    a out    0->2  1->3  0->2
-    b in     0->2        0->2
-    c in           1->3
-    b out    2->0
-    a in     2->0
-    """
-    cards, others = (Nics.create(str(tmp_path / "cards"), ["a", "a", "b", "c"]) for _ in range(2))
-    assert cards.reserve(0, 2, 10.0, 1.0) == 11.0
-    assert others.reserve(1, 3, 10.0, 1.0) == 12.0  # another process sees the same cards
-    assert cards.reserve(2, 0, 10.0, 1.0) == 11.0
-    assert cards.reserve(0, 2, 10.0, 1.0) == 13.0
-    assert cards.reserve(0, 1, 10.0, 1.0) == 11.0  # inside the host: no card
-    assert others.reserve(3, 2, 20.0, 1.0) == 21.0
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "close" not in name])

@@ -17,7 +17,6 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
-from hetero_mpi.report.plan_text import predicted_step
 from hetero_mpi.report.run_files.line_files import STEPS_NAME, LineFile
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.report.run_files.rank_steps import MeasuredEvent, RankStep, Usage, rank_step_to_dict
@@ -72,7 +71,7 @@ def measured(plan: Plan, profile: ClusterProfile, step: int, slower: float) -> l
 
     Sends are handed over at once; their receives know when the message had arrived.
     """
-    predicted = predicted_step(plan, profile)
+    predicted = simulate(plan, profile)
     events = predicted.events
     arrivals = {
         (event.action.op, event.action.stage, event.action.micro_batch): event.end_s
