@@ -24,7 +24,7 @@ LINES = {
     "checkpoint": 1_240,
     "comm": 2_890,
     "commands": 1_750,
-    "data": 3_640,
+    "data": 3_480,
     "device": 1_640,
     "emulation": 770,
     "engine": 2_070,
@@ -37,7 +37,7 @@ LINES = {
     "runtime": 6_660,
     "state": 1_800,
     "web": 430,
-    "in all": 53_760,
+    "in all": 53_600,
 }
 """Lines of each package, and in all."""
 SLACK = 40

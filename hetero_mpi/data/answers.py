@@ -24,16 +24,13 @@ from typing import Any, Literal
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hetero_mpi.data.messages import ChatMessage
-from hetero_mpi.data.printed_parts import Anchors, Conversation, spoken, unprinted
+from hetero_mpi.data.printed_parts import Conversation, spoken, unprinted
 from hetero_mpi.data.record_files import BadRecord
 
 WAY_OUT = 'Set data.template = "plain", or tokenizer.path to a tokenizer whose chat template does'
 MOST_CHARACTERS = 2**24
 """More of one conversation is no text to learn from, but a template that runs wild."""
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-FEW = 4
-"""Answers of a conversation that are each found by rendering what stands before them."""
 
 
 @dataclass(frozen=True)
@@ -133,32 +130,13 @@ class _Whole:
     """The end token of the model, or nothing."""
 
     def spans(self) -> list[tuple[int, int, bool | None]]:
-        """:attr:`Rendered.spans`. Raises BadRecord.
-
-        Of many answers only the first ones of each kind are found by rendering the conversation up to them, and two late ones,
-        to see that they stand where those before them tell.
-        """
-        answers = [index for index, message in enumerate(self.messages) if message.role == "assistant"]
-        if len(answers) > FEW:
-            with suppress(_Doubt):
-                return self._spans(answers, Anchors(self.text, self.given, answers[0], self.render))
-        return self._spans(answers, None)
-
-    def _spans(self, answers: Sequence[int], anchors: Anchors | None) -> list[tuple[int, int, bool | None]]:
+        """:attr:`Rendered.spans`. Raises BadRecord."""
         spans: list[tuple[int, int, bool | None]] = []
-        for index in answers:
-            message, behind = self.messages[index], spans[-1][1] if spans else 0
-            told = anchors.answer(index) if anchors else None
-            found = told
-            if told is None or index in (answers[len(answers) // 2], answers[-1]):
-                found, alike = self._answer(index, behind)
-                if anchors and found and told is None:
-                    said = _said(self.text, *found, message)
-                    anchors.learn(
-                        index, *found, alike, self.text[max(said, found[1] - 1) if message.calls() else said : found[1]]
-                    )
-            if anchors and (found is None or told not in (None, found) or behind > found[0]):
-                raise _Doubt
+        for index, message in enumerate(self.messages):
+            if message.role != "assistant":
+                continue
+            behind = spans[-1][1] if spans else 0
+            found = self._answer(index, behind)
             if found is None or behind > found[0]:
                 raise BadRecord(
                     f"the tokenizer's chat template must render the beginning of a conversation as the beginning of the "
@@ -168,16 +146,13 @@ class _Whole:
             spans.append((found[0], _without_spaces(self.text, *found, message), message.trained))
         return spans
 
-    def _answer(self, index: int, behind: int) -> tuple[tuple[int, int] | None, bool]:
-        """(the answer with the spaces at its end, None where it cannot be told; does the text begin as what asks for it).
-        ``behind``: where the answer before it ends.
-        """
+    def _answer(self, index: int, behind: int) -> tuple[int, int] | None:
+        """The answer with the spaces at its end; None where it cannot be told. ``behind``: where the answer before it ends."""
         text, message = self.text, self.messages[index]
         question = self.render(self.given[:index], True)
         closed = text if index == len(self.messages) - 1 else self.render(self.given[: index + 1], False)
         first: int | None = len(question)
-        alike = text.startswith(question)
-        if not alike:
+        if not text.startswith(question):
             before = self.render(self.given[:index], False)
             first = _answer_begin(text, before, question, message)
             if first is None and question.startswith(before):
@@ -186,11 +161,7 @@ class _Whole:
         if last is None and first is not None and self.final:
             # Phi-3's template ends with the end token of the model where nothing is asked, and not in between.
             last = _answer_end(text, first, question, closed.removesuffix(self.final), message)
-        return None if first is None or last is None else (first, last), alike
-
-
-class _Doubt(Exception):
-    """An answer does not stand where answers like it tell."""
+        return None if first is None or last is None else (first, last)
 
 
 def _marked(
@@ -328,11 +299,7 @@ def _answer_end(text: str, begin: int, question: str, closed: str, message: Chat
 
 def _without_spaces(text: str, first: int, last: int, message: ChatMessage) -> int:
     """The end of the answer [first, last) of ``text`` without the spaces and line breaks that the template prints at its end."""
-    return max(_said(text, first, last, message), first + len(text[first:last].rstrip()))
-
-
-def _said(text: str, first: int, last: int, message: ChatMessage) -> int:
-    """Where in the answer [first, last) its content ends."""
     content, answer = message.content, text[first:last]
     own = next((part for part in (content, content.strip(), spoken(message)) if part in answer), "")
-    return first + answer.rfind(own) + len(own) if content.strip() else first
+    said = answer.rfind(own) + len(own) if content.strip() else 0
+    return first + max(said, len(answer.rstrip()))

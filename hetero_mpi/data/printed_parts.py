@@ -1,34 +1,21 @@
-"""Where the parts of a conversation stand in its text: what a chat template leaves out, as it does not know it, and where messages
-and the edges of answers are.
+"""The parts of a conversation that its text lacks, as a chat template leaves out what it does not know.
 
-``unprinted`` is a search for parts of texts, made for every record: it finds what is missing, not what stands in a wrong place.
-``Anchors`` come from one more rendering, of the conversation with a mark in front of every text of every message: without the marks
-it must be the same text. What a template prints between an edge of an answer and the next mark it prints again for messages of the
-same kind; where the same stands there, the edge is the same.
+A search for parts of texts, made for every record: it finds what is missing, not what stands in a wrong place.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hetero_mpi.data.messages import REASONING, ChatMessage
-from hetero_mpi.data.record_files import BadRecord
 
 THOUGHT = re.compile(r"</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>")
 """Begins or ends a thought inside a text."""
 Conversation = Sequence[Mapping[str, Any]]
 """The messages as a template gets them."""
-
-_LEAD = re.compile(rf"(?:^|(?:{THOUGHT.pattern}))\s*(?=\S)(?!{THOUGHT.pattern})")
-"""A beginning that a template may leave out in front of a text: its first spaces, the sign before or behind a thought."""
-_IDS = ("id", "tool_call_id")
-_UNMARKED = ("role", "type", *_IDS)
-"""Keys with words that a template knows, or whose length it checks."""
 
 
 def unprinted(
@@ -147,117 +134,3 @@ def _forms(part: Any) -> Iterator[str]:
 def _shown(part: Any) -> str:
     words = " ".join(str(part).split())
     return repr(words if len(words) <= 40 else words[:40] + "...")
-
-
-class Anchors:
-    """The first text of each message as printed, and the edges learnt beside it."""
-
-    def __init__(
-        self, text: str, conversation: Conversation, first: int, render: Callable[[Conversation, bool], str]
-    ) -> None:
-        """``first``: the first answer. ``render``: as ``text`` was made, or (True) up to where the next answer begins."""
-        self._text = text
-        self._kinds = [
-            (turn.get("role"), *sorted(key for key, value in turn.items() if value)) for turn in conversation
-        ]
-        self._ids = [_ids(turn) for turn in conversation]
-        self._known: defaultdict[Hashable, set[tuple[str, str]]] = defaultdict(set)
-        self._header, self._places = "", dict[int, tuple[int, Hashable]]()
-        # A template may refuse what nobody else asks it for.
-        with suppress(BadRecord):
-            before, question = (render(conversation[:first], asking) for asking in (False, True))
-            self._header = question.removeprefix(before) if question.startswith(before) else ""
-            self._places = _places(text, conversation, render)
-
-    def answer(self, index: int) -> tuple[int, int] | None:
-        """[first, last) of a message's answer, with the spaces behind it. None: nothing like it was learnt, or several things."""
-        last = len(self._text) if index == len(self._kinds) - 1 else self._edge(index + 1, False)
-        first = self._edge(index, True)
-        return None if first is None or last is None else (first, last)
-
-    def learn(self, index: int, first: int, last: int, alike: bool, closing: str) -> None:
-        """The answer of a message is [``first``, ``last``) of the text. ``alike``: the text begins as what asks for it.
-        ``closing``: what the template closes it with.
-        """
-        asked = (self._header[:end] for end in range(len(self._header), -1, -1))
-        left = next(part for part in asked if self._text.endswith(part, 0, first))
-        if left or alike:
-            self._learn(index, True, first, left)
-        # At least a character in front of a word: the 3 of "3 user:" is no edge of "13 user:".
-        word = self._text[last : last + 1].isalnum()
-        self._learn(index + 1, False, last, closing or self._text[last - 1 : last] * word)
-
-    def _edge(self, index: int, asked: bool) -> int | None:
-        if index not in self._places:
-            return None
-        place, _ = self._places[index]
-        found = set[int]()
-        for left, right in self._known[self._key(index, asked)]:
-            for number, one in enumerate(self._ids[index]):
-                left, right = left.replace(f"\0{number}", one), right.replace(f"\0{number}", one)
-            if self._text.endswith(left + right, 0, place):
-                found.add(place - len(right))
-        return found.pop() if len(found) == 1 else None
-
-    def _learn(self, index: int, asked: bool, edge: int, left: str) -> None:
-        if index not in self._places or edge > self._places[index][0]:
-            return
-        right = self._text[edge : self._places[index][0]]
-        for number, one in enumerate(self._ids[index]):
-            left, right = left.replace(one, f"\0{number}"), right.replace(one, f"\0{number}")
-        self._known[self._key(index, asked)].add((left, right))
-
-    def _key(self, index: int, asked: bool) -> Hashable:
-        return asked, self._kinds[max(0, index - 1)], self._kinds[index], self._places[index][1]
-
-
-def _ids(turn: Mapping[str, Any]) -> list[str]:
-    """The names of a call, which a template may print in front of the message's first text."""
-    calls = [call for call in turn.get("tool_calls") or () if isinstance(call, Mapping)]
-    return [one for some in (turn, *calls) for key in _IDS if isinstance(one := some.get(key), str) and one]
-
-
-def _places(
-    text: str, conversation: Conversation, render: Callable[[Conversation, bool], str]
-) -> dict[int, tuple[int, Hashable]]:
-    """Message -> (where its first text begins, which one it is and what stood in front of it); none where marks change the text or
-    messages stand in another order. Systems' are left out: some templates print them beside the last question.
-    """
-    sign = "qzxv"  # no end of it is a beginning of it, so that it is not found across what is in front of it
-    while sign in text:
-        sign += "z"
-    marks: list[tuple[int, Hashable]] = []
-
-    def mark(index: int, key: str, lead: str) -> str:
-        marks.append((index, (key, lead)))
-        return f"{lead}{sign}{len(marks) - 1}x"
-
-    def marked(value: Any, index: int, key: str) -> Any:
-        if isinstance(value, Mapping):
-            return {name: marked(inner, index, name) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [marked(inner, index, key) for inner in value]
-        if not isinstance(value, str) or key in _UNMARKED:
-            return value
-        return _LEAD.sub(lambda found: mark(index, key, found[0]), value)
-
-    turns: list[Mapping[str, Any]] = []
-    for index, turn in enumerate(conversation):
-        content = turn.get("content")
-        turns.append(turn if turn.get("role") == "system" else marked(turn, index, ""))
-        if (
-            isinstance(content, str)
-            and not content.strip()
-            and not turn.get("tool_calls")
-            and turn.get("role") != "system"
-        ):
-            turns[-1] = {**turns[-1], "content": mark(index, "content", content)}
-    pieces = re.split(rf"{sign}(\d+)x", render(turns, False))
-    if "".join(pieces[::2]) != text:
-        return {}
-    place, places = 0, dict[int, tuple[int, Hashable]]()
-    for piece, number in zip(pieces[::2], pieces[1::2], strict=False):
-        place += len(piece)
-        index, what = marks[int(number)]
-        places.setdefault(index, (place, what))
-    return places if list(places) == sorted(places) else {}

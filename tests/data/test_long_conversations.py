@@ -1,6 +1,4 @@
-"""Answers of long conversations are marked from few renderings and one encoding: as from renderings and encodings of all
-beginnings, token by token.
-"""
+"""Tokens of answers are marked from one encoding: as from encodings of all beginnings, token by token."""
 
 from __future__ import annotations
 
@@ -12,53 +10,21 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from hetero_mpi.data import answers
 from hetero_mpi.data.answers import ChatTemplate, Rendered, rendered
 from hetero_mpi.data.chat_template import choose_template, marks_of
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.record_files import BadRecord
 from hetero_mpi.data.tokenizer import own_tokens_only, train_bpe
 from tests.data import test_marks, test_masks, test_tools
-from tests.data.test_masks import CHATML, Format, tokenizer_of
+from tests.data.test_masks import tokenizer_of
 
 FORMATS = {
     **test_masks.FORMATS,
     **{f"marks-{name}": one for name, one in test_marks.MARKED.items()},
     **{f"tools-{name}": one for name, one in test_tools.FORMATS.items()},
 }
-IDS = Format(
-    test_tools.QWEN.replace(
-        "'\\n<tool_response>\\n' +", "'\\n<tool_response>' + message.tool_call_id + '\\n' +"
-    ).replace(
-        """'<tool_call>\\n{"name": "' + call.name + '", "arg""",
-        """'<tool_call>\\n{"id": "' + message.tool_calls[0].id + '", "name": "' + call.name + '", "arg""",
-    ),
-    "<|im_end|>",
-    ("<|im_start|>",),
-)
-"""Names each call in front of it and of what it gave."""
-NUMBERED = Format(
-    "{%- for m in messages %}{{- loop.index ~ ' ' ~ m.role ~ ': ' ~ m.content ~ '\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- messages | length + 1 }} assistant: {% endif %}",
-    "</s>",
-    (),
-)
-"""Prints 3 in front of what stands there behind 1 later on."""
-LATE = Format(
-    CHATML.replace(
-        "{{ '<|im_start|>' + message.role", "{{ ('(late)' if loop.index > 4 else '') + '<|im_start|>' + message.role"
-    ),
-    "<|im_end|>",
-    ("<|im_start|>",),
-)
-"""Prints more in front of later questions: what early ones tell is wrong for them."""
-TWICE = Format(LATE.marked.replace("(late)", "<|im_end|>\\n"), "<|im_end|>", ("<|im_start|>",))
-"""Closes later answers twice."""
-IRREGULAR = {"numbered": NUMBERED, "late": LATE, "twice": TWICE}
-FORMATS |= {"ids": IDS, **IRREGULAR}
 CALLING = [
     *(f"tools-{name}" for name in ("qwen", "qwen-latest", "qwen-thinking", "qwen-in-letters", "llama", "deepseek")),
-    "ids",
 ]
 TALKING = [name for name in CALLING if name not in ("tools-llama", "tools-deepseek")]
 """Print what is said beside a call."""
@@ -67,13 +33,13 @@ SAID = ("Hello", "Why?", "user", "assistant\n", "qzxv1x", "qzxv", "x", "y.\n\n",
 THOUGHTS = ("It is so.", "Hello", "\nOne\n")
 
 
-def chat(name: str, seed: int, turns: int, thoughts: float = 0.0, plain: bool = False) -> list[ChatMessage]:
-    """A conversation by chance that the format prints whole; ``plain``: of ordinary words."""
+def chat(name: str, seed: int, turns: int, thoughts: float = 0.0) -> list[ChatMessage]:
+    """A conversation by chance that the format prints whole."""
     chance, messages = random.Random(seed), list[ChatMessage]()
-    talking, calls = name in TALKING, (0.6 if plain or seed % 3 else 0.0) * (name in CALLING)
+    talking, calls = name in TALKING, (0.6 if seed % 3 else 0.0) * (name in CALLING)
 
     def say(role: Any, *said: str, trained: bool = True, **keys: Any) -> None:
-        text = chance.choice(said or ((f"so {len(messages)} it is",) if plain else SAID))
+        text = chance.choice(said or SAID)
         messages.append(ChatMessage(role, text, {"role": role, "content": text, **keys} if keys else None, trained))
 
     def call() -> None:
@@ -106,13 +72,12 @@ def chat(name: str, seed: int, turns: int, thoughts: float = 0.0, plain: bool = 
     return messages
 
 
-def outcome(printer: ChatTemplate, messages: Sequence[ChatMessage]) -> tuple[Rendered | str, int]:
-    """(what is made of it or why nothing, number of renderings)."""
-    count: list[None] = []
+def outcome(printer: ChatTemplate, messages: Sequence[ChatMessage]) -> Rendered | str:
+    """What is made of it, or why nothing."""
     try:
-        return rendered(printer, messages, None, lambda: count.append(None)), len(count)
+        return rendered(printer, messages, None)
     except BadRecord as problem:
-        return str(problem), len(count)
+        return str(problem)
 
 
 def slow_marks(engine: Tokenizer, one: Rendered) -> list[tuple[int, ...]]:
@@ -149,40 +114,24 @@ def used(name: str, marked: bool = False) -> tuple[ChatTemplate, Tokenizer]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_answers_are_those_of_all_beginnings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_answers_are_those_of_all_beginnings(name: str) -> None:
     printer, engine = used(name)
-    whole = spared = 0
+    whole = 0
     for seed in range(20):
-        messages = chat(name, seed, 5 + seed % 9, 0.5 * (seed % 5 == 4 and name != "twice"), name == "twice")
-        monkeypatch.setattr(answers, "FEW", 4)
-        found, count = outcome(printer, messages)
-        monkeypatch.setattr(answers, "FEW", 10**9)
-        expected, of_all = outcome(printer, messages)
-        assert found == expected, messages
+        messages = chat(name, seed, 5 + seed % 9, 0.5 * (seed % 5 == 4))
+        found = outcome(printer, messages)
         if isinstance(found, Rendered):
-            whole, spared = whole + 1, spared + (count < of_all)
+            whole += 1
             (marks,) = marks_of(engine, [found])
             assert marks.spans == slow_marks(engine, found), messages
-    assert whole > 5 and (spared > 5 or name in IRREGULAR)
-
-
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in IRREGULAR])
-def test_few_beginnings_are_rendered(name: str) -> None:
-    printer, _ = used(name)
-    counts = []
-    for turns in (30, 60):
-        messages = chat(name, 1, turns, plain=True)
-        found, count = outcome(printer, messages)
-        assert isinstance(found, Rendered) and len(found.spans) >= turns
-        counts.append(count)
-    assert max(counts) < 30 and counts[1] < counts[0] + 8, counts
+    assert whole > 5
 
 
 @pytest.mark.parametrize("name", ["chatml", "tools-qwen", "marks-gpt-oss"])
 def test_tokens_of_answers_that_the_template_marks(name: str) -> None:
     printer, engine = used(name, marked=True)
     for seed in range(5):
-        found, _ = outcome(printer, chat(name, seed, 5 + seed))
+        found = outcome(printer, chat(name, seed, 5 + seed))
         assert isinstance(found, Rendered) and found.marked
         assert marks_of(engine, [found])[0].spans == slow_marks(engine, found)
 
@@ -216,7 +165,7 @@ def test_tokens_of_answers_for_tokenizers_of_all_kinds(name: str) -> None:
         engine.add_special_tokens(added)
         for kind in ("chatml", "gemma", "phi3", "glm4", "llama2", "alpaca", "r1"):
             printer, _ = used(kind)
-            some = [outcome(printer, chat(kind, seed, 5))[0] for seed in range(6)]
+            some = [outcome(printer, chat(kind, seed, 5)) for seed in range(6)]
             kept = [one for one in some if isinstance(one, Rendered)]
             assert len(kept) > 3
             for one, marks in zip(kept, marks_of(engine, kept), strict=True):
