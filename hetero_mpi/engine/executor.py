@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -81,8 +83,21 @@ class StepData:
     routed: Routed | None = None
     """On every stage, where routers have a loss."""
 
-    def micro_batch(self, index: int, rows: slice) -> MicroBatch:
-        """One of them, which has these rows."""
+    @cached_property
+    def rows(self) -> tuple[slice, ...]:
+        """The rows of each micro-batch."""
+        return tuple(slice(end - size, end) for size, end in zip(self.sizes, accumulate(self.sizes), strict=True))
+
+    def tokens_of(self, index: int) -> torch.Tensor:
+        """A micro-batch's, on a first stage."""
+        assert self.tokens is not None
+        return self.tokens[self.rows[index]]
+
+    def targets_of(self, index: int) -> torch.Tensor | None:
+        return None if self.targets is None else self.targets[self.rows[index]]
+
+    def micro_batch(self, index: int) -> MicroBatch:
+        rows = self.rows[index]
         positions = None if self.positions is None else self.positions[rows]
         comparison = None if self.comparison is None else self.comparison.of_rows(rows)
         routed = None if self.routed is None else self.routed.of_rows(rows)
@@ -204,15 +219,12 @@ class Executor:
         """Tensors that RECV has received, or another stage of the rank has computed."""
         self._outputs: dict[Action, torch.Tensor] = {}
         """Tensors that SEND will send."""
-        self._rows: list[slice] = []
-        """Rows of each micro-batch within its pipeline's share of a batch."""
         self._losses: list[torch.Tensor] = []
         """Shares of the loss of the running step's micro-batches."""
 
     def run(self, data: StepData, update: Update[Decided]) -> StepRun[Decided]:
         """Run one step."""
         self._losses = []
-        self._rows = _consecutive(data.sizes)
         for own in self.stages.values():
             own.begin(data)
         events: list[Event] = []
@@ -292,10 +304,9 @@ class Executor:
         """Outputs of a stage for all batches, unless they are sent on. ``before``: those of the rank's stage before it has made."""
         found: list[torch.Tensor] = []
         stage = own.stage
-        for index, rows in enumerate(_consecutive(data.sizes)):
-            x = self._evaluation_input(own, data, index, before)
-            part = data.micro_batch(index, rows)
-            targets = data.targets[rows] if stage.is_last and data.targets is not None else None
+        for index in range(len(data.sizes)):
+            x, part = self._evaluation_input(own, data, index, before), data.micro_batch(index)
+            targets = data.targets_of(index) if stage.is_last else None
             y = stage.evaluate(x, targets, part.positions, part.comparison, part.routed)
             self.evaluated += 1
             if own.evaluation_in is not None:
@@ -310,7 +321,7 @@ class Executor:
         self, own: _StageLinks, data: StepData, index: int, before: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         if own.stage.is_first:
-            return _tokens(data)[_consecutive(data.sizes)[index]]
+            return data.tokens_of(index)
         received = own.evaluation_in
         x = before[index] if before else None
         if received is not None:
@@ -343,10 +354,8 @@ class Executor:
 
     def _forward(self, action: Action, stage: Stage, data: StepData) -> None:
         index, number = _index(action), action.stage
-        rows = self._rows[index]
-        x = _tokens(data)[rows] if stage.is_first else self._received(Action(Op.RECV_F, number, index), data)
-        targets = data.targets[rows] if stage.is_last and data.targets is not None else None
-        y = stage.forward(data.micro_batch(index, rows), x, targets)
+        x = data.tokens_of(index) if stage.is_first else self._received(Action(Op.RECV_F, number, index), data)
+        y = stage.forward(data.micro_batch(index), x, data.targets_of(index) if stage.is_last else None)
         if stage.is_last:
             self._losses.append(y)
         else:
@@ -387,16 +396,3 @@ class Executor:
 def _index(action: Action) -> int:
     assert action.micro_batch is not None
     return action.micro_batch
-
-
-def _tokens(data: StepData) -> torch.Tensor:
-    assert data.tokens is not None
-    return data.tokens
-
-
-def _consecutive(sizes: Sequence[int]) -> list[slice]:
-    rows, first = [], 0
-    for size in sizes:
-        rows.append(slice(first, first + size))
-        first += size
-    return rows
