@@ -188,7 +188,7 @@ def simulation(
         *_said(question),
         *network_lines(network, result.step_s, chosen.predicted_step_s),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
-        *idling_lines(result, idling(result.events, chosen.plan), chosen.memory, labels),
+        *idling_lines(result, idling(result.events, chosen.plan), chosen.memory),
         "Written (trace.json opens in https://ui.perfetto.dev):",
         *(f"  {path}" for path in written),
     ]

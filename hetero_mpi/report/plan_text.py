@@ -26,14 +26,14 @@ from hetero_mpi.planning.types.plan import (
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import Network
 from hetero_mpi.report.profile_text import device_heading, device_text
-from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped, least_most
+from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped
 from hetero_mpi.terminal import wrapped
 
 if TYPE_CHECKING:
     from hetero_mpi.planning.analysis.what_if import Losses, WhatIf  # brings the planner
 
 MOST_STAGES = 48
-"""Number of stages of a plan up to which each has a row of its own."""
+"""Number of stages, or ranks, up to which each has a row."""
 FEW = 8
 """The same on the first screen."""
 EVERY_STAGE = "every stage: `inspect PLAN --all`, of the plan.toml that `plan -o` and `train` write"
@@ -78,11 +78,11 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
         every: a row for each stage, however many there are.
     """
     plan, report = (told, None) if isinstance(told, Plan) else (told.plan, told)
-    many = len(plan.numbered) > MOST_STAGES and not every
+    stages = _stages(plan, profile, report)
     lines = wrapped("", headline(report)) if report is not None else []
-    lines += [plan_title(plan, profile), *_stages(plan, profile, report, many).lines()]
+    lines += [plan_title(plan, profile), *stages.lines(None if every else MOST_STAGES)]
     lines.append(f"  {stage_note(plan, profile)}")
-    if many:
+    if len(stages.rows) > MOST_STAGES and not every:
         lines.append(f"  {EVERY_STAGE}")
     if report is not None:
         lines += host_lines(report.hosts)
@@ -94,9 +94,8 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
 
 def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) -> list[str]:
     """A plan as ``train`` shows it before the first step; all else is in ``plan_lines``, for ``--verbose`` and ``inspect``."""
-    stages = _stages(report.plan, profile, report, len(report.plan.numbered) > FEW)
-    lines = [*wrapped("", headline(report)), plan_title(report.plan, profile)]
-    lines += stages.without("weights", "warm-up").lines()
+    stages = _stages(report.plan, profile, report).without("weights", "warm-up")
+    lines = [*wrapped("", headline(report)), plan_title(report.plan, profile), *stages.lines(FEW)]
     lines += [line for reason in idle_lines(report.idle) for line in wrapped("  ", reason)]
     lines += [f"Batch: {line}" for line in batch_lines(report.plan)]
     return lines + wrapped("  ", f"why, and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
@@ -169,24 +168,15 @@ def fullest_text(memory: Sequence[RankMemory]) -> str:
     return f"{units.size(fullest.peak_bytes)} of {units.size(fullest.usable_bytes)}"
 
 
-def _fullest_of(held: Sequence[Sequence[RankMemory]]) -> str:
-    return fullest_text([one for memory in held for one in memory])
-
-
 def heads_text(stage: StagePlan) -> str:
     """Key/value heads of each rank of a group, and experts where they were shared out: ``5 + 3 heads, 2 + 6 experts``."""
     heads = f"{' + '.join(map(str, stage.shares))} heads"
     return heads if stage.experts is None else f"{heads}, {' + '.join(map(str, stage.experts))} experts"
 
 
-def _stages(plan: Plan, profile: ClusterProfile | None, report: PlanReport | None, many: bool) -> Table:
-    """The stages; where they are ``many``, those on one kind of device (without a profile: of as many layers) share a row."""
+def _stages(plan: Plan, profile: ClusterProfile | None, report: PlanReport | None) -> Table:
     stages = stage_table(plan, profile, report.memory if report is not None else ())
-    if profile is not None:
-        stages = stages.without("micro-batches")
-    return (
-        stages.merged(lambda row: row[3] or row[4].last - row[4].first).without("pipeline", "rank") if many else stages
-    )
+    return stages if profile is None else stages.without("micro-batches")
 
 
 def stage_table(
@@ -196,15 +186,15 @@ def stage_table(
     """A row for every stage. ``memory``: predicted, of ranks; ``name``: what a device is called."""
     columns = (
         Column("pipeline"),
-        Column("stage", several=lambda stages: str(len(stages))),
+        Column("stage"),
         Column("rank"),
         Column(device_heading(profile) if profile is not None else "device"),
-        Column("layers", lambda one: units.layers(one.first, one.last, plan.layers), _layers_each),
+        Column("layers", lambda one: units.layers(one.first, one.last, plan.layers)),
         Column("micro-batches"),
         Column("weights", units.count),
-        Column("memory", fullest_text, _fullest_of),
+        Column("memory", fullest_text),
         Column("compute", units.seconds),
-        Column("recompute", several=lambda kinds: units.counted(filter(None, kinds), ", ")),
+        Column("recompute"),
         Column("warm-up"),
     )
     if profile is not None:
@@ -238,10 +228,6 @@ def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
     tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
     shown = f"weights: parameters; compute: forward + backward of {tokens} tokens; " if profile is not None else ""
     return f"{shown}warm-up: micro-batches ahead of the first backward"
-
-
-def _layers_each(stages: Sequence[StagePlan]) -> str:
-    return f"{least_most([one.last - one.first for one in stages], '{:.0f}'.format)} each"
 
 
 def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
@@ -318,27 +304,19 @@ def network_lines(network: Network, step_s: float, predicted_s: float) -> list[s
     return wrapped("Simulated so that ", f"{' and '.join(said)}: {change}")
 
 
-def idling_lines(
-    step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequence[RankMemory], labels: Mapping[int, str]
-) -> list[str]:
-    """A row per rank, in shares of the step: computing, and idling by cause; and its peak of memory.
-
-    Of many ranks, those with the same label (their device) share a row, with means and the fullest memory.
-    """
+def idling_lines(step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequence[RankMemory]) -> list[str]:
+    """A row per rank, in shares of the step: computing, and idling by cause; and its peak of memory."""
     names = ("computes", "idles", "waits for activations", "gradients", "the link", "all-reduce", "the end")
-    columns = [Column("rank", several=lambda ranks: str(len(ranks))), Column("device")]
-    columns += [Column(name, units.percent, lambda shares: units.percent(statistics.fmean(shares))) for name in names]
-    many, rows = len(step.busy_s) > MOST_STAGES, []
+    columns, rows = [Column("rank"), *(Column(name, units.percent) for name in names)], []
     for rank in sorted(step.busy_s):
         cause = causes[rank]
         spent = (step.busy_s[rank], cause.total_s, cause.activations_s, cause.gradients_s, cause.link_s, cause.sums_s)
         shares = (units.ratio(seconds, step.step_s) for seconds in (*spent, cause.end_s))
         held = [one for one in memory if one.rank == rank]
-        rows.append((rank, labels.get(rank) if many else None, *shares, held))
-    table = Table([*columns, Column("memory peak", fullest_text, _fullest_of)], rows)
+        rows.append((rank, *shares, held))
     return [
-        *(table.merged(lambda row: row[1]) if many else table).lines(),
-        *(["  on average; every rank by itself: trace.json"] if many else []),
+        *Table([*columns, Column("memory peak", fullest_text)], rows).lines(MOST_STAGES),
+        *(["  every rank: trace.json"] if len(rows) > MOST_STAGES else []),
         "  all-reduce: of gradients, with other ranks; the end: done, while others are not",
     ]
 

@@ -23,19 +23,15 @@ from hetero_mpi.terminal import wrapped
 
 LONGEST_DEVICE, LONGEST_HOST = 26, 20
 """Characters of a device's or host's name in a table; some CPUs' names are sentences."""
-LONGEST_RANKS = 60
-"""The same of the numbers of ranks; of more ranks only their count is told."""
-SHORT_NAME = 14
-"""Characters of a device where two stand beside each other."""
-ALL = "Like ranks share a row; `inspect FILE --all` shows every one"
-MOST_CLASSED = 240
-"""With more links than these (those of 16 ranks), classes of links are shown as well."""
+ALL = "`inspect FILE --all` shows every rank, host and link"
+MOST_CURVES = 4
+"""Devices whose curves are shown where more than ``MOST_ROWS`` differ."""
 MOST_LINKS = 12
 """Largest number of links listed one by one; of more, those that fit their line worst."""
 
 
 def device_text(device: DeviceProfile) -> str:
-    """``cuda RTX 4090``: backend and name of a device. Ranks with the same text share a row."""
+    """``cuda RTX 4090``: backend and name of a device."""
     name = device.name if device.name.lower().startswith(device.backend) else f"{device.backend} {device.name}"
     return units.device_name(name, LONGEST_DEVICE)
 
@@ -71,19 +67,11 @@ def measured_lines(profile: ClusterProfile) -> list[str]:
     return lines + [line for note in profile.notes if profile.emulated for line in wrapped("  ", note)]
 
 
-def profile_lines(profile: ClusterProfile) -> list[str]:
-    """A row per rank with device, memory and speed, and the links between ranks.
-
-    With more than ``MOST_ROWS`` ranks, ranks of a host that look alike share a row; if those rows are still too many, ranks of one
-    kind of device do.
-    """
+def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
+    """A row per rank with device, memory and speed, and the links between ranks. ``every``: of all ranks, however many."""
     tokens = profile.model.sequence_length
-    table = rank_table(profile)
-    if len(table.rows) > MOST_ROWS:
-        alike = table.merged(lambda row: table.look(row)[1:])
-        table = alike if len(alike.rows) <= MOST_ROWS else table.merged(lambda row: row[2])
     lines = [f"Ranks: {len(profile.devices)}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
-    lines += table.lines()
+    lines += rank_table(profile).lines(None if every else MOST_ROWS)
     lines += wrapped("  ", f"forward and backward: one block, one sequence of {tokens:,} tokens, {profile.model.dtype}")
     lines += _link_lines(profile)
     return lines + [line for note in profile.notes for line in wrapped("  ", note)]
@@ -91,8 +79,8 @@ def profile_lines(profile: ClusterProfile) -> list[str]:
 
 def rank_table(profile: ClusterProfile) -> Table:
     columns = (
-        Column("rank", several=_ranks),
-        Column("emulated host" if profile.emulated else "host", several=_hosts, left=True),
+        Column("rank"),
+        Column("emulated host" if profile.emulated else "host", left=True),
         Column(device_heading(profile), left=True),
         Column("forward", units.seconds),
         Column("backward", units.seconds),
@@ -105,15 +93,6 @@ def rank_table(profile: ClusterProfile) -> Table:
         host = units.shortened(device.host, LONGEST_HOST)
         rows.append((device.rank, host, device_text(device), *times, device.memory_bytes, device.memory_reason))
     return Table(columns, rows)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    numbers = units.numbers(ranks)
-    return numbers if len(numbers) <= LONGEST_RANKS else units.plural(len(ranks), "rank")
-
-
-def _hosts(names: Sequence[str]) -> str:
-    return names[0] if len(set(names)) == 1 else f"{len(set(names))} hosts"
 
 
 def _link_lines(profile: ClusterProfile) -> list[str]:
@@ -144,16 +123,14 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
 
     ``every``: leave nothing out, however many ranks, hosts and links there are.
     """
-    lines = profile_lines(profile)
+    lines, most = profile_lines(profile, every), None if every else MOST_ROWS
     devices = distinct_devices(profile)
-    few = every or len(devices) <= MOST_ROWS
-    if not few:
-        lines += ["", ALL]
-        devices = [_middle(like) for like in grouped(profile.devices, device_text).values()]
+    if most is not None and len(devices) > most:
+        lines += ["", f"Curves of the first {MOST_CURVES} of {len(devices)} unlike devices; {ALL}"]
+        devices = devices[:MOST_CURVES]
     for ranks, device in devices:
-        of = "" if few else f"; the curves of rank {device.rank}, the median of {len(ranks)}"
         name = f"{device.name} ({device.backend}), {units.size(device.memory_bytes)} usable"
-        lines += ["", *wrapped("", f"{units.ranks(ranks).capitalize()}: {name}{of}")]
+        lines += ["", *wrapped("", f"{units.ranks(ranks).capitalize()}: {name}")]
         lines += _curve_table(device).lines()
         if any(times.recompute_s or times.input_s for times in device.layers.values()):
             lines.append("  again: backward that repeats the forward; input, weights: backward in two parts")
@@ -165,11 +142,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
                      f"from it {units.bandwidth(device.host_to_device_bytes_per_s)}, "
                      f"latency {units.seconds(device.copy_latency_s)}")  # fmt: skip
     hosts = _host_table(profile)
-    if len(hosts.rows) > MOST_ROWS and not every:
-        hosts = hosts.merged(lambda row: row[1])
-    elif hosts.rows:
-        hosts = hosts.without("devices")  # the ranks, each with its device, stand above
-    return [*lines, *(["", "Hosts", *hosts.lines()] if hosts.rows else []), *_links(profile, every)]
+    return [*lines, *(["", "Hosts", *hosts.lines(most)] if hosts.rows else []), *_links(profile, every)]
 
 
 def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DeviceProfile]]:
@@ -179,15 +152,6 @@ def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DevicePro
         return repr(replace(device, rank=0, host="", memory_reason=""))
 
     return [([device.rank for device in like], like[0]) for like in grouped(profile.devices, figures).values()]
-
-
-def _middle(devices: Sequence[DeviceProfile]) -> tuple[list[int], DeviceProfile]:
-    """(ranks of ``devices``, the device of median speed)."""
-
-    def slowness(device: DeviceProfile) -> float:
-        return sum(times.forward_s.seconds[-1] + times.backward_s.seconds[-1] for times in device.layers.values())
-
-    return [device.rank for device in devices], sorted(devices, key=slowness)[len(devices) // 2]
 
 
 def _curve_table(device: DeviceProfile) -> Table:
@@ -221,22 +185,15 @@ def _sample(curve: Curve | None, tokens: int) -> tuple[float | None, float | Non
 def _host_table(profile: ClusterProfile) -> Table:
     """A row per host: the memory, NIC and copies that its ranks share, where the profile says so."""
 
-    def mixed(texts: Sequence[str]) -> str:
-        return texts[0] if len(set(texts)) == 1 else units.counted(texts, ", ")
-
-    def all_ranks(held: Sequence[Sequence[int]]) -> str:
-        return units.plural(sum(map(len, held)), "rank") if any(held) else ""
-
     def nic(host: HostProfile) -> str:
         return "shared" if host.shared_nic else "not shared" if math.isfinite(host.flows_bytes_per_s) else ""
 
     columns = (
-        Column("host", several=_hosts, left=True),
-        Column("devices", left=True),
-        Column("ranks", units.numbers, all_ranks),
-        Column("in its memory", units.numbers, all_ranks),
+        Column("host", left=True),
+        Column("ranks", units.numbers),
+        Column("in its memory", units.numbers),
         Column("memory", units.size),
-        Column("NIC", several=mixed, left=True),
+        Column("NIC", left=True),
         Column("all flows out", units.bandwidth),  # of its ranks to other hosts
         Column("all copies in", units.bandwidth),  # of its memory to its devices
         Column("why so much memory", left=True),
@@ -249,9 +206,8 @@ def _host_table(profile: ClusterProfile) -> Table:
         speeds = (
             value if math.isfinite(value) else None for value in (host.flows_bytes_per_s, host.copies_bytes_per_s)
         )
-        kinds = units.counted(map(device_text, own), ", ")
         ranks = [device.rank for device in own]
-        rows.append((host.name, kinds, ranks, sharing, memory[0], nic(host), *speeds, memory[1]))
+        rows.append((host.name, ranks, sharing, memory[0], nic(host), *speeds, memory[1]))
     return Table(columns, rows)
 
 
@@ -262,46 +218,37 @@ def residuals(link: LinkProfile) -> list[float]:
 
 
 def _links(profile: ClusterProfile, every: bool) -> list[str]:
-    """Links in classes where there are many, and the links that fit a line worst; or links as they are given by pairs of hosts."""
-    links = len(profile.links) or len(profile.host_links)
-    if not links:
-        return []
-    table, lines = _link_table(profile), list[str]()
-    if links > MOST_CLASSED and not every:
-        classes = table.merged(lambda row: (row[1], row[2]))
-        classes = replace(classes, rows=sorted(classes.rows, key=lambda row: (row[1], row[2]), reverse=True))
-        lines = ["", f"Links in classes, of {links:,}", *classes.lines()]
+    """Links, of many those that fit a line worst; or links as they are given by pairs of hosts."""
     if not profile.links:
-        return lines or ["", "Links", *_host_link_table(profile).lines()]
+        links = _host_link_table(profile)
+        return ["", "Links", *links.lines(None if every else MOST_ROWS)] if links.rows else []
+    table = _link_table(profile)
     rows, what = list(table.rows), "Links"
     if len(rows) > MOST_LINKS and not every:
-        worst_first = sorted(range(len(rows)), key=lambda place: (-(rows[place][6] or 0.0), place))
-        what = f"Links: the {MOST_LINKS} of {len(rows)} that fit a line worst"
+        worst_first = sorted(range(len(rows)), key=lambda place: (-(rows[place][5] or 0.0), place))
+        what = f"Links: the {MOST_LINKS} of {len(rows):,} that fit a line worst"
         rows = [rows[place] for place in sorted(worst_first[:MOST_LINKS])]
-    lines += ["", what, *replace(table, rows=rows).without("between").lines()]
+    lines = ["", what, *replace(table, rows=rows).lines()]
     return [*lines, "  residual: how far latency + bytes / bandwidth is from a measured message"]
 
 
 def _link_table(profile: ClusterProfile) -> Table:
     columns = (
-        Column("link", several=lambda links: units.plural(len(links), "link"), left=True),
+        Column("link", left=True),
         Column("where"),
-        Column("between"),
         Column("latency", units.seconds),
         Column("bandwidth", units.bandwidth),
         Column("residual (median)", units.percent),
         Column("(worst)", units.percent),
         Column("samples"),
     )
-    names = [units.device_name(device_text(device), SHORT_NAME) for device in profile.devices]
     rows = []
-    for link in sorted(profile.told_links(), key=lambda link: (link.source, link.destination)):
-        between = " - ".join(sorted((names[link.source], names[link.destination])))
+    for link in sorted(profile.links, key=lambda link: (link.source, link.destination)):
         found = [abs(one) for one in residuals(link)]
         errors = (statistics.median(found), max(found), len(found)) if found else (None, None, None)
         where = "inside a host" if link.same_host else "between hosts"
         name = f"{link.source} -> {link.destination}"
-        rows.append((name, where, between, link.latency_s, link.bytes_per_s, *errors))
+        rows.append((name, where, link.latency_s, link.bytes_per_s, *errors))
     return Table(columns, rows)
 
 

@@ -1,5 +1,5 @@
-"""A table of a plan, a profile or a run: columns with their units, rows, and like rows as one. It is shown as lines of text
-(``Table.lines``), or on the page of a run (``page/report.html``).
+"""A table of a plan, a profile or a run: columns with their units, and rows. It is shown as lines of text (``Table.lines``), or on
+the page of a run (``page/report.html``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetero_mpi.terminal import line_width, printable, wrapped
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 MOST_ROWS = 16
-"""Number of ranks, hosts or links up to which each has a row of its own."""
+"""Ranks or hosts that are shown."""
 _TOGETHER = "\N{NO-BREAK SPACE}"
 _UNIT = re.compile(r"(?<=\d) (?=(%|[a-zA-Z]{1,2}(/s)?)(?:\s|,|;|$))")
 """The space between a number and its unit, at which no line is broken."""
@@ -28,23 +28,11 @@ class Column:
 
     name: str
     show: Callable[[Any], str] = str
-    several: Callable[[Sequence[Any]], str] | None = None
-    """The text of several values that share a row; None: from the least number to the greatest, or the one text of all."""
     left: bool = False
     """It stands at the left; others stand at the right if all their texts begin with a digit."""
 
     def text(self, value: Any) -> str:
         return "" if value is None else value if isinstance(value, str) else self.show(value)
-
-    def shared(self, values: Sequence[Any]) -> str:
-        """The text of the values of several rows."""
-        if self.several is not None and len(values) > 1:
-            return self.several(values)
-        known = [value for value in values if value is not None]
-        if known and all(isinstance(value, (int, float)) for value in known):
-            return least_most(known, self.show)
-        texts = {self.text(value) for value in values}
-        return texts.pop() if len(texts) == 1 else ""
 
 
 @dataclass(frozen=True)
@@ -59,22 +47,10 @@ class Table:
         """A table whose columns show values as they are."""
         return cls([Column(heading) for heading in headings], rows)
 
-    def merged(self, key: Callable[[Sequence[Any]], Hashable]) -> Table:
-        """The table in which rows with an equal ``key(row)`` share one."""
-        rows = [
-            [column.shared(values) for column, values in zip(self.columns, zip(*alike, strict=True), strict=True)]
-            for alike in grouped(self.rows, key).values()
-        ]
-        return replace(self, rows=rows)
-
     def without(self, *names: str) -> Table:
         """The table without the columns of these names."""
         kept = [place for place, column in enumerate(self.columns) if column.name not in names]
         return Table([self.columns[place] for place in kept], [[row[place] for place in kept] for row in self.rows])
-
-    def look(self, row: Sequence[Any]) -> tuple[str, ...]:
-        """The texts of a row."""
-        return tuple(column.text(value) for column, value in zip(self.columns, row, strict=True))
 
     def texts(self) -> list[tuple[Column, list[str]]]:
         """The columns that are shown, each with its texts."""
@@ -91,10 +67,14 @@ class Table:
         headings = [(column.name, _at_right(column, texts)) for column, texts in shown]
         return headings, list(zip(*(texts for _, texts in shown), strict=True))
 
-    def lines(self) -> list[str]:
+    def lines(self, most: int | None = None) -> list[str]:
         """Aligned columns within the width of the terminal. Where they are too wide, the widest is wrapped; where even single words
-        are too wide, each row is a list of its cells.
+        are too wide, each row is a list of its cells. ``most``: where there are more rows, the first ones are shown (``MOST_ROWS``
+        at most), and how many more there are.
         """
+        if most is not None and len(self.rows) > most:
+            rows = self.rows[: min(most, MOST_ROWS)]
+            return [*replace(self, rows=rows).lines(), f"  ... and {len(self.rows) - len(rows):,} more"]
         shown = self.texts()
         right = [_at_right(column, texts) for column, texts in shown]
         cells = [[_UNIT.sub(_TOGETHER, printable(text)) for text in (column.name, *texts)] for column, texts in shown]

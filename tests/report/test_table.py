@@ -8,7 +8,7 @@ from hetero_mpi import units
 from hetero_mpi.report.table import Column, Table
 
 COLUMNS = (
-    Column("rank", several=lambda ranks: f"{len(ranks)} ranks"),
+    Column("rank"),
     Column("device"),
     Column("forward", units.seconds),
     Column("memory", units.size),
@@ -34,13 +34,10 @@ def test_both_forms_show_the_same() -> None:
     ]
 
 
-def test_like_rows_share_one() -> None:
-    """Numbers from the least to the greatest, texts where they are the same; a row alone stays as it is."""
-    merged = Table(COLUMNS, ROWS).merged(lambda row: row[1])
-    assert [line.split() for line in merged.lines()[1:]] == [
-        ["2", "ranks", "cuda", "A100", "1.00", "ms", "to", "2.00", "ms", "8.00", "GB"],
-        ["2", "cpu", "4.00", "GB"],
-    ]
+def test_of_many_rows_the_first_are_shown_and_the_others_counted() -> None:
+    table = Table(COLUMNS, ROWS)
+    assert table.lines(3) == table.lines()
+    assert table.lines(2) == [*Table(COLUMNS, ROWS[:2]).lines(), "  ... and 1 more"]
 
 
 def test_columns_without_a_text_are_left_out() -> None:
