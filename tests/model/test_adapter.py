@@ -163,7 +163,7 @@ def test_adapter_directories_round_trip_and_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set \\[adapter\\] targets, layers and parameters as"):
         check_adapter(tmp_path / "a", tuning_of(job(targets=["q_proj"]), chain()))
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"short")
-    with pytest.raises(UserError, match=r"adapter_model.safetensors: truncated or not a safetensors file"):
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: truncated, damaged, or no safetensors file"):
         check_adapter(tmp_path / "a", tuning)
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     with pytest.raises(UserError, match="missing or damaged"):

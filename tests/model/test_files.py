@@ -63,7 +63,7 @@ def test_reads_every_tensor_to_the_bit(layout: str, request: pytest.FixtureReque
 
 def test_names_need_no_torch(single: Path) -> None:
     program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None\n"
+        "import sys; sys.modules['torch'] = None\n"
         "import importlib.util\n"
         "spec = importlib.util.spec_from_file_location('files', sys.argv[2])\n"
         "module = sys.modules['files'] = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
@@ -83,12 +83,8 @@ def test_truncated_file(single: Path, lost: int | str) -> None:
     assert left is not None
     with open(path, "r+b") as file:
         file.truncate(left)
-    with pytest.raises(
-        UserError, match=rf"model\.safetensors: truncated.*\b{left} bytes are here.*Download it again"
-    ) as error:
+    with pytest.raises(UserError, match=rf"model\.safetensors: truncated.*; {left} bytes.*Download it again"):
         ModelFiles(single).check()
-    if isinstance(lost, int):
-        assert f"{whole} bytes expected" in str(error.value)
 
 
 def test_too_long_corrupt_and_foreign_files(single: Path) -> None:
@@ -101,17 +97,20 @@ def test_too_long_corrupt_and_foreign_files(single: Path) -> None:
     listed = (2).to_bytes(8, "little") + b"[]"
     page = b"<!DOCTYPE html><html>Access to this model is restricted</html>"
     for content, words in [
-        (longer, "too long"),
-        (unreadable, "header is corrupt"),
-        (other_type, "unknown dtype 'BX16'"),
-        (other_shape, r"F32 of shape \[3, 5\] in 48 bytes"),
-        (listed, "header is corrupt"),
-        (page, "not a safetensors file"),
+        (longer, "not fully covered"),
+        (unreadable, "damaged"),
+        (other_type, "unknown variant `BX16`"),
+        (other_shape, "invalid shape, data type, or offset"),
+        (listed, "invalid JSON in header"),
+        (page, "no safetensors file"),
     ]:
         assert content != whole
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"{path}: .*{words}.*Download it again"):
             ModelFiles(single).check()
+    path.write_bytes(whole.replace(b'"BF16"', b'"F16" ').replace(b'"F32"', b'"U32"'))
+    with pytest.raises(UserError, match="tensors of dtype U32 are not read here"):
+        ModelFiles(single).check()
 
 
 def test_missing_shard_tensor_and_index_entry(sharded: Path) -> None:
