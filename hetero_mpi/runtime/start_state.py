@@ -41,7 +41,13 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_to_dict
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.run_directory import EarlierRun, append_event, own_event
+from hetero_mpi.report.run_files.run_directory import (
+    append_event,
+    holds_run,
+    own_event,
+    refuse_files_of_run,
+    set_run_aside,
+)
 from hetero_mpi.runtime.build import start_adapter, start_layers
 from hetero_mpi.runtime.reconfigure import build_share, hand_over
 from hetero_mpi.runtime.recovery import RunHistory
@@ -329,13 +335,11 @@ def _make_room(context: RunContext, options: TrainOptions, found: bool, pending:
         own = [job.model.path, job.adapter.path, job.tokenizer.path]
         read = [context.loaded.resolve(text) for text in own if text is not None]
         read += [path for path in (options.plan, options.profile) if isinstance(path, Path)]
-        earlier = EarlierRun.found(run_dir, read)
-        if earlier is not None:
-            pending.add_first(partial(_set_aside, earlier))
-
-
-def _set_aside(earlier: EarlierRun) -> None:
-    say(f"The earlier run in {earlier.run_dir} is in {earlier.set_aside(own_event)} now, whole")
+        if holds_run(run_dir):
+            refuse_files_of_run(run_dir, read)
+            pending.add_first(
+                lambda: say(f"The earlier run in {run_dir} is in {set_run_aside(run_dir, own_event)} now, whole")
+            )
 
 
 def _set_later_aside(run_dir: Path, step: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.run_files.run_directory import EarlierRun, own_event
+from hetero_mpi.report.run_files.run_directory import holds_run, own_event, refuse_files_of_run, set_run_aside
 from tests.support.past_runs import cluster, make_run, planned
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +35,9 @@ def test_a_run_is_set_aside_whole_but_for_what_the_new_one_needs(tmp_path: Path)
     with (run / "events.jsonl").open("a") as file:
         file.write(new)
 
-    earlier = EarlierRun.found(run, [tmp_path / "model"])
-    assert earlier is not None and files_under(run).keys() == before.keys()
-    aside = earlier.set_aside(lambda values: values.get("supervisor") == "new")
+    refuse_files_of_run(run, [tmp_path / "model"])
+    assert files_under(run).keys() == before.keys()
+    aside = set_run_aside(run, lambda values: values.get("supervisor") == "new")
     (run / "plan.toml").write_text("the new run's")
     assert aside == run / "set-aside-1"
     kept = read_run(aside)
@@ -49,7 +49,7 @@ def test_a_run_is_set_aside_whole_but_for_what_the_new_one_needs(tmp_path: Path)
     assert left == {"notes.txt", "plan.toml", "profile.toml", "events.jsonl"}
     assert (run / "events.jsonl").read_text() == new
     assert (run / "plan.toml").read_text() == "the new run's"
-    assert EarlierRun.found(run, []) is None, "no run is left there"
+    assert not holds_run(run), "no run is left there"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_run_that_is_read_is_not_set_aside(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", planned(profile), profile)
     before = files_under(run)
     with pytest.raises(UserError, match=r"this one reads .*/model there: choose another directory with --run-dir"):
-        EarlierRun.found(run, [run / "model"])
+        refuse_files_of_run(run, [run / "model"])
     assert files_under(run) == before
 
 
@@ -79,7 +79,7 @@ DIES = """
 import os, sys
 from pathlib import Path
 from typing import Any
-from hetero_mpi.report.run_files.run_directory import EarlierRun
+from hetero_mpi.report.run_files.run_directory import set_run_aside
 moves = 0
 def look(event, arguments):
     global moves
@@ -88,7 +88,7 @@ def look(event, arguments):
         if moves == int(sys.argv[2]):
             os._exit(9)
 sys.addaudithook(look)
-EarlierRun.found(Path(sys.argv[1]), []).set_aside(lambda values: False)
+set_run_aside(Path(sys.argv[1]), lambda values: False)
 """
 
 
@@ -102,8 +102,7 @@ def test_a_crash_while_a_run_is_set_aside_loses_nothing(tmp_path: Path) -> None:
         )
         assert died.returncode == (9 if move < 6 else 0), "five files and folders are moved"
         assert move == 6 or (run / "checkpoints" / "step-00000060.h5").exists(), "there is a run until the last move"
-        earlier = EarlierRun.found(run, [])
-        if earlier is not None:
-            earlier.set_aside(lambda values: False)
+        if holds_run(run):
+            set_run_aside(run, lambda values: False)
         assert files_under(run / "set-aside-1") == before
         assert not (run / "set-aside-2").exists()
