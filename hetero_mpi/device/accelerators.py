@@ -24,12 +24,13 @@ from hetero_mpi.device.backend import (
     Copying,
     Mark,
     Memory,
+    RecordedMark,
     StreamCopying,
     gigabytes,
     host_memory,
     processor_name,
 )
-from hetero_mpi.device.shortage import OTHER_KERNELS
+from hetero_mpi.device.shortage import OTHER_KERNELS, has_kernels
 from hetero_mpi.errors import UserError
 
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA's own order is by speed; nvidia-smi numbers them so
@@ -76,6 +77,7 @@ class Accelerator(Backend):
 
     def make_current(self) -> None:
         self.module().set_device(self.device)
+        _set_precision()
 
     def identity(self) -> str:
         properties = self._properties()
@@ -129,7 +131,7 @@ class Accelerator(Backend):
     def mark(self) -> Mark:
         event = self.module().Event(enable_timing=True)
         event.record(self.module().current_stream(self.device))
-        return _Recorded(event)
+        return RecordedMark(event)
 
     def copying(self) -> Copying:
         return StreamCopying(self.module(), self.device)
@@ -161,12 +163,8 @@ class Accelerator(Backend):
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.device)
         if not self._refused:
-            _LOG.warning(
-                "%s of host memory could not be pinned (error %d of cudaHostRegister): copies between %s and it take longer",
-                gigabytes(memory.nbytes),
-                error,
-                self.device,
-            )
+            text = "%s of host memory could not be pinned (error %d of cudaHostRegister): copies between %s and it take longer"
+            _LOG.warning(text, gigabytes(memory.nbytes), error, self.device)
         self._refused = True
 
     def _unpin(self, address: int) -> None:
@@ -190,18 +188,6 @@ class Accelerator(Backend):
         self.module().default_generators[self.index].manual_seed(seed)
 
 
-class _Recorded(Mark):
-    """An event in a device's queue: nobody waits for the device until the time is asked for."""
-
-    def seconds_since(self, earlier: Mark) -> float:
-        self.at.synchronize()
-        return float(earlier.at.elapsed_time(self.at)) / 1e3
-
-
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables by which a user settles how torch's allocator works: the second before torch 2.9."""
-
-
 class CudaBackend(Accelerator):
     name = "cuda"
     torch_type = "cuda"
@@ -215,8 +201,8 @@ class CudaBackend(Accelerator):
         super().make_current()
         # With a mask its backward gives gradients that are no numbers, from torch 2.11 on (pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
-        _set_precision()
-        if sys.platform == "linux" and not any(name in os.environ for name in _ALLOCATOR):
+        settled = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()  # the second before torch 2.9
+        if sys.platform == "linux" and not settled:
             self._expand_segments()
 
     def _expand_segments(self) -> None:
@@ -255,24 +241,6 @@ def _set_precision() -> None:
     products.allow_fp16_reduced_precision_reduction = False
 
 
-def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """True where a CUDA build for the architectures ``built`` computes on a GPU of this compute capability.
-
-    Machine code runs on GPUs of the same major and at least the minor number; intermediate code (``compute_``) on all later ones.
-
-    >>> has_kernels((6, 1), ["sm_75", "sm_80", "compute_120"]), has_kernels((8, 6), ["sm_75", "sm_80"])
-    (False, True)
-    """
-    for architecture in built:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture)
-        if match is None:
-            continue
-        version = int(match[2]), int(match[3])
-        if (match[1] == "compute" or version[0] == capability[0]) and version <= tuple(capability):
-            return True
-    return not built
-
-
 class RocmBackend(Accelerator):
     """AMD GPUs: torch's HIP build presents them under the name ``cuda``."""
 
@@ -280,10 +248,6 @@ class RocmBackend(Accelerator):
     torch_type = "cuda"
     visibility = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     other_kernels = OTHER_KERNELS
-
-    def make_current(self) -> None:
-        super().make_current()
-        _set_precision()
 
     @classmethod
     def count(cls) -> int:
@@ -336,10 +300,7 @@ class MpsBackend(Backend):
 
     name = "mps"
     torch_type = "mps"
-
-    def __init__(self, index: int = 0) -> None:
-        super().__init__(index)
-        self._peak_bytes = 0
+    _peak_bytes = 0
 
     @classmethod
     def count(cls) -> int:

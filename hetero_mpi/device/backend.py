@@ -47,6 +47,14 @@ class Mark:
         return float(self.at - earlier.at)
 
 
+class RecordedMark(Mark):
+    """An event in a device's queue: nobody waits for the device until the time is asked for."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        self.at.synchronize()
+        return float(earlier.at.elapsed_time(self.at)) / 1e3
+
+
 class Copied:
     """A copy between host memory and a device that was begun; this one has ended."""
 

@@ -3,6 +3,8 @@ for errors."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from hetero_mpi.host_limits import counter
@@ -11,6 +13,24 @@ OTHER_KERNELS = (
     "; a processor's own GPU may take its nearest relative's: HSA_OVERRIDE_GFX_VERSION=11.0.0 (10.3.0 before RDNA 3)"
 )
 """Another remedy for an AMD GPU for which ROCm has no kernels."""
+
+
+def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """True where a CUDA build for the architectures ``built`` computes on a GPU of this compute capability.
+
+    Machine code runs on GPUs of the same major and at least the minor number; intermediate code (``compute_``) on all later ones.
+
+    >>> has_kernels((6, 1), ["sm_75", "sm_80", "compute_120"]), has_kernels((8, 6), ["sm_75", "sm_80"])
+    (False, True)
+    """
+    for architecture in built:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture)
+        if match is None:
+            continue
+        version = int(match[2]), int(match[3])
+        if (match[1] == "compute" or version[0] == capability[0]) and version <= tuple(capability):
+            return True
+    return not built
 
 
 def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:

@@ -41,7 +41,7 @@ def test_nothing_is_replaced_where_the_processor_has_them() -> None:
 def test_gpus_multiply_in_the_dtype_they_are_asked_for(
     kind: type[Accelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Accelerator, "make_current", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")  # settled: no block is tried
     matrices = torch.backends.cuda.matmul
     sums = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]

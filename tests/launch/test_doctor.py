@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from hetero_mpi.comm.links import LinkSamples
 from hetero_mpi.comm.ranks.versions import own_source
 from hetero_mpi.launch.doctor import checks, host_facts
 from hetero_mpi.launch.doctor import examine as doctor
 from hetero_mpi.launch.doctor.checks import check_devices, check_shares
 from hetero_mpi.launch.doctor.diagnostics import KINDS, Finding, Severity, found, lines_of, merged, would_fail
 from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts
-from hetero_mpi.launch.doctor.rank_checks import MANY, Link, _interfaces_of, check_links
+from hetero_mpi.launch.doctor.rank_checks import MANY, _interfaces_of, check_links
 from hetero_mpi.launch.hosts.agent import HostAgent
 from hetero_mpi.launch.hosts.interface import LocalAddress, network_of
 
@@ -66,6 +67,14 @@ def place(title: str = "rtx", address: str = "10.77.0.1", local: bool = False, *
     return Examined(title, address, title, local, "/e/bin/python", "/e", facts=replace(FACTS, **facts))
 
 
+HOSTS = ["rtx", "mac"]
+
+
+def link(source: int, destination: int, latency_s: float, bytes_per_s: float, same_host: bool = False) -> LinkSamples:
+    size = 4_194_304
+    return LinkSamples(source, destination, same_host, (1024, size), (latency_s, size / bytes_per_s))
+
+
 def told(check: Any, *places: Examined) -> list[tuple[str, str, str]]:
     """(severity, text, remedy) of a check's findings."""
     return [(finding.severity.value, finding.text, finding.remedy) for finding in check(places)]
@@ -79,7 +88,7 @@ def test_two_good_hosts_pass_every_check() -> None:
     addresses = (("eth0", "10.77.0.2", "255.255.255.0"),)
     places = [place(local=True), place("mac", "10.77.0.2", host="mac", addresses=addresses)]
     findings = [finding for check in checks.CHECKS for finding in check(places)]
-    findings += [*check_links([Link("rtx", "mac", 1e-4, 1e8), Link("mac", "rtx", 1e-4, 1.1e8)])]
+    findings += [*check_links([link(0, 1, 1e-4, 1e8), link(1, 0, 1e-4, 1.1e8)], HOSTS)]
     findings += checks.check_clocks({"rtx": 0.0, "mac": 0.01})
     assert {finding.severity for finding in findings} == {Severity.FINE}
     assert lines_of(merged(findings))[-1] == "All is well."
@@ -233,16 +242,16 @@ def test_every_finding_is_whole_where_its_values_are_given(kind: str) -> None:
 def test_links() -> None:
     risky = [found("no connection one way", source="a", destination="b", error="timed out", network="10.77.0.0/24")]
     assert lines_of(risky)[-1] == "A run may fail: 1 finding marked RISK." and would_fail(risky)
-    assert [finding.severity for finding in check_links([Link("a", "b", 1e-4, 1e7), Link("b", "a", 1e-4, 1e8)])] == [
+    assert [finding.severity for finding in check_links([link(0, 1, 1e-4, 1e7), link(1, 0, 1e-4, 1e8)], HOSTS)] == [
         Severity.SLOW,
         Severity.FINE,
     ]
-    (uneven, _) = check_links([Link("a", "b", 1e-4, 1e8), Link("b", "a", 1e-4, 1e9)])
+    (uneven, _) = check_links([link(0, 1, 1e-4, 1e8), link(1, 0, 1e-4, 1e9)], HOSTS)
     assert "10.0 times slower than back" in uneven.remedy
-    assert [finding.severity for finding in check_links([Link("a", "b", 9e-3, 1e8)])] == [Severity.NOTE]
-    assert [finding.severity for finding in check_links([Link("a", "b", 1e-4, 1e6, same_host=True)])] == [Severity.NOTE]
-    many = [Link("a", str(number), 1e-4, 1e8 + number) for number in range(MANY + 1)]
-    assert len(list(check_links(many))) == 2
+    assert [finding.severity for finding in check_links([link(0, 1, 9e-3, 1e8)], HOSTS)] == [Severity.NOTE]
+    assert [finding.severity for finding in check_links([link(0, 1, 1e-4, 1e6, True)], HOSTS)] == [Severity.NOTE]
+    many = [link(0, number, 1e-4, 1e8 + number) for number in range(1, MANY + 2)]
+    assert len(list(check_links(many, ["rtx"] * (MANY + 2)))) == 2
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hetero_mpi.device import accelerators
-from hetero_mpi.device.accelerators import has_kernels, open_backend, usable, visible_devices
+from hetero_mpi.device.accelerators import open_backend, usable, visible_devices
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.device_probe import devices_seen
+from hetero_mpi.device.shortage import has_kernels
 from hetero_mpi.errors import UserError
 from tests.stand_in_gpu.backend import StandIn
 

@@ -235,7 +235,7 @@ def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
     """Clocks compared with the first host's. ``offsets_s``: host -> difference in seconds."""
     late = {title: offset_s for title, offset_s in offsets_s.items() if abs(offset_s) > LATE_S}
     for title, offset_s in late.items():
-        yield found("clock ahead" if offset_s > 0 else "clock behind", title, late=units.seconds(abs(offset_s)))
+        yield found("clock", title, late=f"{units.seconds(abs(offset_s))} {'ahead' if offset_s > 0 else 'behind'}")
     if not late and len(offsets_s) > 1:
         yield found("clocks", limit_s=LATE_S)
 

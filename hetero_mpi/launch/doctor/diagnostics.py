@@ -47,7 +47,6 @@ _RUN_ROOM = (
     "make room, or choose another disk with --run-dir. A checkpoint takes 12 bytes per trained parameter; [checkpoint] keep + "
     "keep_best are held while one is written: by default 60 GB for a full training of 1 B parameters, less for an adapter"
 )
-_TIME = "switch time synchronisation on: `sudo timedatectl set-ntp true` (Linux), Settings > Date & Time (macOS)"
 _ABSENT_DAEMON = "the launcher will look for {daemon} there, which is absent; "
 _FIREWALL = (
     "\nlet the firewall of {destination} pass the other hosts: `sudo ufw allow from {network}`, or "
@@ -134,8 +133,8 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "little room for run": ("disk", SLOW, "{free} left for {use} ({path})", _RUN_ROOM),
     "little room for cache": ("disk", SLOW, "{free} left for {use} ({path})", _CACHE_ROOM),
     "clocks": ("clocks", FINE, "differ by less than {limit_s:g} s", ""),
-    "clock ahead": ("clocks", SLOW, "the clock is {late} ahead: logs and timelines do not line up", _TIME),
-    "clock behind": ("clocks", SLOW, "the clock is {late} behind: logs and timelines do not line up", _TIME),
+    "clock": ("clocks", SLOW, "the clock is {late}: logs and timelines do not line up",
+        "switch time synchronisation on: `sudo timedatectl set-ntp true` (Linux), Settings > Date & Time (macOS)"),
     "connections": ("connections", FINE, "possible both ways between all (TCP, ephemeral ports)", ""),
     "no connection": ("connections", FAILS, _CANNOT_CONNECT, _CHECK_CABLE + _FIREWALL),
     "rejected": ("connections", FAILS, _CANNOT_CONNECT, _REJECTS + _FIREWALL),
@@ -155,10 +154,8 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
         "fine for training with large micro-batches; a wired local network would have well under 1 ms"),
     "mesh up": ("mesh", NOTE, "every host has an address in {network}; whether messages go through it is seen when ranks send some",
         "python -m hetero_mpi launch --hosts {path} -- mesh verify {path}"),
-    "mesh down": ("mesh", FAILS, "the hosts file has a [mesh], and no interface there has an address in {network}",
-        "there: sudo wg-quick up {interface}"),
-    "mesh absent": ("mesh", FAILS,
-        "no interface has an address in {network}: whatever is sent from here does not go through the mesh",
+    "mesh down": ("mesh", FAILS,
+        "no interface has an address in {network}, the [mesh] of the hosts file: whatever is sent from here does not go through it",
         "there: sudo wg-quick up {interface}"),
     "no tunnel": ("mesh", FAILS, "{names} has the address in {network} and is no tunnel: nothing is encrypted there",
         "give [mesh] a network that nothing else uses, and start it there: sudo wg-quick up {interface}"),

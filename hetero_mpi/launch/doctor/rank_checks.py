@@ -70,12 +70,11 @@ def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], 
         samples = measure_links(world, transport, _MESSAGES_BYTES, _REPEATS)
         mesh = mesh_of(world, options.hosts) if options.hosts is not None else None
         through_mesh = verify_mesh(world, transport, mesh) if mesh is not None else []
-    links = [_link(world, own) for own in samples]
     findings = [found("ranks", library=world.library, ranks=world.size)]
     findings += [finding for check in CHECKS if check is not checks.check_interfaces for finding in check(places)]
     findings += _interfaces_of(places)
     findings += through_mesh
-    findings += check_links(links)
+    findings += check_links(samples, world.hosts)
     offsets_s = {host: clocks_s[world.hosts.index(host)] - clocks_s[0] for host in dict.fromkeys(world.hosts)}
     return merged([*findings, *checks.check_clocks(offsets_s)]), places
 
@@ -107,17 +106,6 @@ def _gather_places(world: World, options: DoctorOptions) -> list[Examined]:
     return places
 
 
-def _link(world: World, samples: LinkSamples) -> Link:
-    """A measured link: its latency is that of the smallest message, its bandwidth that of the largest; no line is fitted."""
-    source, destination = _rank(world, samples.source), _rank(world, samples.destination)
-    bytes_per_s = samples.sample_bytes[-1] / samples.sample_s[-1]
-    return Link(source, destination, samples.sample_s[0], bytes_per_s, same_host=samples.same_host)
-
-
-def _rank(world: World, rank: int) -> str:
-    return f"rank {rank} ({world.hosts[rank]})"
-
-
 def _interfaces_of(places: Sequence[Examined]) -> Iterator[Finding]:
     """The interfaces that MPI was told. Under mpirun it has already chosen, and messages pass."""
     if len({place.facts.host for place in places if place.facts}) < 2:
@@ -135,40 +123,31 @@ def _interfaces_of(places: Sequence[Examined]) -> Iterator[Finding]:
         yield found("interface not told", places[0].title, names=", ".join(names), networks=networks)
 
 
-@dataclass(frozen=True)
-class Link:
-    """A directed link between two ranks, which are named by their titles."""
-
-    source: str
-    destination: str
-    latency_s: float
-    bytes_per_s: float
-    same_host: bool = False
-    """Messages pass through the host's memory."""
-
-
-def check_links(links: Sequence[Link]) -> Iterator[Finding]:
-    """Links and their speed; of many, those that are too slow and the slowest."""
-    by_pair = {(link.source, link.destination): link for link in links}
-    shown = [_speed(link, by_pair.get((link.destination, link.source))) for link in links]
+def check_links(links: Sequence[LinkSamples], hosts: Sequence[str]) -> Iterator[Finding]:
+    """Links and their speed; of many, those that are too slow and the slowest. ``hosts``: of all ranks."""
+    speeds = {(link.source, link.destination): link.sample_bytes[-1] / link.sample_s[-1] for link in links}
+    shown = [_speed(link, speeds, hosts) for link in links]
     if len(links) > MANY:
-        slowest = min(range(len(links)), key=lambda number: links[number].bytes_per_s)
+        slowest = list(speeds.values()).index(min(speeds.values()))
         shown = [own for number, own in enumerate(shown) if own.severity is Severity.SLOW or number == slowest]
         yield found("many links", count=len(links))
     yield from shown
 
 
-def _speed(link: Link, back: Link | None) -> Finding:
-    speed = f"{units.bandwidth(link.bytes_per_s)} ({link.bytes_per_s * 8 / 1e9:.2g} Gbit/s)"
-    text = f"{link.source} -> {link.destination}: {speed}, {units.seconds(link.latency_s)} (MPI messages, as training sends them)"
-    slower = back.bytes_per_s / link.bytes_per_s if back is not None else 1.0
-    if link.bytes_per_s < SLOW_BYTES_PER_S:
+def _speed(link: LinkSamples, speeds: Mapping[tuple[int, int], float], hosts: Sequence[str]) -> Finding:
+    """A link's latency is that of the smallest message, its bandwidth that of the largest; no line is fitted."""
+    latency_s, bytes_per_s = link.sample_s[0], speeds[link.source, link.destination]
+    source, destination = (f"rank {rank} ({hosts[rank]})" for rank in (link.source, link.destination))
+    speed = f"{units.bandwidth(bytes_per_s)} ({bytes_per_s * 8 / 1e9:.2g} Gbit/s), {units.seconds(latency_s)}"
+    text = f"{source} -> {destination}: {speed} (MPI messages, as training sends them)"
+    slower = speeds.get((link.destination, link.source), bytes_per_s) / bytes_per_s
+    if bytes_per_s < SLOW_BYTES_PER_S:
         return found("slow memory" if link.same_host else "slow link", link=text)
     if link.same_host:
         return found("link", link=text)
     if slower > ASYMMETRY:
         return found("uneven link", link=text, slower=slower)
-    return found("far link" if link.latency_s > LONG_S else "link", link=text)
+    return found("far link" if latency_s > LONG_S else "link", link=text)
 
 
 @dataclass(frozen=True)
@@ -193,7 +172,7 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
     hosts = tuple(dict.fromkeys(world.hosts))
     without = [host for host in hosts if interfaces[world.hosts.index(host)] is None]
     if without:
-        return [found("mesh absent", *without, network=mesh.network, interface=mesh.interface)]
+        return [found("mesh down", *without, network=mesh.network, interface=mesh.interface)]
     bare = [host for host in hosts if not ends[world.hosts.index(host)][1]]
     if bare:
         names = ", ".join(dict.fromkeys(interfaces[world.hosts.index(host)] for host in bare))
