@@ -234,7 +234,7 @@ class Executor:
         worked_s, begin = 0.0, time.perf_counter()
         for action in self.actions:
             self.current = action
-            start = time.perf_counter()
+            start, exchanged_s = time.perf_counter(), self._exchanged_s()
             first = backend.mark() if (self._marks or self._on_host) and action.op in COMPUTE else None
             moved = 0
             if action.op is Op.REDUCE:
@@ -256,7 +256,8 @@ class Executor:
                     self.stages[action.stage].release()
             if first is not None and self._marks:
                 marked.append((len(events), first, backend.mark()))
-            event = Event(self.rank, data.step, action, start - begin, time.perf_counter() - begin, moved)
+            end, exchanged_s = time.perf_counter(), self._exchanged_s() - exchanged_s
+            event = Event(self.rank, data.step, action, start - begin, end - begin, moved, exchanged_s=exchanged_s)
             events.append(self._with_copies(event, begin))
         self.flush()
         if origin is not None:
@@ -266,6 +267,10 @@ class Executor:
         self.current = None
         assert not self._inputs and not self._outputs, "the step left tensors behind"
         return StepRun(decided, tuple(events), begin, worked_s)
+
+    def _exchanged_s(self) -> float:
+        """Seconds in exchanges of its group so far."""
+        return self._group.summed_s if self._group is not None else 0.0
 
     def _with_copies(self, event: Event, began_s: float) -> Event:
         """An event of a message with when it came, and how long this rank waited for copies."""

@@ -74,14 +74,12 @@ class Recorder:
 
 
 def _scaled(event: Event, scale: float) -> MeasuredEvent:
-    copied, arrived = (event.copied_s, event.arrived_s) if isinstance(event, MeasuredEvent) else (0.0, None)
-    return MeasuredEvent(
-        event.rank,
-        event.step,
-        event.action,
-        event.start_s / scale,
-        event.end_s / scale,
-        event.bytes,
-        copied / scale,
-        None if arrived is None else arrived / scale,
+    told = event if isinstance(event, MeasuredEvent) else MeasuredEvent(**vars(event))
+    return replace(
+        told,
+        start_s=event.start_s / scale,
+        end_s=event.end_s / scale,
+        exchanged_s=event.exchanged_s / scale,
+        copied_s=told.copied_s / scale,
+        arrived_s=None if told.arrived_s is None else told.arrived_s / scale,
     )

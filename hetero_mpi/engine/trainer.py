@@ -53,8 +53,11 @@ class StepResult:
     """Seconds of a CPU rank's forwards and backwards by processor time."""
     length: int = 0
     """Tokens per sequence."""
-    sums_s: float = 0.0
-    """In the sums of the group that holds this rank's stage."""
+
+    @property
+    def sums_s(self) -> float:
+        """Seconds in the sums of the group that holds this rank's stage."""
+        return sum(event.exchanged_s for event in self.events)
 
 
 class Trainer:
@@ -177,7 +180,7 @@ class Trainer:
             self.latest = ending.agreed({}, {})
             return self.latest
         self.update.begin()
-        data, summed_s = self.step_data(step, batch), self._summed_s()
+        data = self.step_data(step, batch)
         with memory_explained(lambda: f"{executor.current} (step {step + 1})", self.memory, self.backend):
             ran = executor.run(data, ending)
         assert ran.decided is not None
@@ -187,7 +190,6 @@ class Trainer:
             began_s=ran.began_s,
             worked_s=ran.worked_s,
             length=data.length,
-            sums_s=self._summed_s() - summed_s,
         )
         return self.latest
 
@@ -200,9 +202,6 @@ class Trainer:
         apart = self.group.apart() if self.group is not None else contextlib.nullcontext()
         with memory_explained(lambda: str(executor.current), self.memory, self.backend), apart:
             executor.run(self.step_data(0, batch), UpdateAlone(self.optimizer))
-
-    def _summed_s(self) -> float:
-        return self.group.summed_s if self.group is not None else 0.0
 
     def evaluate(self, held_out: Batch) -> float:
         """Sum of the losses of all targets of held-out sequences, or samples; that of routers counts as in training. Collective.

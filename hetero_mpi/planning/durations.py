@@ -12,7 +12,7 @@ import numpy as np
 
 from hetero_mpi.comm.group_paths import ring_of
 from hetero_mpi.planning.contention import while_running
-from hetero_mpi.planning.group_costs import broadcast_s, device_of, member_trained, whole_sums_s
+from hetero_mpi.planning.group_costs import broadcast_s, device_of, group_device, member_trained, whole_sums_s
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, ModelCost
@@ -394,3 +394,13 @@ class Durations:
             known = duration(action, self.plan, self.profile), message_bytes(action, self.plan, self.profile)
             self._known[key] = known
         return self._known[key]
+
+    def exchanged_s(self, action: Action, rank: int) -> float:
+        """Seconds of an action in which ``rank`` exchanges with the other ranks of its group, or waits for them."""
+        stage, pipeline = self.stages[action.stage], self._pipelines[action.stage]
+        if not stage.grouped or action.op not in COMPUTE or action.micro_batch is None:
+            return 0.0
+        device, alone = group_device(self.profile, stage, rank), replace(stage, ranks=(rank,), shares=(), experts=None)
+        slices = _slices(stage, pipeline.size(action.micro_batch), self.plan.sequence_length)
+        own_s = sum(_slice_s(self.profile, device, alone, tokens, action.op) for tokens in slices)
+        return max(0.0, self.of(action)[0] - own_s)

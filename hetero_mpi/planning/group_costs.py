@@ -31,24 +31,25 @@ def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
     return group_device(profile, stage) if stage.grouped else profile.devices[stage.ranks[0]]
 
 
-def group_device(profile: ClusterProfile, group: StagePlan) -> DeviceProfile:
+def group_device(profile: ClusterProfile, group: StagePlan, alone: int | None = None) -> DeviceProfile:
     """The ranks that hold a stage as one device, as fast as they are together, with their memory left out. Backward comes in one
-    part. Its number is the first rank's."""
-    known, key = profile.group_devices, (group.ranks, group.shares, group.experts)
+    part. Its number is the first rank's. ``alone``: one of the ranks with its share, without sums and without the others."""
+    ranks = group.ranks if alone is None else (alone,)
+    known, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks)
     if key not in known:
-        known[key] = _together(profile, group)
+        known[key] = _together(profile, group, ranks)
     return known[key]
 
 
-def _together(profile: ClusterProfile, group: StagePlan) -> DeviceProfile:
-    members = [profile.devices[rank] for rank in group.ranks]
+def _together(profile: ClusterProfile, group: StagePlan, ranks: Sequence[int]) -> DeviceProfile:
+    members = [profile.devices[rank] for rank in ranks]
     layers = {}
     for kind, layer in {layer.kind: layer for layer in profile.model.layers}.items():
         parts = [
             member_times(profile, one, kind, group.share(place), min(1.0, BUSIEST * group.expert_share(place)))
-            for place, one in enumerate(members)
+            for one, place in zip(members, map(group.ranks.index, ranks), strict=True)
         ]
-        layers[kind] = _slowest(profile, group.ranks, layer, parts)
+        layers[kind] = _slowest(profile, ranks, layer if len(ranks) > 1 else replace(layer, group_sums=0), parts)
     whole = replace(group, first=0, last=len(profile.model.layers))
     trained = max(1, sum(layer.trainable_parameters for layer in profile.model.layers))
     return replace(
@@ -161,7 +162,7 @@ def sum_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> f
     if host is not None and host.sum_bytes_per_s is not None:
         return hops * (host.sum_latency_s / 2 + each / host.sum_bytes_per_s)
     links = [profile.link(a, b) for a in ranks for b in ranks if a != b]
-    return hops * max(link.latency_s + each / link.bytes_per_s for link in links)
+    return hops * max((link.latency_s + each / link.bytes_per_s for link in links), default=0.0)
 
 
 def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, back: bool) -> float:

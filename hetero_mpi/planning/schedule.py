@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero_mpi.errors import UserError
@@ -93,6 +93,8 @@ class Event:
     start_s: float
     end_s: float
     bytes: int = 0
+    exchanged_s: float = field(default=0.0, kw_only=True)
+    """Seconds of computing in which a rank of a group exchanged with the others, or waited for them."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,10 @@ def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
 
 
 def busy(events: Iterable[Event]) -> dict[int, float]:
-    """Rank -> seconds of computing."""
+    """Rank -> seconds of computing, without exchanges in a group."""
     result: dict[int, float] = {}
     for event in events:
-        seconds = event.end_s - event.start_s if event.action.op in COMPUTING else 0.0
+        seconds = event.end_s - event.start_s - event.exchanged_s if event.action.op in COMPUTING else 0.0
         result[event.rank] = result.get(event.rank, 0.0) + seconds
     return result
 

@@ -32,12 +32,13 @@ class SimulatedStep:
     events: tuple[Event, ...]
     """In order of start, then rank. A send's event spans its time on the link."""
     busy_s: dict[int, float]
-    """Rank -> seconds of forward, backward and optimizer; the rest of the step it waits."""
+    """Rank -> seconds of forward, backward and optimizer, in a group with its exchanges; the rest of the step it waits."""
 
     @property
     def use(self) -> dict[int, float]:
-        """Rank -> share of the step in which it computes."""
-        return {rank: seconds / self.step_s if self.step_s > 0 else 0.0 for rank, seconds in self.busy_s.items()}
+        """Rank -> share of the step in which it computes, without exchanges in a group."""
+        own_s = busy(self.events) or self.busy_s
+        return {rank: seconds / self.step_s if self.step_s > 0 else 0.0 for rank, seconds in own_s.items()}
 
 
 @dataclass
@@ -212,6 +213,9 @@ def _follow(plan: Plan, state: _State) -> None:
 
 def _summary(state: _State) -> SimulatedStep:
     step_s, computed_s = max(state.clock.values()), busy(state.events)
+    if state.costs.plan.leader_of:
+        exchanged_s = state.costs.exchanged_s
+        state.events = [replace(one, exchanged_s=exchanged_s(one.action, one.rank)) for one in state.events]
     # Stable: events that start together on one rank stay in the order of its list.
     ordered = sorted(state.events, key=lambda event: (event.start_s, event.rank))
     return SimulatedStep(step_s, tuple(ordered), {rank: computed_s.get(rank, 0.0) for rank in state.clock})

@@ -306,16 +306,20 @@ def network_lines(network: Network, step_s: float, predicted_s: float) -> list[s
 
 def idling_lines(step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequence[RankMemory]) -> list[str]:
     """A row per rank, in shares of the step: computing, and idling by cause; and its peak of memory."""
-    names = ("computes", "idles", "waits for activations", "gradients", "the link", "all-reduce", "the end")
+    waits = ("waits for activations", "gradients", "the link", "all-reduce", "its group", "the end")
+    names = ("computes", "idles", *waits)
     columns, rows = [Column("rank"), *(Column(name, units.percent) for name in names)], []
     for rank in sorted(step.busy_s):
         cause = causes[rank]
-        spent = (step.busy_s[rank], cause.total_s, cause.activations_s, cause.gradients_s, cause.link_s, cause.sums_s)
-        shares = (units.ratio(seconds, step.step_s) for seconds in (*spent, cause.end_s))
+        waited = (cause.activations_s, cause.gradients_s, cause.link_s, cause.sums_s, cause.group_s, cause.end_s)
+        spent = step.busy_s[rank] - cause.group_s, cause.total_s, *waited
+        shares = (units.ratio(seconds, step.step_s) for seconds in spent)
         held = [one for one in memory if one.rank == rank]
         rows.append((rank, *shares, held))
+    table = Table([*columns, Column("memory peak", fullest_text)], rows)
+    table = table if any(cause.group_s for cause in causes.values()) else table.without("its group")
     return [
-        *Table([*columns, Column("memory peak", fullest_text)], rows).lines(MOST_STAGES),
+        *table.lines(MOST_STAGES),
         *(["  every rank: trace.json"] if len(rows) > MOST_STAGES else []),
         "  all-reduce: of gradients, with other ranks; the end: done, while others are not",
     ]

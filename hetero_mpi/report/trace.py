@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 from hetero_mpi.planning.schedule import Event, MeasuredEvent, Op
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.profile_text import place_text
-from hetero_mpi.report.run_files.rank_steps import on_one_clock, steps_under
+from hetero_mpi.report.run_files.rank_steps import in_parts, on_one_clock, steps_under
 
 LANES = {
     Op.RECV_F: (1, "receive activations"),
@@ -29,6 +29,8 @@ COMPUTE = (0, "compute")
 EMBEDDING = (6, "all-reduce of the embedding's gradients")
 """The lane of the tied embedding's gradients, whose all-reduce runs beside the others."""
 COPY = (7, "copy between device and host")
+GROUP = (8, "exchange in the group")
+"""What a group's rank did not compute itself, without its waiting for the others; it was spread over the computing before it."""
 _NUMBERS = 100
 """Numbers reserved for each process and its lanes. Perfetto takes a thread with its process's number for the main thread, and
 number 0 for the kernel's. So lane 0 has the process's number, no other lane has a process's number, and none is 0.
@@ -49,12 +51,14 @@ def trace(kinds: Mapping[str, Sequence[Event]], labels: Mapping[int, str] | None
             entries.append(_metadata("process_name", pid, 0, {"name": f"{words}: {label}" if label else words}))
             if len(kinds) > 1:
                 entries.append(_metadata("process_sort_index", pid, 0, {"sort_index": order[rank]}))
-        lanes = {(event.rank, *_lane(event)) for event in events}
+        parts = in_parts(events)
+        lanes = {(event.rank, *(GROUP if exchanges else _lane(event))) for event, exchanges in parts}
         lanes |= {(event.rank, *COPY) for event in events if _copies(event)}
         entries += [_metadata("thread_name", pids[rank], lane, {"name": name}) for rank, lane, name in sorted(lanes)]
-        for event in events:
+        for event, exchanges in parts:
             begin, pid = begins[event.step], pids[event.rank]
-            entries.append(_complete(event, pid, _lane(event)[0], begin + event.start_s, event.end_s - event.start_s))
+            lane = GROUP if exchanges else _lane(event)
+            entries.append(_complete(event, pid, lane[0], begin + event.start_s, event.end_s - event.start_s))
             if _copies(event):
                 # A send copies first; a receive copies when the message has come.
                 begun_s = event.start_s if event.begun_s is None else event.begun_s

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from hetero_mpi.planning.memory import predict_memory
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, RankMemory, StagePlan
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Series, line_chart
 from hetero_mpi.report.figures.style import COLOURS, save, svg
@@ -24,14 +25,18 @@ def texts(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.axes[0].texts]
 
 
+def boxes(figure: Figure, role: str) -> list[Bbox]:
+    """The boxes that are filled with a colour."""
+    return [patch.get_bbox() for patch in figure.axes[0].patches if patch.get_facecolor() == to_rgba(COLOURS[role][0])]
+
+
 def assert_apart(figure: Figure, count: int) -> None:
     """So many stages, all inside the picture, none over another."""
-    surface = to_rgba(COLOURS["surface"][0])
-    boxes = [patch.get_bbox() for patch in figure.axes[0].patches if patch.get_facecolor() == surface]
-    assert len(boxes) == count
-    for place, box in enumerate(boxes):
+    stages = boxes(figure, "surface")
+    assert len(stages) == count
+    for place, box in enumerate(stages):
         assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height
-        assert not any(box.overlaps(other) for other in boxes[:place])
+        assert not any(box.overlaps(other) for other in stages[:place])
 
 
 def assert_readable(figure: Figure) -> None:
@@ -65,16 +70,25 @@ def test_the_architecture_names_every_rank_and_overlaps_none(tmp_path: Path, ran
     assert "fill: var(--surface)" in page and not any(light in page for light, _ in COLOURS.values())
 
 
-def test_a_group_is_one_box_with_all_its_ranks_and_their_heads() -> None:
+def test_ranks_of_a_group_stand_side_by_side_with_their_shares_in_one_box() -> None:
     profile = cluster(3)
     report = planned(profile, 2)
     first, second = report.plan.pipelines[0].stages
-    stages = (replace(first, ranks=(0, 2), shares=(5, 3)), second)
+    stages = (replace(first, ranks=(0, 2), shares=(5, 3), experts=(2, 6)), second)
     plan = replace(report.plan, pipelines=(replace(report.plan.pipelines[0], stages=stages),))
-    figure = architecture(replace(report, plan=plan), profile, "a job")
+    report = replace(
+        report, plan=plan, idle=(), memory=tuple(RankMemory(rank, 10**9 * (1 + rank), 10**10) for rank in range(3))
+    )
+    figure = architecture(report, profile, "a job", {0: 0.5, 1: 0.25, 2: 0.75})
     said = texts(figure)
-    assert "ranks 0, 2" in said and any(text.startswith("5 + 3 heads") for text in said)
+    assert said.count("stage 0") == 1 and "ranks 0, 2" in said and {"rank 0: card 0", "rank 2: card 2"} < {*said}
+    assert "5/8 heads, 62 % of columns, 2/8 experts" in said and "3/8 heads, 38 % of columns, 6/8 experts" in said
+    assert {"50 %", "75 %", "1.00 GB of 10.0 GB", "3.00 GB of 10.0 GB"} < {*said}, "each has its own load"
     assert_apart(figure, 2)
+    assert_readable(figure)
+    left, right = boxes(figure, "paper")
+    assert left.y0 == right.y0 and left.x1 <= right.x0, "the ranks stand side by side"
+    assert boxes(figure, "surface")[0].contains(*left.p0) and boxes(figure, "surface")[0].contains(*right.p1)
 
 
 def test_no_two_roles_share_a_colour() -> None:

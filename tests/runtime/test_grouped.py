@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from hetero_mpi.checkpoint import checkpoint_path
+from hetero_mpi.planning.schedule import COMPUTE
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_report, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.report.run_files.rank_steps import read_rank_steps
 from tests.runtime.test_equality import IN_GROUPS, tensors
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile
 
@@ -62,6 +64,10 @@ def test_a_layer_larger_than_every_rank_is_trained_by_two_of_them_np2(workshop: 
     assert alone["alone"].raised == ("",), alone
     expected, found = (losses(workshop.directory / name) for name in ("alone", "grouped"))
     assert found == pytest.approx(expected, rel=IN_GROUPS) and len(set(expected)) == 4
+    for one in read_rank_steps(workshop.directory / "grouped" / "steps.jsonl"):
+        computed = [event for event in one.events if event.action.op in COMPUTE]
+        assert computed and all(0 < event.exchanged_s < event.end_s - event.start_s for event in computed)
+        assert one.usage.computing_s > 0 and one.usage.group_s > 0
 
 
 @pytest.mark.parametrize(

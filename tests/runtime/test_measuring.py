@@ -111,8 +111,8 @@ def test_what_ranks_tell_during_a_run_adds_up_to_what_is_slow(grouped: bool) -> 
         for op, seconds in own.computing_s[rank].items():
             events.append(Event(rank, 0, Action(op, 0, 0), 0.0, slow[rank] * seconds))
         sums_s = own.sums_s.get((0, 1), 0.0) * (7.0 + rank) if rank < 2 else 0.0
-        events.append(Event(rank, 0, Action(Op.F, 0, 1), 0.0, sums_s))
-        result = StepResult(None, events=tuple(events), began_s=100.0 * rank, length=SEQUENCE, sums_s=sums_s)  # type: ignore[arg-type]
+        events.append(Event(rank, 0, Action(Op.F, 0, 1), 0.0, sums_s, exchanged_s=sums_s))
+        result = StepResult(None, events=tuple(events), began_s=100.0 * rank, length=SEQUENCE)  # type: ignore[arg-type]
         told += word.numbers(result)
     found = words[0].ratios(told)
     assert found.pop(LinkBetween((0, last))) == pytest.approx(5.0)

@@ -24,12 +24,14 @@ class Idling:
     """The awaited message has been computed and is queued or under way, or a send keeps the rank from computing."""
     sums_s: float = 0.0
     """Gradients are being summed with those of other ranks, or brought to the other end of a tied matrix."""
+    group_s: float = 0.0
+    """It exchanges with the other ranks of its group, or waits for them, while they compute a stage together."""
     end_s: float = 0.0
     """The rank is done with its micro-batches and sums, or with the step, and others are not."""
 
     @property
     def total_s(self) -> float:
-        return self.activations_s + self.gradients_s + self.link_s + self.sums_s + self.end_s
+        return self.activations_s + self.gradients_s + self.link_s + self.sums_s + self.group_s + self.end_s
 
 
 def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
@@ -50,7 +52,7 @@ def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
     for rank in sorted(by_rank):
         own = sorted(by_rank[rank], key=lambda event: (event.start_s, event.end_s))
         sums = [(event.start_s, event.end_s) for event in own if event.action.op is Op.REDUCE]
-        found, now = Idling(), 0.0
+        found, now = Idling(group_s=sum(event.exchanged_s for event in own)), 0.0
         for event in own:
             if event.action.op in COMPUTING:
                 if event.start_s > now:

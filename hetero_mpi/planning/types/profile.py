@@ -301,7 +301,7 @@ class ClusterProfile:
 
     @cached_property
     def group_devices(self) -> dict[tuple[tuple[int, ...] | None, ...], DeviceProfile]:
-        """(ranks, shares, experts) -> the group as one device (``group_costs``), remembered."""
+        """(ranks, shares, experts, those looked at) -> the group, or one of it, as a device (``group_costs``), remembered."""
         return {}
 
     @cached_property

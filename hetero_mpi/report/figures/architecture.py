@@ -8,6 +8,7 @@
     | [blocks 0-3     ]    [blocks 4 ] |   0.2 ms    | [blocks 5, head ] |
     +----------------------------------+             +-------------------+
 
+The ranks of a group stand side by side in the box of its stage, each with its share.
 A pipeline is a strip that continues in the next row where it is long. Short strips share a row.
 """
 
@@ -28,9 +29,11 @@ from hetero_mpi.report.figures.style import Sheet, drawn, host_colours, width_of
 from hetero_mpi.report.plan_text import fullest_text, heads_text, idle_alike
 from hetero_mpi.report.profile_text import place_text
 
-WIDTH = 1320.0
-"""Largest width of a row, pixels."""
+WIDTH = 1080.0
+"""Largest width of a row, pixels: that of the report's page."""
 _BOX_WIDTH, _BOX_HEIGHT = 172.0, 104.0
+_MEMBER_WIDTH = 240.0
+"""Of one rank in the box of a group, where there is room."""
 _GAP = 74.0
 """Pixels between two boxes: room for an arrow and its labels."""
 _PADDING = 10.0
@@ -52,6 +55,11 @@ class _StageBox:
     stage: StagePlan
     rank: int
     host: str
+
+    @property
+    def width(self) -> float:
+        count = len(self.stage.ranks)
+        return min(count * _MEMBER_WIDTH, WIDTH - 2 * _MARGIN - 60) if count > 1 else _BOX_WIDTH
 
 
 @drawn
@@ -137,7 +145,7 @@ def _rows(boxes: Sequence[_StageBox]) -> list[list[_StageBox]]:
 
 def _row_width(row: Sequence[_StageBox]) -> float:
     changes = sum(a.host != b.host for a, b in pairwise(row))
-    return len(row) * _BOX_WIDTH + (len(row) - 1) * _GAP + 2 * _PADDING * (changes + 1)
+    return sum(box.width for box in row) + (len(row) - 1) * _GAP + 2 * _PADDING * (changes + 1)
 
 
 @dataclass
@@ -167,8 +175,8 @@ class _Painter:
                         begin = left - _GAP - (0 if before.host == box.host else 2 * _PADDING)
                         self._link(before, box, begin, left, middle, below if before not in row else None)
                     self._box(box, left, y + _HEADER + _PADDING)
-                    left += _BOX_WIDTH + _GAP
-                    before, below = box, (left - _GAP - _BOX_WIDTH / 2, middle + _BOX_HEIGHT / 2)
+                    before, below = box, (left + box.width / 2, middle + _BOX_HEIGHT / 2)
+                    left += box.width + _GAP
                 place += width + _GAP
             y += _ROW + (24 if len(rows) > 1 else 0)
         return y - (24 if len(rows) > 1 else 0)
@@ -194,25 +202,45 @@ class _Painter:
         self.sheet.text(x + _PADDING, y + 18, host, 11.5, "soft", bold=True, width=width - 2 * _PADDING)
 
     def _box(self, box: _StageBox, x: float, y: float) -> None:
-        device, inside = self.profile.devices[box.rank], _BOX_WIDTH - 20
-        self.sheet.box(x, y, _BOX_WIDTH, _BOX_HEIGHT, "surface", "faint", title=f"{device.name} ({device.backend})")
-        self.sheet.text(x + 10, y + 19, units.ranks(box.stage.ranks), 13, bold=True)
-        self.sheet.text(x + _BOX_WIDTH - 10, y + 19, f"stage {box.number}", 11, "soft", "right")
-        kind = units.device_name(device.name, 24)
-        kind = f"{heads_text(box.stage)}, {kind}" if box.stage.grouped else kind
-        self.sheet.text(x + 10, y + 36, kind, 11.5, width=inside)
-        layers = units.layers(box.stage.first, box.stage.last, self.report.plan.layers)
-        again = " (recompute)" if box.stage.recompute else ""
-        self.sheet.text(x + 10, y + 53, _short(layers) + again, 11.5, "accent", bold=True, width=inside)
-        share = self.busy.get(box.rank)
-        if share is not None:
-            self._bar(x + 10, y + 70, "busy", share, units.percent(share), "good")
-        if held := [one for one in self.report.memory if one.rank in box.stage.ranks]:
-            of = max(one.peak_bytes / max(one.usable_bytes, 1) for one in held)
-            self._bar(x + 10, y + 90, "memory", of, fullest_text(held), "violet")
+        stage, sheet, inside = box.stage, self.sheet, box.width - 20
+        device, ranks = self.profile.devices[box.rank], units.ranks(stage.ranks)
+        about = heads_text(stage) if stage.grouped else f"{device.name} ({device.backend})"
+        sheet.box(x, y, box.width, _BOX_HEIGHT, "surface", "faint", title=about)
+        sheet.text(x + 10, y + 19, ranks, 13, bold=True, width=inside - 60)
+        sheet.text(x + box.width - 10, y + 19, f"stage {box.number}", 11, "soft", "right")
+        layers = _short(units.layers(stage.first, stage.last, self.report.plan.layers))
+        layers += " (recompute)" if stage.recompute else ""
+        if stage.grouped:
+            begin = width_of(ranks, 13, bold=True) + 14
+            sheet.text(x + 10 + begin, y + 19, layers, 11.5, "accent", bold=True, width=inside - begin - 60)
+            each = inside / len(stage.ranks)
+            for place, rank in enumerate(stage.ranks):
+                self._member(stage, place, rank, x + 10 + each * place, y, each)
+            return
+        sheet.text(x + 10, y + 36, units.device_name(device.name, 24), 11.5, width=inside)
+        sheet.text(x + 10, y + 53, layers, 11.5, "accent", bold=True, width=inside)
+        self._bars(box.rank, x + 10, y, inside)
 
-    def _bar(self, x: float, y: float, name: str, share: float, text: str, colour: str) -> None:
-        inside = _BOX_WIDTH - 20
+    def _member(self, stage: StagePlan, place: int, rank: int, x: float, y: float, width: float) -> None:
+        """Draw one rank of a group, with its share, in the group's box."""
+        device = self.profile.devices[rank]
+        share = f"{stage.shares[place]}/{sum(stage.shares)} heads, {100 * stage.share(place):.0f} % of columns"
+        share += f", {stage.experts[place]}/{sum(stage.experts)} experts" if stage.experts else ""
+        about = f"{device.name} ({device.backend}): {share}"
+        self.sheet.box(x, y + 25, width - 3, 75, "paper", "faint", title=about)
+        name = f"rank {rank}: {units.device_name(device.name, 24)}"
+        self.sheet.text(x + 7, y + 39, name, 10.5, bold=True, width=width - 17)
+        self.sheet.text(x + 7, y + 54, share, 9.5, "accent", width=width - 17)
+        self._bars(rank, x + 7, y, width - 17)
+
+    def _bars(self, rank: int, x: float, y: float, width: float) -> None:
+        if (share := self.busy.get(rank)) is not None:
+            self._bar(x, y + 70, width, "busy", share, units.percent(share), "good")
+        if held := [one for one in self.report.memory if one.rank == rank]:
+            of = max(one.peak_bytes / max(one.usable_bytes, 1) for one in held)
+            self._bar(x, y + 90, width, "memory", of, fullest_text(held), "violet")
+
+    def _bar(self, x: float, y: float, inside: float, name: str, share: float, text: str, colour: str) -> None:
         self.sheet.text(x, y, name, 10, "soft")
         self.sheet.text(x + inside, y, text, 10, "soft", "right")
         self.sheet.box(x, y + 3.5, inside, 4, "faint", radius=2)
@@ -225,7 +253,7 @@ class _Painter:
         speed, delay, unlike = self._speed(before.rank, box.rank)
         if below is not None:
             top = y - _BOX_HEIGHT / 2 - _HEADER - _PADDING - 14
-            place = end + _BOX_WIDTH / 2
+            place = end + box.width / 2
             self.sheet.arrow(below, (below[0], top - 4), (place, top - 4), (place, y - _BOX_HEIGHT / 2))
             self.sheet.text(place + 8, top + 9, f"from rank {before.rank}: {speed}{delay and ', '}{delay}", 10, "ink")
             return

@@ -19,6 +19,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from hetero_mpi import units
 from hetero_mpi.planning.schedule import Event, Op
 from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, far_apart, fitted, key, new_figure, panel
+from hetero_mpi.report.run_files.rank_steps import in_parts
 
 MOST_POINTS = 400
 """A series of more points is drawn as means of neighbouring points."""
@@ -48,6 +49,8 @@ KINDS: dict[Op, tuple[str, str]] = {
     Op.REDUCE: ("gradient all-reduce", "all-reduce"),
 }
 """Operation -> (its name, its colour role). Receives are not drawn: what stays white is waiting."""
+EXCHANGE = ("exchange in the group", "exchange")
+"""The same of what ranks of a group exchange while they compute, drawn behind what each computed by itself."""
 _PLACES = {"send": (0.74, 0.1), "all-reduce": (0.86, 0.1)}
 _COMPUTING = (0.06, 0.62)
 """(top, height) of the bars of computing within a lane."""
@@ -126,7 +129,8 @@ def _draw_lines(axes: Axes, group: Sequence[_Shown], y_text: Callable[[float], s
     for one, points in group:
         marked = one.dots or len(points) == 1
         look: dict[str, Any] = {"marker": "o" if marked else "", "markersize": 6, "linewidth": 1.6}
-        axes.plot(*zip(*points, strict=True), "--" if one.dashed else "-", color=COLOURS[one.colour][0], **look)
+        style, colour = "--" if one.dashed else "-", COLOURS[one.colour][0]
+        axes.plot(*zip(*points, strict=True), style, color=colour, zorder=2 + marked, **look)
     axes.set(yticks=ticks, ylim=(ticks[0], ticks[-1]))
     axes.margins(x=0)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=_ROUND, integer=True))
@@ -204,8 +208,9 @@ def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int
         figure.text(0, 1 - (top - 7) / figure.bbox.height, one.title, size=12, weight="bold")
     for place, note in enumerate(reversed(notes)):
         figure.text(0, (6 + 16 * place) / figure.bbox.height, note, color=COLOURS["soft"][0])
-    present = {KINDS[e.action.op] for one in panels for e in one.events if e.action.op in KINDS}
-    keys = [key(colour, name) for name, colour in dict.fromkeys(KINDS.values()) if (name, colour) in present]
+    present = {KINDS[e.action.op][1] for one in panels for e in one.events if e.action.op in KINDS}
+    present |= {EXCHANGE[1] for one in panels for e in one.events if e.exchanged_s}
+    keys = [key(colour, name) for name, colour in dict.fromkeys([*KINDS.values(), EXCHANGE]) if colour in present]
     if keys:
         figure.legend(handles=keys, ncols=len(keys), loc="upper left", bbox_to_anchor=(0, 1))
     return figure
@@ -231,12 +236,14 @@ def _draw_bars(
     axes: Axes, ranks: Sequence[int], events: Sequence[Event], scale: float, turns: Mapping[int, int] | None
 ) -> None:
     """Draw all lanes. ``scale``: pixels per second; ``turns``: as ``_turns``, or None: bars have no numbers."""
-    for colour in dict.fromkeys(colour for _, colour in KINDS.values()):
+    coloured = dict[str, dict[int, list[Event]]]()
+    for event, exchanges in in_parts(events):
+        if event.rank in ranks and event.action.op in KINDS:
+            colour = EXCHANGE[1] if exchanges else KINDS[event.action.op][1]
+            coloured.setdefault(colour, {rank: [] for rank in ranks})[event.rank].append(event)
+    for colour, own in coloured.items():
         top, height = _PLACES.get(colour, _COMPUTING)
-        own: dict[int, list[Event]] = {rank: [] for rank in ranks}
-        for event in events:
-            if event.rank in own and KINDS.get(event.action.op, ("", ""))[1] == colour:
-                own[event.rank].append(event)
+        of = "exchange of " if colour == EXCHANGE[1] else ""
         bars = [
             (begin_s, max(end_s, begin_s + 0.5 / scale), lane + top, event)
             for lane, rank in enumerate(ranks)
@@ -245,11 +252,11 @@ def _draw_bars(
         add_bars(
             axes,
             [(begin, end, y, y + height) for begin, end, y, _ in bars],
-            [f"{event.action} {units.seconds(end - begin)}" if event else "several" for begin, end, _, event in bars],
+            [f"{of}{one.action} {units.seconds(end - begin)}" if one else "several" for begin, end, _, one in bars],
             colour,
             0 if colour in _PLACES else 0.5,
         )
-        if turns is None or colour in _PLACES or len(bars) > _MOST_NUMBERS:
+        if turns is None or colour in _PLACES or of or len(bars) > _MOST_NUMBERS:
             continue
         ink = COLOURS["on-dark" if colour == "forward" else "on-light"][0]
         for begin, end, y, one in bars:

@@ -45,6 +45,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "optimizer": ("#6a9f58", "#83b872"),
     "send": ("#9aa5b1", "#7d8894"),
     "all-reduce": ("#8c6bb1", "#a98bcf"),
+    "exchange": ("#3f9c9a", "#5cbcb8"),
     "copy": ("#b8524a", "#d4766e"),
     "on-dark": ("#fefefe", "#15171b"),
     "on-light": ("#24272c", "#14161a"),

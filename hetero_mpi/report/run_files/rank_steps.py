@@ -37,6 +37,8 @@ class Usage:
     """Copying between device and host memory."""
     sums_s: float = 0.0
     """Waiting for gradient all-reduces."""
+    group_s: float = 0.0
+    """Exchanging with the other ranks of its group while they compute a stage together, or waiting for them."""
     sent_bytes: int = 0
     received_bytes: int = 0
     peak_bytes: int = 0
@@ -45,7 +47,7 @@ class Usage:
     @property
     def end_s(self) -> float:
         """All other seconds: waiting for the batch, for the step decision, and for the other ranks."""
-        known = self.computing_s + self.activations_s + self.gradients_s + self.copies_s + self.sums_s
+        known = self.computing_s + self.activations_s + self.gradients_s + self.copies_s + self.sums_s + self.group_s
         return max(0.0, self.seconds - known)
 
     def and_step(self, events: Iterable[Event], seconds: float) -> Usage:
@@ -56,7 +58,8 @@ class Usage:
             copied = event.copied_s if isinstance(event, MeasuredEvent) else 0.0
             grown["copies_s"] += copied
             if op in COMPUTE or op is Op.STEP:
-                grown["computing_s"] += lasted
+                grown["computing_s"] += lasted - event.exchanged_s
+                grown["group_s"] += event.exchanged_s
             elif op in (Op.RECV_F, Op.RECV_B):
                 grown["activations_s" if op is Op.RECV_F else "gradients_s"] += lasted - copied
                 grown["received_bytes"] += event.bytes
@@ -82,14 +85,14 @@ class RankStep:
 
 
 def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
-    """The record as JSON values; an event is ``[action, start_s, end_s, bytes, copied_s, arrived_s]``."""
+    """The record as JSON values; an event is ``[action, start_s, end_s, bytes, copied_s, arrived_s, exchanged_s]``."""
     return {
         "step": record.step,
         "rank": record.rank,
         "begin_s": round(record.begin_s, _DIGITS),
         "usage": {name: _rounded(value) for name, value in asdict(record.usage).items()},
         "events": [
-            [str(e.action), *map(_rounded, (e.start_s, e.end_s)), e.bytes, _rounded(e.copied_s), _rounded(e.arrived_s)]
+            [str(e.action), *map(_rounded, (e.start_s, e.end_s, e.bytes, e.copied_s, e.arrived_s, e.exchanged_s))]
             for e in record.events
         ],
     }
@@ -101,8 +104,8 @@ def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
     known = {field.name for field in fields(Usage)}
     usage = Usage(**{name: value for name, value in values["usage"].items() if name in known})
     events = tuple(
-        MeasuredEvent(rank, step, parse_action(text), start, end, size, copied, arrived)
-        for text, start, end, size, copied, arrived in values["events"]
+        MeasuredEvent(rank, step, parse_action(text), start, end, size, copied, arrived, exchanged_s=exchanged)
+        for text, start, end, size, copied, arrived, exchanged in values["events"]
     )
     return RankStep(rank, step, float(values["begin_s"]), events, usage)
 
@@ -168,6 +171,26 @@ def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
             event = replace(event, start_s=start, end_s=free[link], begun_s=event.start_s)
         result.append(event)
     return tuple(sorted(result, key=lambda event: (event.start_s, event.rank)))
+
+
+def in_parts(events: Iterable[Event]) -> list[tuple[Event, bool]]:
+    """The events with False; where a group computes, what each rank computed by itself, and behind it, with True, the exchanges.
+
+    An exchange is taken to last as long as for the rank of the group that spent the least time in them. The others waited for the
+    rest, which is in no event.
+    """
+    listed = list(events)
+    passing_s = dict[tuple[int, Action], float]()
+    for event in listed:
+        key = event.step, event.action
+        passing_s[key] = min(event.exchanged_s, passing_s.get(key, event.exchanged_s))
+    parts = list[tuple[Event, bool]]()
+    for event in listed:
+        end_s = event.end_s - event.exchanged_s
+        parts.append((replace(event, end_s=end_s) if event.exchanged_s else event, False))
+        if (seconds := passing_s[event.step, event.action]) > 0:
+            parts.append((replace(event, start_s=end_s, end_s=end_s + seconds), True))
+    return parts
 
 
 def _sent(receive: Action) -> Action:
