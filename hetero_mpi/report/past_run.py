@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from hetero_mpi.report.run_files.rank_steps import RankStep, read_rank_steps
 from hetero_mpi.report.run_files.run_directory import RUN_NAME, SAMPLE_NAME, run_json, run_starts, run_table
 from hetero_mpi.shipped import USED_PROFILE
 
-_PATH = re.compile(r"""(?<![\w./~-])~?/(?:[^\s'"`,;:()\[\]{}<>|]*/)*([^\s'"`,;:()\[\]{}<>|/]*)""")
+_PATH = re.compile(r"""(?<![\w./~}-])~?/(?:[^\s'"`,;:()\[\]{}<>|]*/)*([^\s'"`,;:()\[\]{}<>|/]*)""")
 """An absolute path within a text, or one of a home; its last part."""
 _NAMED = ("host", "hosts", "name")
 """Fields that may hold a host's name alone."""
@@ -69,13 +70,16 @@ class PastRun:
     """The newest plan, with its prediction."""
     profile: ClusterProfile | None
     metrics: Metrics
-    rank_steps: tuple[RankStep, ...]
-    happenings: tuple[Happening, ...]
-    checkpoints: tuple[SavedCheckpoint, ...]
-    speeds: Mapping[int, float]
+    rank_steps: tuple[RankStep, ...] = ()
+    happenings: tuple[Happening, ...] = ()
+    checkpoints: tuple[SavedCheckpoint, ...] = ()
+    speeds: Mapping[int, float] = field(default_factory=dict)
     """rank -> its speed as a share of the profiled one, for which the newest plan was made; empty where it was made at a start."""
-    sample: str
+    sample: str = ""
     """``sample.txt``; empty: there is none."""
+    place: str = ""
+    """The directory as a person may type it."""
+    job_file: str = ""
 
     @property
     def plan(self) -> Plan | None:
@@ -104,6 +108,13 @@ class PastRun:
     def median_tokens_per_s(self) -> float | None:
         return statistics.median(step.tokens_per_s for step in self.warm_steps) if self.warm_steps else None
 
+    def perplexity(self) -> float | None:
+        """The exponential of the newest held-out loss; None where there is none, or where it is no loss of tokens alone."""
+        of_text = self.setting("train", "preference") in (None, "none") and self.setting("model", "factory") is None
+        routed = any(step.router_loss is not None for step in self.metrics.steps)
+        held_out = self.metrics.evaluations
+        return math.exp(min(held_out[-1].loss, 100.0)) if held_out and of_text and not routed else None
+
     def predicted(self) -> SimulatedStep | None:
         """The simulated step of the newest plan, at the speeds for which it was made; None without plan or profile."""
         if self.plan is None or self.profile is None:
@@ -125,6 +136,8 @@ def read_run(directory: Path) -> PastRun:
     report, profile = _report_and_profile(directory)
     return PastRun(
         directory=directory,
+        place=str(directory),
+        job_file=str(told.get("job_file") or "JOB"),
         name=str(told.get("name") or directory.resolve().name),
         job=run_table(told, "job"),
         versions=run_table(told, "versions"),
@@ -231,7 +244,7 @@ def anonymous(run: PastRun) -> PastRun:
             )
         return value
 
-    shown = ("name", "job", "report", "profile", "happenings")
+    shown = ("place", "name", "job_file", "job", "report", "profile", "happenings")
     return replace(run, **{name: of(getattr(run, name), "") for name in shown})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def final_lines(
     """
     lines = time_lines(report, profile, steps, speed_changes, others)
     per = "nats per token" if units.unit_of(report.plan.sequence_length) == "tokens" else "per sample"
-    lines += _loss_lines(steps, evaluations, unigram_entropy, "per pair" if preference else per)
+    lines += loss_lines(steps, evaluations, unigram_entropy, "per pair" if preference else per)
     if written:
         width = max(len(what) for what in written)
         lines += ["Written:", *(f"  {what:<{width}}  {path}" for what, path in written.items())]
@@ -122,9 +123,10 @@ def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, ratio: fl
     return f"the machines are {than}: measure again (--reprofile)"
 
 
-def _loss_lines(
+def loss_lines(
     steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], unigram_entropy: float | None, per: str
 ) -> list[str]:
+    """The first and the newest loss, the newest held-out one, and how they compare with the unigram entropy, if that is known."""
     lines = []
     if steps:
         first, last = steps[0], steps[-1]
@@ -253,6 +255,28 @@ def worth_adding(
     if measured_s and math.isfinite(promised):
         text += f"; the prediction was {promised:.2f} times"
     return text + "."
+
+
+def next_steps(run: PastRun) -> list[tuple[str, str]]:
+    """(command, what it does) that a person may type next: they depend on what the run has left."""
+    place, program = shlex.quote(run.place), "python -m hetero_mpi"
+    written = any((run.directory / name).is_dir() for name in ("model", "adapter"))
+    done, wanted = run.metrics.steps[-1].step if run.metrics.steps else 0, run.setting("train", "steps")
+    found = []
+    if isinstance(wanted, int) and done < wanted and run.checkpoints:
+        ranks = len(run.profile.devices) if run.profile is not None else 1
+        resume = f"mpirun -np {ranks} {program} train {shlex.quote(run.job_file)} --run-dir {place} --resume"
+        found.append((resume, f"goes on after step {run.checkpoints[-1].step:,}, under any plan"))
+    if written and run.setting("model", "factory") is None:
+        found.append((f'{program} generate {place} --prompt "..."', "the trained model goes on with a text"))
+        found.append((f"{program} serve {place}", "answers any OpenAI client"))
+        merge = " --merge" if run.setting("adapter", "method") == "lora" else ""
+        found.append((f"{program} export {place} OUT{merge}", "a directory for other programs, with a model card"))
+    if run.profile is not None and len(run.profile.devices) > 1:
+        found.append((f"{program} baseline --profile {place}", "each kind of device alone beside all together"))
+    if run.metrics.steps:
+        found.append((f"{program} compare {place} OTHER", "this run beside another one"))
+    return found
 
 
 def _devices(profile: ClusterProfile | None) -> str:

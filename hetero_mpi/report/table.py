@@ -18,7 +18,7 @@ K = TypeVar("K", bound=Hashable)
 MOST_ROWS = 16
 """Ranks or hosts that are shown."""
 _TOGETHER = "\N{NO-BREAK SPACE}"
-_UNIT = re.compile(r"(?<=\d) (?=(%|[a-zA-Z]{1,2}(/s)?)(?:\s|,|;|$))")
+_UNIT = re.compile(r"(?<=\d) (?=(%|[a-zA-Z]{1,2}(/s)?)(?:\s|,|;|\)|$))")
 """The space between a number and its unit, at which no line is broken."""
 
 
@@ -77,7 +77,7 @@ class Table:
             return [*replace(self, rows=rows).lines(), f"  ... and {len(self.rows) - len(rows):,} more"]
         shown = self.texts()
         right = [_at_right(column, texts) for column, texts in shown]
-        cells = [[_UNIT.sub(_TOGETHER, printable(text)) for text in (column.name, *texts)] for column, texts in shown]
+        cells = [[unbroken(printable(text)) for text in (column.name, *texts)] for column, texts in shown]
         least = [max(len(word) for cell in column for word in cell.split(" ")) for column in cells]
         widths, most = [max(map(len, column)) for column in cells], line_width()
         if sum(least) + 2 * len(least) > most:
@@ -86,6 +86,11 @@ class Table:
             wide = max((place for place in range(len(widths)) if widths[place] > least[place]), key=widths.__getitem__)
             widths[wide] -= 1
         return [line.replace(_TOGETHER, " ") for row in zip(*cells, strict=True) for line in _drawn(row, widths, right)]
+
+
+def unbroken(text: str) -> str:
+    """``text`` in which a number and its unit stay on one line."""
+    return _UNIT.sub(_TOGETHER, text)
 
 
 def _at_right(column: Column, texts: Sequence[str]) -> bool:

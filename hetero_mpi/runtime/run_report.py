@@ -143,6 +143,7 @@ def leave_result(context: RunContext, share: Share, state: TrainingState, others
     if context.world.rank == 0:
         with unharmed("run.json"):
             note_result(context.run_dir, state.step)
+        write_files(context)  # again: now there is a result, and what it writes
         _say_end(context, share.report, state, result_directory, taken)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,16 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import FancyArrowPatch
 
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import PipelinePlan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import Alone, PipelinePlan, RankMemory, StagePlan
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.charts import Panel, Series, StepMark, line_chart, timeline
 from hetero_mpi.report.figures.style import COLOURS, svg
 from hetero_mpi.report.page import sections
-from hetero_mpi.report.page.document import report_html
-from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.page.document import key_figures, report_html, write_report
+from hetero_mpi.report.past_run import anonymous, read_run
+from hetero_mpi.report.run_files.metrics import Evaluation
 from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
-from hetero_mpi.report.run_text import job_rows
+from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
 from tests.support.past_runs import JOB, cluster, make_run, planned
 
 LORA: dict[str, Any] = {
@@ -96,10 +100,10 @@ def test_deaths_and_changes_of_plan_are_marked_in_the_charts(tmp_path: Path) -> 
         StepMark(20, "after step 20: layer 1 moves", "violet"),
         StepMark(31, "after step 31: Died: rank <1>; 1.06 s after it was noticed", "alert"),
     ]
-    for section, charts in ((sections.learning(found), 1), (sections.speed(found), 2)):
-        with_marks = [chart for chart in section.charts if "<title>after step 31: Died: rank &lt;1&gt;" in chart]
-        assert len(with_marks) == charts and "Upright lines" in section.note
-        assert all("<title>after step 20: layer 1 moves</title>" in chart for chart in with_marks)
+    section = sections.learning(found)
+    with_marks = [chart for chart in section.charts if "<title>after step 31: Died: rank &lt;1&gt;" in chart]
+    assert len(with_marks) == 2 and "Upright lines" in section.note, "over the loss, and over the time per step"
+    assert all("<title>after step 20: layer 1 moves</title>" in chart for chart in with_marks)
 
 
 def test_a_resumed_start_is_marked_with_the_loss_before_it(tmp_path: Path) -> None:
@@ -208,3 +212,95 @@ def test_idle_ranks_with_one_reason_share_a_box() -> None:
     ]
     assert said.count("too slow") == 1 and said.count("no link") == 1
     assert "<title>ranks 2, 3, 5  card 2, host1; card 3, host1; card 5, host2: too slow</title>" in svg(figure, "a job")
+
+
+def test_the_page_says_what_to_type_next(tmp_path: Path) -> None:
+    """It depends on what the run has left: an unfinished one is resumed, a model is used."""
+    profile = cluster(2)
+    run = make_run(tmp_path / "a run", planned(profile), profile, steps=20)
+
+    def commands(**job: Any) -> list[str]:
+        return [command for command, _ in next_steps(read_run(run) if not job else replace(read_run(run), job=job))]
+
+    place, program = f"'{run}'", "python -m hetero_mpi"
+    others = [f"{program} baseline --profile {place}", f"{program} compare {place} OTHER"]
+    resume = f"mpirun -np 2 {program} train 'a run.toml' --run-dir {place} --resume"
+    assert commands() == [resume, *others], "20 of 60 steps are done"
+    (run / "adapter").mkdir()
+    used = [f'{program} generate {place} --prompt "..."', f"{program} serve {place}"]
+    assert commands(train={"steps": 20}) == [*used, f"{program} export {place} OUT", *others]
+    assert f"{program} export {place} OUT --merge" in commands(train={"steps": 20}, adapter={"method": "lora"})
+    assert commands(train={"steps": 20}, model={"factory": "a.py:b"}) == others, "no text comes from it"
+    page = report_html(read_run(run))
+    assert f"<code>{resume}</code>" in unescape(page) and f"<code>{resume}</code>" not in page
+    shared = report_html(anonymous(read_run(run)))
+    assert str(run) not in shared and "--run-dir '.../a run' --resume" in unescape(shared)
+
+
+def test_perplexity_is_that_of_tokens(tmp_path: Path) -> None:
+    profile = cluster(1)
+    run = read_run(make_run(tmp_path / "a", planned(profile), profile, steps=20))
+
+    def tile(loss: float, **job: Any) -> list[str]:
+        metrics = replace(run.metrics, evaluations=(Evaluation(20, loss),))
+        return [
+            figure for what, figure, _ in key_figures(replace(run, metrics=metrics, job=job)) if what == "perplexity"
+        ]
+
+    assert tile(math.log(12.5)) == ["12.50"] and tile(math.log(54_321)) == ["54.3 k"]
+    assert tile(2.0, train={"preference": "dpo"}) == [] == tile(2.0, model={"factory": "a.py:b"})
+    routed = replace(run.metrics.steps[0], router_loss=0.1)
+    assert replace(run, metrics=replace(run.metrics, steps=(routed,))).perplexity() is None, (
+        "the routers' is in the loss"
+    )
+    assert replace(run, metrics=replace(run.metrics, evaluations=())).perplexity() is None
+
+
+def test_files_have_links_where_the_page_lies_beside_them(tmp_path: Path) -> None:
+    profile = cluster(1)
+    run = make_run(tmp_path / "a", planned(profile), profile, steps=20)
+    (run / SAMPLE_NAME).write_text("a sample")
+    beside, elsewhere = (write_report(read_run(run), folder / "page.html").read_text() for folder in (run, tmp_path))
+    for name in ("metrics.jsonl", "plan.toml", SAMPLE_NAME):
+        assert f'<a href="{name}">{name}</a>' in beside and name in elsewhere
+        assert (run / name).is_file()
+    assert "<a " not in elsewhere and "trace.json" not in beside, "only what is there"
+    assert "<td>the text that the trained model wrote</td>" in re.sub(r'<span class="of">.*?</span>', "", beside)
+
+
+def test_the_page_answers_whether_the_others_were_worth_adding(tmp_path: Path) -> None:
+    profile = cluster(2)
+    report = planned(profile)
+    run = read_run(make_run(tmp_path / "a", replace(report, alone=Alone(0, 3 * report.predicted_step_s)), profile))
+    (told,) = [point for point in sections.plan(run).points if "worth adding" in point]
+    measured_s = run.median_step_s()
+    assert measured_s is not None and run.report is not None
+    answer = worth_adding([Alone(0, 3 * report.predicted_step_s)], report, profile, measured_s)
+    assert told == f"Was it worth adding the others? {answer}" and answer.startswith("Yes: together they are 2.8")
+    assert not any("worth" in point for point in sections.plan(replace(run, report=report)).points), (
+        "nothing to compare with"
+    )
+
+
+def test_on_a_phone_rows_are_cards_and_pictures_say_that_they_scroll(tmp_path: Path) -> None:
+    """Cells tell their headings themselves there; tables of two columns fit as they are."""
+    profile = cluster(2)
+    page = report_html(read_run(make_run(tmp_path / "a", planned(profile), profile, job=LORA)))
+    tables = re.findall(r"<table(.*?)>(.*?)</table>", page, re.S)
+    for look, content in tables:
+        columns = len(re.findall("<th[ >]", content))
+        assert ("cards" in look) == (columns > 2) == ('<span class="of">' in content)
+    assert len([look for look, _ in tables if "cards" in look]) >= 5
+    assert page.count("Scrolls sideways") == page.count('<div class="wide" tabindex="0"><svg') == 2
+    unit = "(+5.0\N{NO-BREAK SPACE}%)"
+    assert re.search(r"predicted \([+-][\d.]+\N{NO-BREAK SPACE}%\)", page), f"no line ends between {unit}"
+
+
+def test_ranks_without_a_stage_now_have_no_row(tmp_path: Path) -> None:
+    """Records of a rank that has died are older than the plan."""
+    profile = cluster(3)
+    report = planned(profile)
+    run = read_run(make_run(tmp_path / "a", report, profile))
+    fewer = planned(profile, 2)
+    table = sections.usage(replace(run, report=fewer), simulate(fewer.plan, profile)).table
+    assert table is not None and [row[0] for row in table.rows] == [0, 1]

@@ -202,10 +202,11 @@ def test_the_report_holds_everything_and_leads_nowhere(tmp_path: Path) -> None:
     reader = Reader()
     reader.feed(text)
     reader.close()
-    assert reader.open == [] and reader.leads == ["data:,"] and "url(" not in text and "@import" not in text
+    assert reader.open == [] and "url(" not in text and "@import" not in text
+    assert reader.leads == ["data:,", "checkpoints", "metrics.jsonl", "steps.jsonl", "plan.toml", "profile.toml"]
     assert reader.headings == [
-        "The job", "Learning", "Speed", "What the ranks do", "Memory", "A step", "Links", "Where everything is",
-        "The plan, and why", "Checkpoints", "What happened",
+        "The job", "Learning and speed", "Next", "What the ranks do", "Memory", "A step", "Links", "Where everything is",
+        "The plan, and why", "Checkpoints", "What happened", f"Files in {run}",
     ]  # fmt: skip
     for words in (
         "a <b> & c", "measured, step 60", "it would slow <everybody> down by 3 %", "no word from host beta",
@@ -220,7 +221,6 @@ def test_an_emulated_run_is_labelled_wherever_it_has_times(tmp_path: Path) -> No
     profile = cluster(3, source="emulated, measured")
     text = report_html(read_run(make_run(tmp_path / "a", planned(profile), profile)))
     for heading in (
-        "Speed",
         "What the ranks do",
         "Memory",
         "A step",
@@ -229,7 +229,7 @@ def test_an_emulated_run_is_labelled_wherever_it_has_times(tmp_path: Path) -> No
         "The plan, and why",
     ):
         assert f'<h2>{heading} <span class="tag">emulated</span>' in text
-    assert '<h1>a <span class="tag">emulated</span>' in text
+    assert '<h1>a <span class="tag">emulated</span>' in text and ">time per step, emulated</text>" in text
 
 
 def test_the_report_counts_a_tied_matrix_once(tmp_path: Path) -> None:
@@ -245,8 +245,8 @@ def test_tokens_of_an_emulated_run_are_told_apart(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "emulated", planned(profile), profile, steps=10))
     own = [replace(step, tokens=5, tokens_per_s=16 * 5 / step.step_s) for step in run.metrics.steps]
     tiles = {what: rest for what, *rest in key_figures(replace(run, metrics=Metrics(tuple(own), ())))}
-    assert tiles["learnt from"][0] == "50 tokens"
-    assert tiles["learnt from"][1].startswith("the stand-in's; for 800 in ")
+    assert tiles["tokens learnt from"][0] == "50"
+    assert tiles["tokens learnt from"][1].startswith("the stand-in's; for 800 in ")
     assert "of the small model that stands in for it" in report_html(run)
 
 

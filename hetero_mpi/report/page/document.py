@@ -16,14 +16,17 @@ from hetero_mpi.report.figures.style import palette_css
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.run_files.rank_steps import newest_step, on_one_clock
+from hetero_mpi.report.table import unbroken
 
 
-def report_html(run: PastRun) -> str:
-    """The page of a run, as self-contained HTML. Every text is escaped, so names of devices and jobs cannot become markup."""
+def report_html(run: PastRun, linked: bool = False) -> str:
+    """The page of a run, as self-contained HTML. Every text is escaped, so names of devices and jobs cannot become markup.
+    ``linked``: it lies beside the run's files."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("hetero_mpi.report", "page"), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    told = [section for section in page_sections(run) if section.told]
+    templates.filters["unbroken"] = unbroken
+    told = [section for section in (*page_sections(run), sections.files(run, linked)) if section.told]
     return templates.get_template("report.html").render(
         name=run.name,
         about=_about(run),
@@ -40,7 +43,7 @@ def report_html(run: PastRun) -> str:
 def write_report(run: PastRun, path: Path) -> Path:
     """Write the page atomically. Raises UserError: the file cannot be written."""
     with writing(path):
-        write_whole(path, report_html(run))
+        write_whole(path, report_html(run, linked=path.resolve().parent == run.directory.resolve()))
     return path
 
 
@@ -53,7 +56,7 @@ def page_sections(run: PastRun) -> list[sections.Section]:
         sections.job(run),
         sections.learning(run),
         sections.sample(run),
-        sections.speed(run),
+        sections.next_commands(run),
         sections.usage(run, predicted),
         sections.memory(run),
         sections.step(run, predicted, measured, records[0].step if records else 0),
@@ -94,6 +97,9 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
         found.append(("loss", f"{steps[-1].loss:.4f}", f"from {steps[0].loss:.4f} at step {steps[0].step}"))
     if evaluations:
         found.append(("held-out loss", f"{evaluations[-1].loss:.4f}", f"at step {evaluations[-1].step}"))
+    if (perplexity := run.perplexity()) is not None:
+        shown = f"{perplexity:.2f}" if perplexity < 100 else units.count(perplexity)
+        found.append(("perplexity", shown, "of the held-out text, per token"))
     seconds, speed = run.median_step_s(), run.median_tokens_per_s()
     kind = "emulated" if run.emulated else "median"
     if speed is not None:
@@ -111,5 +117,5 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
         if run.emulated:  # what a second is worth is told of the profile's model, what was learnt of the stand-in
             stood_for = sum(step.tokens_per_s * step.step_s for step in steps)
             remark = f"the stand-in's; for {units.count(stood_for)} {remark}, emulated"
-        found.append(("learnt from", f"{units.count(tokens)} tokens", remark))
+        found.append(("tokens learnt from", units.count(tokens), remark))
     return found

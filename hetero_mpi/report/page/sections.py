@@ -21,8 +21,10 @@ from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_note, stage_table
 from hetero_mpi.report.profile_text import place_text
+from hetero_mpi.report.run_files.line_files import METRICS_NAME, STEPS_NAME
 from hetero_mpi.report.run_files.rank_steps import last_usage, sums, traffic
-from hetero_mpi.report.run_text import job_rows
+from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME, TRACE_NAME
+from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
 from hetero_mpi.report.table import Column, Table, least_most
 
 USAGE_NOTE = "Shares of the time since training began, or since the plan last changed."
@@ -39,6 +41,7 @@ STEP_NOTE = (
     "What is left empty is waiting; the dashed line is the end of the step. "
     "Clocks of several hosts were compared once, at the start."
 )
+GROUP_NOTE = " In a group, exchanges are spread over the computing; they are drawn behind it."
 LINKS_NOTE = "Messages between stages in one step. The speed while under way includes queueing behind other messages."
 MARKS_NOTE = (
     "Upright lines: deaths (red), and changes of plan or later starts (violet). Under the pointer they say what happened; "
@@ -53,10 +56,26 @@ SPENT = (
     ("gradients_s", "waiting for gradients", "input-gradients"),
     ("copies_s", "copying", "copy"),
     ("sums_s", "gradient all-reduce", "all-reduce"),
+    ("exchange_s", "exchange in the group", "exchange"),
+    ("group_wait_s", "waiting in the group", "faint"),
     ("end_s", "waiting for the batch and the others", "send"),
 )
-"""(field of Usage, its name, its colour role)."""
+"""(field of Usage or a part of it, its name, its colour role). In a group the rank that spent the least time in exchanges is taken
+not to have waited in them."""
 _MOST_LINKS = 40
+FILES = {
+    "model": "the trained model, for AutoModelForCausalLM.from_pretrained",
+    "adapter": "the trained adapter, for PeftModel.from_pretrained",
+    SAMPLE_NAME: "the text that the trained model wrote",
+    "checkpoints": "what a run is resumed from",
+    TRACE_NAME: "a few steps of all ranks, for https://ui.perfetto.dev",
+    METRICS_NAME: "a line for each step",
+    STEPS_NAME: "what each rank did in a few steps",
+    "plan.toml": "the plan, for --plan",
+    "profile.toml": "the measured devices and links, for --profile",
+    "logs": "what each rank printed",
+}
+"""File or folder of a run directory -> what it holds."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +89,7 @@ class Section:
     charts: Sequence[Markup] = ()
     """Figures side by side, as wide as there is room."""
     picture: Markup | None = None
-    """A figure that keeps its size, and scrolls where the page is narrower."""
+    """A figure that keeps its size, and scrolls where the page is narrower; the page says so."""
     table: Table | None = None
     remarks: Sequence[str] = ()
     points: Sequence[str] = ()
@@ -112,21 +131,27 @@ def marks(run: PastRun) -> list[StepMark]:
 
 
 def learning(run: PastRun) -> Section:
-    """Loss, held-out loss, learning rate and gradient norm over steps."""
+    """Loss, held-out loss, learning rate, gradient norm, and seconds measured and predicted, over steps."""
     steps, happened = run.metrics.steps, marks(run)
     loss = [Series("training", tuple((s.step, s.loss) for s in steps), "accent")]
     held_out = tuple((e.step, e.loss) for e in run.metrics.evaluations)
     if held_out:
         loss.append(Series("held out", held_out, "warm", dots=True))
+    step_s = [Series("measured", tuple((s.step, s.step_s) for s in steps), "accent")]
+    expected = tuple((s.step, s.predicted_step_s) for s in steps if s.predicted_step_s > 0)
+    if expected:
+        step_s.append(Series("predicted", expected, "warm", dashed=True))
     rate = [Series("learning rate", tuple((s.step, s.lr) for s in steps), "good")]
     norm = [Series("gradient norm", tuple((s.step, s.grad_norm) for s in steps), "violet")]
     what = "loss, nats per token" if run.setting("train", "preference") in (None, "none") else "loss per pair"
+    emulated = ", emulated" if run.emulated else ""
     charts = [
         *_chart(what, loss, from_zero=False, marks=happened),
+        *_chart(f"time per step{emulated}", step_s, y_text=units.seconds, marks=happened),
         *_chart("learning rate", rate),
         *_chart("norm of the gradients, before clipping", norm),
     ]
-    return Section("Learning", MARKS_NOTE if happened else "", charts=charts)
+    return Section("Learning and speed", MARKS_NOTE if happened else "", charts=charts)
 
 
 def _chart(label: str, series: Sequence[Series], **form: Any) -> list[Markup]:
@@ -135,44 +160,37 @@ def _chart(label: str, series: Sequence[Series], **form: Any) -> list[Markup]:
     return [drawn] if drawn else []
 
 
-def speed(run: PastRun) -> Section:
-    """Tokens per second; seconds per step, measured and predicted."""
-    steps, happened = run.metrics.steps, marks(run)
-    rate = [Series("tokens per second", tuple((s.step, s.tokens_per_s) for s in steps), "accent")]
-    step_s = [Series("measured", tuple((s.step, s.step_s) for s in steps), "accent")]
-    expected = tuple((s.step, s.predicted_step_s) for s in steps if s.predicted_step_s > 0)
-    if expected:
-        step_s.append(Series("predicted", expected, "warm", dashed=True))
-    charts = [
-        *_chart("tokens per second", rate, marks=happened),
-        *_chart("time per step", step_s, y_text=units.seconds, marks=happened),
-    ]
-    return Section("Speed", MARKS_NOTE if happened else "", times=True, charts=charts)
-
-
 def usage(run: PastRun, predicted: SimulatedStep | None) -> Section:
     """A row per rank: the shares of what it spent its time on, as a bar and as figures; and the predicted share of computing."""
     use = predicted.use if predicted is not None else {}
-    used = {rank: one for rank, one in last_usage(run.rank_steps).items() if one.seconds > 0}
+    used = {
+        rank: one for rank, one in last_usage(run.rank_steps).items() if one.seconds > 0 and rank in (use or [rank])
+    }
+    group_of = {rank: stage.ranks for _, _, stage in (run.plan.numbered if run.plan else ()) for rank in stage.ranks}
+    shares = dict[int, dict[str, float]]()
+    for rank, own in used.items():
+        least_s = min(used[one].group_s for one in group_of.get(rank, ()) if one in used) if rank in group_of else 0.0
+        seconds = {**vars(own), "end_s": own.end_s, "exchange_s": least_s, "group_wait_s": own.group_s - least_s}
+        shares[rank] = {field: seconds[field] / own.seconds for field, _, _ in SPENT}
+    kept = [one for one in SPENT if any(spent[one[0]] >= 0.0005 for spent in shares.values())]
     rows = list[Sequence[Any]]()
-    for rank in sorted(used or use):
-        own = used.get(rank)
-        spent = [getattr(own, field) / own.seconds if own is not None else None for field, _, _ in SPENT]
-        rows.append((rank, place_text(run.profile, rank), spent, use.get(rank), *spent))
-    keys = (
-        Markup('<i class="key" style="background:var(--{})"></i> {}').format(colour, name) for _, name, colour in SPENT
-    )
+    for rank in sorted(shares or use):
+        spent = [shares.get(rank, {}).get(field, 0.0) for field, _, _ in kept]
+        bar = _bar(spent, kept) if kept else None
+        rows.append((rank, place_text(run.profile, rank), bar, use.get(rank), *spent))
+    mark = Markup('<i class="key" style="background:var(--{})"></i>\N{NO-BREAK SPACE}{}')
+    keys = (mark.format(colour, name) for _, name, colour in kept)
     figures = (Column(name, units.percent) for name in ("computing, predicted", *keys))
-    columns = (Column("rank"), Column("device", left=True), Column("", _bar, left=True), *figures)
+    columns = (Column("rank"), Column("device", left=True), Column("", left=True), *figures)
     return Section("What the ranks do", USAGE_NOTE, times=True, table=Table(columns, rows))
 
 
-def _bar(shares: Sequence[float | None]) -> Markup:
-    """A bar of these shares in the colours of ``SPENT``, with texts under the pointer."""
+def _bar(shares: Sequence[float], kinds: Sequence[tuple[str, str, str]]) -> Markup:
+    """A bar of the shares of these kinds, of ``SPENT``, in their colours, with texts under the pointer."""
     part = Markup('<i style="width:{:.1f}%;background:var(--{})" title="{}"></i>')
-    told = [(share, name, colour) for share, (_, name, colour) in zip(shares, SPENT, strict=True) if share is not None]
-    parts = [part.format(100 * share, colour, f"{name}: {share * 100:.1f} %") for share, name, colour in told]
-    return Markup('<span class="bar">{}</span>').format(Markup("").join(parts)) if parts else Markup("")
+    told = zip(shares, kinds, strict=True)
+    parts = [part.format(100 * share, colour, f"{name}: {share * 100:.1f} %") for share, (_, name, colour) in told]
+    return Markup('<span class="bar">{}</span>').format(Markup("").join(parts))
 
 
 def memory(run: PastRun) -> Section:
@@ -206,7 +224,8 @@ def step(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event
     drawn = timeline(panels, labels, MOST_LANES) if panels else None
     label = "timeline of a step: " + ", ".join(panel.title for panel in panels)
     remarks = ["No step was recorded under this plan."] if panels and not measured else []
-    return Section("A step", STEP_NOTE, times=True, picture=_picture(drawn, label), remarks=remarks)
+    note = STEP_NOTE + GROUP_NOTE * any(event.exchanged_s for one in panels for event in one.events)
+    return Section("A step", note, times=True, picture=_picture(drawn, label), remarks=remarks)
 
 
 def links(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event]) -> Section:
@@ -262,7 +281,11 @@ def plan(run: PastRun) -> Section:
         return Section("The plan, and why")
     stages = stage_table(run.report.plan, run.profile, (), lambda device: f"{device.name}, {device.host}")
     note = f"{stage_note(run.report.plan, run.profile).capitalize()}."
-    return Section("The plan, and why", note, times=True, table=stages, points=_reasons(run.report))
+    points = _reasons(run.report)
+    if run.report.alone is not None and run.profile is not None and len(run.profile.devices) > 1:
+        worth = worth_adding([run.report.alone], run.report, run.profile, run.median_step_s())
+        points.append(f"Was it worth adding the others? {worth}")
+    return Section("The plan, and why", note, times=True, table=stages, points=points)
 
 
 def _reasons(report: PlanReport) -> list[str]:
@@ -282,6 +305,22 @@ def happenings(run: PastRun) -> Section:
     """Starts, recoveries, changes of plan and restarts, by time."""
     columns = Column("when", _moment, left=True), Column("what"), Column("")
     return Section("What happened", table=Table(columns, [(one.unix_s, one.event, one.text) for one in run.happenings]))
+
+
+def files(run: PastRun, linked: bool) -> Section:
+    """The files of the run, with links where the page lies beside them."""
+    rows, name = list[Sequence[Any]](), Markup('<a href="{0}">{0}</a>') if linked else Markup("{0}")
+    for file, what in FILES.items():
+        path = run.directory / file
+        if path.exists():
+            rows.append((name.format(file), path.stat().st_size if path.is_file() else None, what))
+    columns = Column("file", left=True), Column("size", units.size), Column("")
+    return Section(f"Files in {run.place}", table=Table(columns, rows))
+
+
+def next_commands(run: PastRun) -> Section:
+    """The commands that a person may type next."""
+    return Section("Next", points=[Markup("<code>{}</code><br>{}").format(*one) for one in next_steps(run)])
 
 
 def _picture(figure: Figure | None, label: str) -> Markup | None:
