@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -68,6 +69,13 @@ def narrow(model: Path) -> None:
     assert json.loads((model / "config.json").read_text())["dtype"] == "float32"
 
 
+def card_of(directory: Path, library: str = "transformers") -> str:
+    """The text of a model card, which names this library."""
+    card = ModelCard.load(directory / "README.md")
+    assert card.data.library_name == library
+    return str(card.text)
+
+
 TOKENS = torch.arange(40).view(2, 20) * 7 % 320
 
 
@@ -84,6 +92,7 @@ def test_a_full_run_np2(runs: Path, tmp_path: Path) -> None:
     written = AutoModelForCausalLM.from_pretrained(runs / "full" / "model")
     assert ours.dtype == torch.bfloat16 and torch.equal(logits(ours), logits(written))
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|end|>"
+    assert "Loss: " in card_of(tmp_path / "out") and "full training" in card_of(tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -118,6 +127,7 @@ def test_an_adapter_np2(runs: Path, tmp_path: Path) -> None:
         for directory in (tmp_path / "out", runs / "tuned" / "adapter")
     )
     assert torch.equal(ours, written) and not torch.allclose(ours, base, atol=1e-3)
+    assert "LoRA" in card_of(tmp_path / "out", "peft")
 
 
 @pytest.mark.slow
@@ -129,6 +139,7 @@ def test_a_merged_model_np2(runs: Path, tmp_path: Path, name: str) -> None:
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.allclose(logits(ours), logits(merged), rtol=1e-5, atol=1e-5)
     assert ours.dtype == torch.float32
+    assert "added to the weights of the base" in card_of(tmp_path / "out")
 
 
 @pytest.mark.slow

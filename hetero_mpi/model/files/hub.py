@@ -31,8 +31,9 @@ WANTED = (
     "merges.txt",
     "chat_template.json",
     "chat_template.jinja",
+    "README.md",
 )
-"""Configuration, tokenizer and weights; never code, never pickles."""
+"""Configuration, tokenizer and weights, and the card, for its licence; never code, never pickles."""
 UNWANTED = ("*/*", "consolidated*")
 """Copies of the weights in other layouts."""
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)

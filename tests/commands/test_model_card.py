@@ -1,0 +1,91 @@
+"""The card of an exported model, as the hub's own library reads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard, ModelCardData
+
+from hetero_mpi.commands.model_card import CARD, write_card
+from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_to_dict
+from tests.report.test_page import LORA
+from tests.support.past_runs import cluster, make_run, planned
+
+BASE_CARD = """---
+license: other
+license_name: llama3.1
+license_link: https://example.com/licence
+datasets: [somebody/text]
+---
+# Base
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A run of 40 steps, and the metadata of its checkpoint after step 20."""
+    profile = cluster(3)
+    profile = replace(profile, devices=tuple(replace(one, host=f"annas-{one.host}") for one in profile.devices))
+    job = LORA | {"data": LORA["data"] | {"records": ["/home/anna/a|b.jsonl"]}}
+    job["train"] = job["train"] | {"preference": "none"}
+    report = planned(profile, 2)
+    folder = make_run(tmp_path / "run", report, profile, steps=40, job=job)
+    told = {"base_model": "org/base", "job": job, "step": 20, "versions": {"hetero_mpi": "0.1.0", "torch": "2.13"}}
+    return folder, told | {"plan": plan_to_dict(report.plan), "profile": profile_to_dict(profile)}
+
+
+def card_of(tmp_path: Path, run: tuple[Path, dict[str, Any]], kind: str = "adapter", **told: Any) -> ModelCard:
+    target, base = tmp_path / "out", tmp_path / "base"
+    target.mkdir(exist_ok=True)
+    write_card(target, target, run[0] / "checkpoints" / "step-00000020.h5", run[1] | told, base, kind)
+    return ModelCard.load(target / CARD)
+
+
+def test_a_card_tells_what_was_trained_how_and_where(tmp_path: Path, run: tuple[Path, dict[str, Any]]) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / CARD).write_text(BASE_CARD)
+    card = card_of(tmp_path, run)
+    data: ModelCardData = card.data
+    assert (data.base_model, data.library_name, data.pipeline_tag) == ("org/base", "peft", "text-generation")
+    assert (data.license, data.license_name) == ("other", "llama3.1") and data.tags == ["hetero_mpi"]
+    known = data.to_dict()
+    assert known["base_model_relation"] == "adapter" and "datasets" not in known, "the base's data are not this run's"
+    for words in (
+        "# out", "| base | org/base |", "| licence of the base | other |", "LoRA on NF4 weights", "rank 4", ".../a\\|b.jsonl",
+        "peak learning rate 0.003", "at step 20 (nats per token)", "Held-out loss: ", "Perplexity of the held-out text: ",
+        "Plan: 2 stages, schedule 1F1B", "card 0", "| embedding, blocks 0-2 |", "hetero_mpi 0.1.0, torch 2.13",
+    ):  # fmt: skip
+        assert words in card.text, words
+    assert not any(secret in card.content for secret in ("anna", "/home", str(tmp_path))), "it may be shown to anybody"
+    assert "at step 40" not in card.text, "a checkpoint knows nothing of what came after it"
+
+
+def test_a_merged_model_and_one_from_scratch(tmp_path: Path, run: tuple[Path, dict[str, Any]]) -> None:
+    merged = card_of(tmp_path, run, "merged")
+    assert merged.data.library_name == "transformers" and merged.data.to_dict()["base_model_relation"] == "finetune"
+    assert "| adapter | added to the weights of the base |" in merged.text
+    assert "| licence of the base | not known |" in merged.text and merged.data.license is None
+    scratch = card_of(tmp_path, run, "model", base_model=None)
+    assert scratch.data.base_model is None and "| base | none: trained from scratch |" in scratch.text
+    assert "licence of the base" not in scratch.text
+    local = card_of(tmp_path, run, "model", base_model=str(tmp_path / "base"))
+    assert local.data.base_model is None and "| base | base |" in local.text
+
+
+def test_without_its_run_a_checkpoint_tells_what_it_knows(tmp_path: Path, run: tuple[Path, dict[str, Any]]) -> None:
+    card = card_of(tmp_path, (tmp_path / "moved", run[1]))
+    assert "Plan: 2 stages" in card.text and "Loss: " not in card.text
+
+
+def test_a_card_of_somebody_else_stays(tmp_path: Path, run: tuple[Path, dict[str, Any]]) -> None:
+    first = card_of(tmp_path, run).content
+    assert card_of(tmp_path, run, "merged").content != first, "its own is written anew"
+    (tmp_path / "out" / CARD).write_text("---\nlicense: mit\n---\nmine\n")
+    assert card_of(tmp_path, run).data.license == "mit"
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / CARD).write_text("---\n: [\n---\n")
+    (tmp_path / "out" / CARD).unlink()
+    assert card_of(tmp_path, run).data.license is None, "a card of the base that cannot be read"
