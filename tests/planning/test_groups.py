@@ -79,7 +79,9 @@ def test_members_are_busy_as_long_as_their_leader_and_the_step_is_as_long_in_bot
     assert {event.rank for event in simulated.events if event.action.op is Op.F and event.action.stage == 0} == {0, 1}
     leader, member = ([e for e in simulated.events if e.rank == rank and e.action.op is Op.RECV_B] for rank in (0, 1))
     assert [replace(event, rank=1, bytes=0) for event in leader] == member, "and wait when it does"
-    assert len(member) == 4 and idling(simulated.events, plan)[0] == idling(simulated.events, plan)[1]
+    waits = idling(simulated.events, plan)
+    assert len(member) == 4 and replace(waits[1], group_s=waits[0].group_s) == waits[0]
+    assert waits[1].group_s > waits[0].group_s, "the faster one waits inside, too"
 
 
 @pytest.mark.parametrize(
