@@ -190,6 +190,35 @@ def test_two_machines_of_one_name() -> None:
     assert severities(checks.check_addresses, loopback) == []
 
 
+def test_each_pair_of_hosts_is_told_its_interface() -> None:
+    """A cable of its own between two, and the local network to the third."""
+    addresses = (("eth0", "10.77.0.1", "255.255.255.0"), ("thunderbolt0", "10.99.0.1", "255.255.255.252"))
+    others = place("mac", "10.99.0.2", host="mac"), place("nas", "10.77.0.3", host="nas")
+    (_, text, _), *_ = told(checks.check_interfaces, place(addresses=addresses), *others)
+    assert text == "thunderbolt0 (10.99.0.0/30) to mac, eth0 (10.77.0.0/24) to nas"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "severity"),
+    [
+        ((("lo", "127.0.0.1", "255.0.0.0"), ("eth0", "172.28.115.4", "255.255.240.0")), "FAIL"),
+        ((("lo", "127.0.0.1", "255.0.0.0"), ("eth0", "192.168.1.20", "255.255.255.0")), None),
+        ((("eth0", "192.168.1.20", "255.255.255.0"), ("docker0", "172.17.0.1", "255.255.0.0")), None),
+    ],
+    ids=["translated", "mirrored", "with Docker"],
+)
+def test_a_wsl_whose_address_windows_translates(addresses: Any, severity: str | None) -> None:
+    wsl = place("gaming", system="Linux 5.15.167.4-microsoft-standard-WSL2 x86_64", addresses=addresses)
+    found = told(checks.check_translated, wsl, place("nas", "192.168.1.30", host="nas"))
+    assert [one[0] for one in found] == ([severity] if severity else [])
+    assert all("mirrored" in remedy and "172.28.115.4" in text for _, text, remedy in found)
+    alone = severities(checks.check_translated, replace(wsl, local=True))
+    assert alone == (["note"] if severity else []), "of one machine it fails nothing"
+    assert not told(checks.check_translated, place(addresses=addresses)), (
+        "a Linux that is no WSL may have such an address"
+    )
+
+
 def test_interfaces() -> None:
     far = place("far", "192.168.5.1", addresses=(("en0", "192.168.5.1", "255.255.255.0"),))
     near = place("near", "10.77.0.2", addresses=(("eth0", "10.77.0.2", "255.255.255.0"),))

@@ -26,6 +26,8 @@ LEAST_DISK_BYTES = 5_000_000_000
 """Free space below which a run directory or a cache is likely to be full soon."""
 INSIDE = ("lo", "docker", "virbr", "br-", "podman", "cni")
 """First letters of the names of interfaces that lead to no other machine."""
+_WSL_ADDRESSES = ipaddress.IPv4Network("172.16.0.0/12")
+"""Where WSL 2 takes the address of its machine from that it translates."""
 NO_LIBRARY = "none"
 OTHER_SOURCE = "it runs another commit of hetero_mpi"
 LATE_S = 0.5
@@ -116,6 +118,15 @@ def check_addresses(places: Sequence[Examined]) -> Iterator[Finding]:
     loopback = [place.title for place in places if place.address.startswith("127.")]
     if loopback and any(place.address and not place.local for place in places):
         yield found("loopback", *loopback)
+
+
+def check_translated(places: Sequence[Examined]) -> Iterator[Finding]:
+    """Linux inside of Windows whose addresses Windows translates, as it does unless told otherwise: no other host reaches it."""
+    for place, facts in answered(places):
+        own = [ipaddress.IPv4Address(address) for name, address, _ in facts.addresses if not name.startswith(INSIDE)]
+        if "microsoft" in facts.system.lower() and own and all(address in _WSL_ADDRESSES for address in own):
+            alone = all(other.local for other in places)
+            yield _at(place, "translated alone" if alone else "translated", address=own[0])
 
 
 def check_hosts_differ(places: Sequence[Examined]) -> Iterator[Finding]:
@@ -223,10 +234,17 @@ def check_interfaces(places: Sequence[Examined]) -> Iterator[Finding]:
         held = [address for address in others if any(ipaddress.IPv4Address(address) in item.network for item in local)]
         choice = choose_interface(held, local)
         if choice is not None:
-            names, networks = ", ".join(choice.interfaces), ", ".join(choice.networks)
+            ways = [f"{', '.join(choice.interfaces)} ({', '.join(choice.networks)}) leads to the other hosts"]
+            if len(choice.interfaces) > 1:
+                ways = [
+                    f"{item.interface} ({item.network}) to {other.title}"
+                    for other in places
+                    for item in local
+                    if other.address in held and ipaddress.IPv4Address(other.address) in item.network
+                ]
             rest = [f"{item.interface} ({item.address})" for item in local if item.interface not in choice.interfaces]
             left_out = f"; `launch` keeps MPI away from {', '.join(rest)}" if rest else ""
-            yield _at(place, "interface", interfaces=names, networks=networks, left_out=left_out)
+            yield _at(place, "interface", ways=", ".join(ways), left_out=left_out)
         if routed := [address for address in others if address not in held]:
             yield _at(place, "routed", addresses=", ".join(routed))
 
@@ -371,6 +389,7 @@ def _label(device: dict[str, Any]) -> str:
 CHECKS = (
     check_reach,
     check_addresses,
+    check_translated,
     check_hosts_differ,
     check_packages,
     check_versions,

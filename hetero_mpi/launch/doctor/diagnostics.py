@@ -54,6 +54,10 @@ _FIREWALL = (
 )
 _CANNOT_CONNECT = "{source} cannot open a TCP connection to {destination}: {error}"
 _OTHER_WAY = "; the other way round it works, so a firewall there is likely: a run may fail"
+_MIRRORED = (
+    "in Windows, write `[wsl2]` and `networkingMode=mirrored` into %UserProfile%\\.wslconfig, then `wsl --shutdown`; the firewall "
+    "has to pass the other hosts too (docs/links.md)"
+)
 _CHECK_CABLE = "check the address and the cable: on {source}, `ping` {destination}"
 _REJECTS = "something on {destination} or between answers for its ports: look for a firewall that rejects, or a proxy"
 KINDS: dict[str, tuple[str, Severity, str, str]] = {
@@ -66,6 +70,9 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "no answer": ("hosts", FAILS, "{asked}{complaint}", "{remedy}"),
     "loopback": ("names", FAILS, "a loopback address in the list of hosts: for every other host that is the other host itself",
         "write the address under which the others reach this machine"),
+    "translated": ("names", FAILS, "Windows translates the address of this WSL ({address}): no other host reaches it", _MIRRORED),
+    "translated alone": ("names", NOTE, "Windows translates the address of this WSL ({address}): other hosts would not reach it",
+        _MIRRORED),
     "one name": ("names", FAILS, "two machines are both called {name}: Open MPI takes them for one",
         "give one of them another name: `sudo hostnamectl set-hostname {name}-2`"),
     "packages": ("packages", FINE, "all that a run imports is installed", ""),
@@ -119,7 +126,7 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "idle GPUs": ("devices", NOTE, "{ranks} of {gpus} GPUs ({kind}) have a rank",
         "slots = {gpus} would use all: one rank drives one GPU"),
     "one machine": ("interfaces", FINE, "one machine: messages pass through its memory", ""),
-    "interface": ("interfaces", FINE, "{interfaces} ({networks}) leads to the other hosts{left_out}", ""),
+    "interface": ("interfaces", FINE, "{ways}{left_out}", ""),
     "routed": ("interfaces", NOTE, "{addresses} is in none of its networks: reached through a router, if at all",
         "prefer one network for all hosts; else see that the router passes TCP on all ports both ways"),
     "interface told": ("interfaces", FINE, "MPI keeps to what it was told: {told}", ""),
