@@ -1,6 +1,6 @@
 """What stands in the documents but comes from the program. ``python -m tests.written_docs`` writes all of it anew:
 
-* ``docs/job.md``, ``docs/commands.md``, ``jobs/reference.toml``, ``tests/MODULES.md``: whole files;
+* ``docs/job.md``, ``docs/commands.md``, ``docs/coming-from.md``, ``jobs/reference.toml``, ``tests/MODULES.md``: whole files;
 * the fenced block after ``<!-- grid: 1f1b, 3 stages, 4 micro-batches -->``: the grid of such a schedule;
 * the fenced block after ``<!-- prints -->``: what the last command of the ``sh`` block before it prints;
 * after ``<!-- draws: NAME.png -->``: ``docs/images/NAME.png``, the timeline that the command before it draws.
@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero_mpi.cli import main, parser
+from hetero_mpi.commands.other_tools import TABLE, TOOLS
 from hetero_mpi.commands.reference_pages import commands_page, job_page, reference_text
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -59,9 +60,54 @@ def whole_files() -> dict[Path, str]:
     return {
         ROOT / "docs" / "job.md": job_page(),
         ROOT / "docs" / "commands.md": commands_page(parser()),
+        ROOT / "docs" / "coming-from.md": coming_from_page(),
         ROOT / "jobs" / "reference.toml": reference_text(),
         ROOT / "tests" / "MODULES.md": module_tests.table(),
     }
+
+
+COMING_FROM = """\
+# Coming from axolotl, LLaMA-Factory or TRL
+
+<!-- Written by `python -m tests.written_docs` from hetero_mpi/commands/other_tools.toml. -->
+
+```sh
+python -m hetero_mpi init --from axolotl.yml --gpus 2      # writes job.toml; init --from FILE DIR: DIR/job.toml
+python -m hetero_mpi launch -np 3 -- train job.toml --dry-run
+```
+
+The file is axolotl's or LLaMA-Factory's YAML, the YAML that `trl sft --config` takes, or a text with the command line that trains.
+Nothing of the other tool needs to be installed, and nothing is run or fetched.
+Behind each key of the job stand the keys it comes from.
+Below them stands every other key of the file, with its value and the reason why it is not in the job.
+A key that is in no table here is named as not understood.
+Training that is not here (KTO, PPO, GRPO, reward models) is refused, and nothing is written.
+
+What the other tool does where its file is silent is written too, as its defaults differ from ours.
+`--gpus` tells how many GPUs it ran on: the batch of a step is micro-batch x accumulation x GPUs.
+Paths are those from the working directory, as these tools read them.
+A pair of answers shares a sequence here, so `data.sequence_length` is twice their limit.
+The order of the data, the words around an instruction (here the tokenizer's chat template) and the rounding differ, so losses are alike and not equal.
+"""
+
+
+def coming_from_page() -> str:
+    """The tables of ``init --from``."""
+    parts = {
+        "trainer": "transformers' arguments, of LLaMA-Factory and TRL",
+        **{tool: TABLE[tool]["title"] for tool in TOOLS},
+    }
+    text = COMING_FROM
+    for part in (*TOOLS, "trainer"):
+        text += f"\n## {parts[part][0].upper()}{parts[part][1:]}\n\n| theirs | here |\n| --- | --- |\n"
+        rows: dict[str, list[str]] = {}
+        for theirs, ours in TABLE[part]["keys"].items():
+            meant = TABLE["parts"][ours[1:]] if ours.startswith("=") else f"`{ours}`"
+            rows.setdefault(meant, []).append(f"`{theirs}`")
+        for group in TABLE[part]["left"]:
+            rows.setdefault(f"not in the job: {group['reason']}", []).extend(f"`{key}`" for key in group["keys"])
+        text += "".join(f"| {', '.join(theirs)} | {ours} |\n" for ours, theirs in rows.items())
+    return text
 
 
 def drawn_grid(kind: str, stages: int, micro_batches: int) -> str:

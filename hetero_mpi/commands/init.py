@@ -1,4 +1,6 @@
-"""``init``: a copy of a job that comes with the program, with all that it reads, to start one's own from."""
+"""``init``: a job to start one's own from: a copy of one that comes with the program, with all that it reads, or one made of
+another tool's file.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,18 @@ def _listed() -> list[str]:
     ]
 
 
-def init(name: str | None, directory: Path) -> list[str]:
+def init(name: str | None, directory: Path, source: Path | None = None, gpus: int | None = None) -> list[str]:
     """Copy the files of a job into ``directory``/jobs, where their paths lead to each other and to ``directory``/runs. A file
-    that is there already stays as it is. Returns the lines to print. Without a name: what there is.
+    that is there already stays as it is. Returns the lines to print. Without a name: what there is. With a ``source``, a file of another
+    tool that ran on so many ``gpus``, ``name`` is the directory or the job file to write.
 
     Raises UserError: no job has this name, one of it is there already, or the directory cannot be written.
     """
+    if source is not None:
+        from hetero_mpi.commands.other_tools import job_from
+
+        wanted = Path(name or ".")
+        return job_from(source, wanted if wanted.suffix == ".toml" else wanted / "job.toml", gpus)
     if name is None:
         return _listed()
     own, others = _files(name)

@@ -72,6 +72,9 @@ def parser() -> argparse.ArgumentParser:
     add("name", nargs="?", metavar="NAME", help="of a job that comes with the program, such as quickstart")
     where = "the job goes into DIR/jobs (default: here)"
     add("directory", nargs="?", type=Path, default=Path(), metavar="DIR", help=where)
+    tools = "a job made of this file of axolotl, LLaMA-Factory or TRL (docs/coming-from.md): init --from FILE [DIR or JOB.toml]"
+    add("--from", dest="source", type=Path, metavar="FILE", help=tools)
+    add("--gpus", type=int, metavar="N", help="with --from: how many the other tool ran on, for the size of the batch")
 
     _add_train(commands)
     _add_generate(commands)

@@ -1,0 +1,84 @@
+"""Files of other tools as they stand: YAML, or a text with the command line that trains."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetero_mpi.disk import require_regular
+from hetero_mpi.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if isinstance(key, str) and keys.count(key) > 1]:
+            raise yaml.YAMLError(f"{twice[0]} stands twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_keys(file: Path) -> dict[str, Any]:
+    """Keys -> values. A command line adds ``trainer``, where it names one, and what its launcher is told.
+
+    Raises UserError: the file cannot be read, or is neither YAML with keys nor one command line.
+    """
+    require_regular(file)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        if re.search(r"^(?!\s*#).*\s--\w", text, re.MULTILINE):
+            return _command_line(file, text)
+        values = yaml.load(text, _Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: must be YAML, or a command line: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: must be YAML with keys, or a command line with --options")
+    return {str(key): value for key, value in values.items()}
+
+
+def _command_line(file: Path, text: str) -> dict[str, Any]:
+    text = re.sub(r"\\\s*\n|\n(?=\s*--)", " ", text)  # some examples of TRL's lack a backslash
+    lines = [line for line in text.splitlines() if " --" in line and not line.lstrip().startswith("#")]
+    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"']+)", text, re.MULTILINE))
+    words = shlex.split(string.Template(lines[0] if len(lines) == 1 else "").safe_substitute(variables), comments=True)
+    programs = [
+        at for at, word in enumerate(words) if word == "train" or Path(word).suffix == ".py" or words[at - 1] == "trl"
+    ]
+    unset = [f"; {word} has none" for word in words if "$" in word]
+    if len(programs) != 1 or unset:
+        wanted = "one command that names its trainer, such as `trl sft --model_name_or_path ...`, with its values"
+        raise UserError(f"{file}: must be {wanted}{''.join(unset[:1])}")
+    (at,) = programs
+    values = _options(words[:at]) | _options(words[at + 1 :])
+    if (config := values.pop("config", None)) is not None:
+        values = read_keys(Path(str(config))) | values
+    name = Path(words[at]).stem
+    return values if name == "train" else {"trainer": name, **values}
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """``--key``, ``--key value ...``, ``--key=value`` and ``--no_key``."""
+    found: dict[str, list[str]] = {}
+    key = ""
+    for word in words:
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            key = key.replace("-", "_")
+            found[key] = [value] if equals else []
+        elif key:
+            found[key].append(word)
+    values = {
+        key: [yaml.safe_load(word) if re.fullmatch(r"[\w.+-]+", word) else word for word in given]
+        for key, given in found.items()
+    }
+    return {
+        key.removeprefix("no_"): not key.startswith("no_") if not given else given[0] if len(given) == 1 else given
+        for key, given in values.items()
+    }

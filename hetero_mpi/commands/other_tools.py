@@ -1,0 +1,353 @@
+"""A job made of another tool's file: axolotl's or LLaMA-Factory's YAML, TRL's YAML or command line.
+
+``other_tools.toml`` holds their keys, what is meant where their files are silent, and why some keys have no counterpart. Here is
+what needs several keys at once. Every key of the file gets into the job, or into a comment below it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+import re
+import shlex
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi import toml
+from hetero_mpi.commands.other_files import read_keys
+from hetero_mpi.disk import writing
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import job_of_tables
+from hetero_mpi.job.rules import as_toml
+from hetero_mpi.job.schema import TABLES
+from hetero_mpi.terminal import printable
+
+TABLE = toml.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TOOLS = ("axolotl", "llamafactory", "trl")
+TRACKERS = ("tensorboard", "trackio", "wandb")
+PATHS = ("model.path", "tokenizer.path", "adapter.path")
+NOT_UNDERSTOOD = "not understood"
+_FILE = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
+
+
+def keys_of(tool: str) -> tuple[dict[str, str], list[tuple[str, str]], dict[str, Any]]:
+    """A tool's keys -> ours; patterns of keys that are left, each with its reason; its defaults. transformers' are among them."""
+    parts = [TABLE[tool], *([TABLE["trainer"]] if tool != "axolotl" else [])]
+    keys, defaults = ({key: value for part in parts for key, value in part[of].items()} for of in ("keys", "defaults"))
+    return keys, _patterns(*parts), defaults
+
+
+def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
+    """Write the job that ``file`` asks for to ``target``. ``gpus``: how many the tool ran on. Returns the lines to print.
+
+    Raises UserError: the file is none of theirs, or asks for training that is not here; or ``target`` is there already.
+    """
+    if target.exists():
+        raise UserError(f"{target}: there already, and init overwrites nothing; name another directory or FILE.toml")
+    draft = _Draft(file, read_keys(file), target.absolute().parent, gpus)
+    text = draft.text()
+    job_of_tables(toml.loads(text), target.stem, target.absolute().parent)
+    with writing(target, "name another directory or FILE.toml"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    unknown = draft.left.get(NOT_UNDERSTOOD, [])
+    return [
+        f"{target}: {len(draft.values)} keys, made of a file of {draft.title}; "
+        f"{sum(map(len, draft.left.values()))} of its keys are named below them, with the reasons why they are not in the job",
+        *([f"{NOT_UNDERSTOOD}: {', '.join(unknown)}"] if unknown else []),
+        "Then:",
+        f"  hetero-mpi launch -np 3 -- train {shlex.quote(str(target))} --dry-run",
+    ]
+
+
+class _Draft:
+    """The keys of a job, and those of a file of another tool that are not in it."""
+
+    def __init__(self, file: Path, given: Mapping[str, Any], directory: Path, gpus: int | None) -> None:
+        self.file, self.directory = file, directory
+        if not given.keys() & {"base_model", "model_name_or_path"}:
+            tools = "axolotl (base_model), LLaMA-Factory and TRL (model_name_or_path)"
+            raise UserError(f"{file}: names no model: init reads files of {tools}")
+        self.tool = max(TOOLS, key=lambda tool: len(given.keys() & keys_of(tool)[0].keys()))
+        self.title = str(TABLE[self.tool]["title"])
+        self.values: dict[str, tuple[Any, str]] = {}
+        """Our key -> its value, and the keys of theirs that it comes from."""
+        self.left: dict[str, list[str]] = {}
+        """Reason -> their keys, with their values."""
+        self._parts: dict[str, tuple[str, Any]] = {}
+        """Part of ``other_tools.toml`` -> their key, and its value."""
+        self._used: set[str] = set()
+        self._keys, self._reasons, defaults = keys_of(self.tool)
+        for key, value in given.items():
+            self._take(key, value)
+        if gpus is not None or "gpus" not in self._parts:
+            self._parts["gpus"] = f"{gpus or 1} GPU (init --gpus)", gpus or 1
+        self.pairs = self._preference(given)
+        for key, value in (defaults | TABLE[self.tool]["pairs"] if self.pairs else defaults).items():
+            if not {self._keys[key], self._keys[key].lstrip("=")} & (self.values.keys() | self._parts.keys()):
+                self._take(key, value, " by default")
+        for step in (self._adapter, self._data, self._training, self._evaluation, self._output):
+            step()
+        for part in self._parts.keys() - self._used:
+            self._leave(*self._parts[part], TABLE["parts"][part].replace("`", ""))
+
+    def text(self) -> str:
+        """The job file."""
+        lines = [
+            f"# Made by `init --from` of {printable(self.file.name)}, a file of {self.title}; its keys stand behind ours."
+        ]
+        for table in TABLES:
+            keys = {key.partition(".")[2]: found for key, found in self.values.items() if key.startswith(f"{table}.")}
+            lines += ["", f"[{table}]"] if keys else []
+            for key, (value, source) in keys.items():
+                lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}" + (f"  # {source}" if source else ""))
+        lines += ["", "# Not in the job, and why:"]
+        for reason, names in sorted(self.left.items()):
+            lines += textwrap.wrap(f"# * {reason}: {', '.join(sorted(names))}", 120, subsequent_indent="#   ")
+        return "\n".join(lines) + "\n"
+
+    def _take(self, key: str, value: Any, by: str = "") -> None:
+        ours = self._keys.get(key)
+        words = TABLE["values"].get(ours)
+        if value is None or value in ("", [], {}):
+            self.left.setdefault("empty there", []).append(printable(key))
+        elif ours is None:
+            self._leave(key, value, _reason(key, self._reasons))
+        elif ours.startswith("="):
+            first = self._parts.get(ours[1:], (key, None))
+            kept, other = (first, (key, value)) if first[1] else ((key + by, value), first)
+            self._parts[ours[1:]] = kept
+            if kept[0] != other[0] and other[1] is not None:
+                self._leave(*other, f"{kept[0]} says it")
+        elif words is None:
+            self.values[ours] = self._path(str(value)) if ours in PATHS else _number(value), key + by
+        elif str(value).lower() in words:
+            self.values[ours] = words[str(value).lower()], key + by
+        else:
+            self._leave(key, value, f"no {ours} of that name here, so it keeps its default")
+
+    def _leave(self, key: str, value: Any, reason: str) -> None:
+        if not key.endswith(" by default"):
+            self.left.setdefault(reason, []).append(f"{printable(' '.join(key.split()))} = {as_toml(value)}")
+
+    def _of(self, part: str, otherwise: Any = None) -> Any:
+        """The value of a part, a number where it is one."""
+        return _number(self._parts[part][1]) if part in self._parts else otherwise
+
+    def _count(self, part: str, otherwise: float = 0) -> float:
+        value = self._of(part, otherwise)
+        if isinstance(value, (int, float)) and 0 <= value < math.inf:
+            return value
+        raise UserError(f"{self.file}: {self._parts[part][0]} = {as_toml(value)}: must be a number, not below 0")
+
+    def _word(self, part: str) -> str:
+        """Our word for the value of a part; "" where it is not given. Raises UserError: there is none."""
+        words, value = TABLE["values"][f"={part}"], str(self._of(part, "")).lower()
+        if value and value not in words:
+            known = ", ".join(words)
+            raise UserError(
+                f"{self.file}: {self._parts[part][0]} = {value}: not here, so no job was written; there is {known}"
+            )
+        return words.get(value, "")
+
+    def _put(self, ours: str, value: Any, *parts: str) -> None:
+        self._used.update(parts)
+        self.values[ours] = value, ", ".join(self._parts[part][0] for part in parts if part in self._parts)
+
+    def _put_steps(self, ours: str, part: str, *asked_by: str) -> None:
+        """Steps, or a share of all where these are known."""
+        value = self._count(part)
+        if value >= 1 or (value and "train.steps" in self.values):
+            self._put(
+                ours, int(value) if value >= 1 else math.ceil(value * self.values["train.steps"][0]), part, *asked_by
+            )
+
+    def _preference(self, given: Mapping[str, Any]) -> bool:
+        """True: pairs of answers are learnt."""
+        asked = sorted(given.keys() & {"beta", "precompute_ref_log_probs", "max_prompt_length"})
+        if self.tool == "trl" and asked and "objective" not in self._parts:  # its YAML does not name the trainer
+            self._parts["objective"] = (
+                f"dpo because of {asked[0]}: for another `trl NAME --config FILE` in a text file",
+                "dpo",
+            )
+        kind = self._word("objective")
+        if kind == "dpo":
+            kind = self._word("loss") or kind
+        pairs = kind in ("dpo", "orpo")
+        if kind:
+            self._put("train.preference", kind, "objective", *(["loss"] if pairs else []))
+        if pairs and "beta" in self._parts:
+            self._put("train.preference_beta", self._of("beta"), "beta")
+        return pairs
+
+    def _adapter(self) -> None:
+        is_lora = self._word("adapter") == "lora"
+        in_four_bits = is_lora and (self._of("adapter") == "qlora" or self._of("four_bits") in (True, 4))
+        absent = ("adapter.", "model.double") if not is_lora else ("model.double",) if not in_four_bits else ()
+        for ours in [ours for ours in self.values if ours.startswith(absent)]:
+            value, key = self.values.pop(ours)
+            self._leave(key, value, "applies to adapters, or to 4 bits, which are not asked for")
+        if not is_lora:
+            return
+        self._put("adapter.method", "lora", "adapter")
+        if in_four_bits:
+            self._put("model.quantization", "nf4", "adapter", "four_bits")
+        if self.tool == "llamafactory" and "adapter.alpha" not in self.values:
+            self.values["adapter.alpha"] = 2 * self.values["adapter.rank"][0], "twice lora_rank by default"
+        names = self._of("targets")
+        names = re.split(r"[,\s]+", names) if isinstance(names, str) else names
+        if self._of("linear") or names in (["all"], ["all-linear"]):
+            self._put("adapter.targets", "all-linear", "targets", "linear")
+        elif isinstance(names, list) and all(re.fullmatch(r"\w[\w.]*", str(name)) for name in names):
+            self._put("adapter.targets", names, "targets")
+        elif names is None:
+            self._leave("targets", "not named", "the tool takes what peft has for the family; here it is all-linear")
+
+    def _data(self) -> None:
+        sets = self._sets("texts") or self._sets("datasets")
+        names, kinds = [name for name, _ in sets], {kind for _, kind in sets}
+        texts = "texts" in self._parts or self._of("objective") == "pt" or kinds <= {"completion", "pretrain"}
+        if not sets:
+            raise UserError(f"{self.file}: names no data set, so no job was written")
+        if texts:
+            self._leave(
+                "data sets", names, "text is learnt from files: write the texts into some, and name these in data.text"
+            )
+            stems = [re.sub(r"^hf:|:.*|(?<=\w)\.\w+$", "", name) for name in names]
+            self._put("data.text", [f"{stem}/*.txt" for stem in stems], "texts", "datasets", "folder")
+        else:
+            self._put("data.records", names, "datasets", "folder", "config_name", "split")
+        if "weights" in self._parts:
+            shares = str(self._of("weights")).strip("[]").split(",")
+            self._put("data.weights", [_number(share) for share in shares], "weights")
+        self._put("data.sequence_length", int(self._count("length")) * (2 if self.pairs else 1), "length")
+        packing = not self.pairs and bool(self._of("neat") or self._of("packing", texts))
+        self._put("data.packing", packing, *([] if self.pairs else ["neat", "packing"]))
+        if not packing:
+            self._put("data.pad", "full" if self._of("pad") else "longest", "pad")
+        elif self.tool == "llamafactory" and not (texts or self._of("neat")):
+            self._put("data.isolate", False, "packing")
+        if not (texts or self.pairs):
+            prompts = self._of("everything") is True
+            self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
+            if self.tool == "trl" and self._of("answers") is not True:
+                reason = "TRL learns the questions of chats too, here only answers are learnt: see data.train_on_prompt"
+                self._leave("assistant_only_loss", "not true", reason)
+
+    def _sets(self, part: str, split: str = "train") -> list[tuple[str, Any]]:
+        """Data sets: how ``data.records`` names them, and the type that the tool gives them."""
+        key, value = self._parts.get(part, ("", []))
+        if self.tool == "llamafactory" and value:
+            names = re.split(r"\s*,\s*", value) if isinstance(value, str) else value
+            value = [self._listed(str(name)) for name in names]
+        elif isinstance(value, str):
+            which = self._of("split" if split == "train" else "test_split")
+            value = [{"path": value, "name": self._of("config_name"), "split": which}]
+        elif isinstance(value, Mapping):  # of the alignment handbook: a mixture
+            value = value.get("datasets")
+        if not isinstance(value, list) or not all(
+            isinstance(entry, Mapping) and (entry.get("path") or entry.get("id")) for entry in value
+        ):
+            raise UserError(f"{self.file}: {key} = {as_toml(value)}: must be a list of data sets, each with a path")
+        return [(self._records(f"{key}[{at}]", entry, split), entry.get("type")) for at, entry in enumerate(value)]
+
+    def _records(self, where: str, entry: Mapping[str, Any], otherwise: str) -> str:
+        path, name = str(entry.get("path") or entry["id"]), entry.get("name") or entry.get("config")
+        files = entry.get("data_files")
+        split = str(entry.get("split") or otherwise)
+        whole = re.split(r"[\[+]", split)[0]
+        is_file = _FILE.match(path) is not None or Path(path).exists()
+        if files and (is_file or path in ("json", "csv", "parquet", "text")):
+            path, files, is_file = (files, None, True) if isinstance(files, str) else (str(files[0]), files[1:], True)
+        for key, value in {**entry, "data_files": files, "split": split if split != whole else None}.items():
+            if key not in ("path", "id", "name", "config") and value:
+                self._leave(f"{where}.{key}", value, _reason(key, _patterns(TABLE["entries"])))
+        if is_file:
+            return self._path(path) + ("/*" if Path(path).is_dir() else "")
+        return f"hf:{path}" + (f"/{name}" if name else "") + (f":{whole}" if whole != "train" else "")
+
+    def _listed(self, name: str) -> dict[str, Any]:
+        """A data set of LLaMA-Factory, by its entry in ``dataset_info.json``."""
+        folder = str(self._of("folder", "data"))
+        listed = Path(folder) / "dataset_info.json"
+        entry = json.loads(listed.read_text(encoding="utf-8")).get(name) if listed.exists() else None
+        if not isinstance(entry, dict):
+            self._leave("dataset", name, f"{folder}/dataset_info.json does not have it: correct data.records")
+            entry = {"file_name": f"{name}.json"}
+        path = entry.get("hf_hub_url") or f"./{folder}/{entry.get('file_name', name)}"
+        rest = {key: value for key, value in entry.items() if key not in ("hf_hub_url", "file_name", "subset")}
+        return {"path": path, "name": entry.get("subset"), **rest}
+
+    def _path(self, text: str) -> str:
+        """A path of theirs, which begins at the working directory, as it is seen from the job; a name of the hub as it is."""
+        found = Path(text)
+        is_path = (_FILE.match(text) or found.exists()) and not text.startswith("~")
+        return os.path.relpath(found.absolute(), self.directory) if is_path else text
+
+    def _training(self) -> None:
+        if "batch" in self._parts:
+            self._put("train.global_batch", int(self._count("batch")), "batch", "micro", "accumulation", "gpus")
+        else:
+            parts = ("micro", "accumulation", "gpus", "nodes")
+            self._put("train.global_batch", int(math.prod(self._count(part, 1) for part in parts)), *parts)
+        if isinstance(steps := self._of("steps"), int) and steps > 0:
+            self._put("train.steps", steps, "steps")
+        elif "epochs" in self._parts:
+            self._put("train.epochs", self._of("epochs"), "epochs")
+        if self._of("schedule") != "constant":  # that one has no warm-up there
+            for part in ("ratio", "warmup"):
+                self._put_steps("train.warmup_steps", part)
+        if schedule := TABLE["values"]["=schedule"].get(self._of("schedule")):
+            self._put("train.schedule", schedule, "schedule")
+        if "clip" in self._parts:
+            self._put("train.clip_norm", self._count("clip") or "", "clip")
+        dtype = "fp16" if self._of("fp16") is True else {True: "bf16", "auto": "auto"}.get(self._of("bf16"), "fp32")
+        self._put("train.dtype", dtype, "fp16", "bf16")
+
+    def _evaluation(self) -> None:
+        when, share = self._word("evaluation"), self._count("held_out")
+        sets = self._sets("test_sets", "test")
+        if self.tool == "trl" and when in ("steps", "epoch"):
+            sets = self._sets("datasets", "test")
+        if sets:
+            self._put("data.evaluation", [name for name, _ in sets], "test_sets", "test_split")
+        elif share < 1:
+            self._put("data.held_out", share, "held_out")
+        if (sets or 0 < share < 1) and when in ("", "steps"):
+            self._put_steps("train.evaluate_every", "every", "evaluation")
+        if "train.evaluate_every" in self.values:
+            self._put_steps("train.patience", "patience")
+
+    def _output(self) -> None:
+        if self._word("saving") in ("", "steps"):
+            self._put_steps("checkpoint.every", "save_every", "saving")
+        run_dir = os.path.normpath(str(self._of("run_dir", ".")))
+        if re.fullmatch(r"[^./~{}][^{}]*", run_dir):
+            self._put("output.run_dir", run_dir, "run_dir")
+        named = self._of("report_to", [])
+        wanted = set(named if isinstance(named, list) else [named]) | {name for name in TRACKERS if self._of(name)}
+        if known := [name for name in TRACKERS if name in wanted]:
+            self._put("report.trackers", known, *known, *(["report_to"] if wanted == set(known) else []))
+
+
+def _patterns(*parts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(key, group["reason"]) for part in parts for group in part["left"] for key in group["keys"]]
+
+
+def _reason(key: str, patterns: list[tuple[str, str]]) -> str:
+    """Why a key is left: by the first pattern that fits."""
+    return next((reason for pattern, reason in patterns if fnmatch.fnmatchcase(key, pattern)), NOT_UNDERSTOOD)
+
+
+def _number(value: Any) -> Any:
+    """A number that YAML takes for a text, such as 2e-5, as one."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

@@ -1,0 +1,14 @@
+trl dpo \
+    --dataset_name example/pairs \
+    --dataset_streaming \
+    --model_name_or_path example/Instruct-0.5B \
+    --learning_rate 5.0e-7 \
+    --num_train_epochs 1 \
+    --per_device_train_batch_size 2 \
+    --gradient_accumulation_steps 8 \
+    --logging_steps 25 \
+    --eval_strategy steps \
+    --eval_steps 50 \
+    --output_dir Instruct-0.5B-DPO \
+    --no_remove_unused_columns
+    --report_to wandb

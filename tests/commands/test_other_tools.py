@@ -1,0 +1,266 @@
+"""``init --from``: files of axolotl, LLaMA-Factory and TRL, shaped as those projects' examples, become jobs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_mpi.cli import main
+from hetero_mpi.commands.other_files import read_keys
+from hetero_mpi.commands.other_tools import NOT_UNDERSTOOD, TABLE, TOOLS, keys_of
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import LoadedJob, load_job
+from hetero_mpi.job.schema import TABLES
+
+FILES = Path(__file__).with_name("other_tools")
+EXPECTED: dict[str, dict[str, Any]] = {
+    "axolotl-alpaca-qlora.yml": {
+        "model.path": "example/Base-8B", "model.quantization": "nf4", "adapter.method": "lora", "adapter.rank": 24,
+        "adapter.alpha": 12, "adapter.dropout": 0.1, "adapter.targets": "all-linear", "data.records": ["hf:example/instructions"],
+        "data.packing": True, "data.sequence_length": 2048, "data.held_out": 0, "train.global_batch": 12, "train.epochs": 2,
+        "train.learning_rate": 0.00015, "train.warmup_steps": 12, "train.optimizer": "adamw", "train.weight_decay": 0,
+        "train.beta2": 0.999, "train.dtype": "auto", "output.run_dir": "outputs/first",
+    },
+    "axolotl-dpo-8bit.yml": {
+        "train.preference": "dpo", "train.preference_beta": 0.2, "data.sequence_length": 2048, "data.packing": False,
+        "train.optimizer": "adamw_8bit", "model.quantization": "none", "data.pad": "full",
+    },
+    "axolotl-full-fsdp.yml": {
+        "adapter.method": "none", "data.records": ["hf:example/fine-chats"], "train.learning_rate": 2e-5, "train.dtype": "bf16",
+        "train.weight_decay": 0.1,
+    },
+    "axolotl-kernels.yml": {
+        "adapter.targets": ["gate_proj", "down_proj", "q_proj"], "train.steps": 300, "train.warmup_steps": 30, "train.epochs": None,
+        "train.evaluate_every": 50, "checkpoint.every": 150, "checkpoint.keep": 2, "train.patience": 3, "train.schedule": "linear",
+        "report.trackers": ["wandb"],
+    },
+    "axolotl-pretrain.yml": {"data.text": ["example/web-text/en/*.txt"], "data.records": None, "train.steps": 200},
+    "axolotl-moe-pattern.yml": {"adapter.targets": "all-linear", "train.warmup_steps": 0},
+    "axolotl-fp8.yml": {"data.held_out": 0, "train.global_batch": 16},
+    "axolotl-local-files.yml": {
+        "model.path": "models/own", "tokenizer.path": "models/own-tokenizer", "adapter.path": "outputs/before",
+        "data.records": ["data/chats.jsonl", "data/more.jsonl"], "data.evaluation": ["data/held.jsonl"], "adapter.dora": True,
+        "adapter.rslora": True, "train.schedule": "constant", "train.warmup_steps": 0, "train.clip_norm": 0.3,
+        "train.dtype": "fp16",
+        "train.seed": 7, "data.train_on_prompt": True, "data.pad": "longest", "train.evaluate_every": 20,
+    },
+    "axolotl-completion.yml": {"data.text": ["example/books/*.txt"], "data.held_out": 0.02, "train.optimizer": "adamw"},
+    "axolotl-orpo.yml": {
+        "train.preference": "orpo", "train.preference_beta": 0.1, "train.warmup_steps": 15, "report.trackers": ["tensorboard"],
+    },
+    "llamafactory-lora.yaml": {
+        "adapter.rank": 12, "adapter.alpha": 24, "data.records": ["data/who_am_i.json"], "train.global_batch": 8, "train.epochs": 3,
+        "checkpoint.every": 400, "data.packing": False, "data.pad": "longest", "data.held_out": 0, "train.dtype": "bf16",
+        "train.schedule": "cosine", "train.optimizer": "adamw", "train.weight_decay": 0,
+    },
+    "llamafactory-dpo.yaml": {
+        "train.preference": "dpo", "train.preference_beta": 0.3, "data.sequence_length": 3000, "train.evaluate_every": 250,
+        "data.held_out": 0.1,
+    },
+    "llamafactory-orpo.yaml": {
+        "train.preference": "orpo", "data.weights": [0.7, 0.3], "adapter.targets": ["q_proj", "v_proj"], "adapter.rank": 8,
+        "train.schedule": "linear",
+    },
+    "llamafactory-full-ds3.yaml": {
+        "adapter.method": "none", "train.clip_norm": 0.001, "report.trackers": ["wandb"], "train.weight_decay": 0.01,
+    },
+    "llamafactory-pretrain.yaml": {"data.text": ["data/web_demo/*.txt"], "data.packing": True, "train.warmup_steps": 100},
+    "llamafactory-qlora.yaml": {
+        "model.quantization": "nf4", "model.double_quantization": False, "adapter.alpha": 40, "adapter.rslora": True,
+        "data.packing": True, "data.isolate": "auto", "train.dtype": "fp16", "train.evaluate_every": 0,
+    },
+    "llamafactory-galore.yaml": {"train.dtype": "bf16", "train.evaluate_every": 500, "train.warmup_steps": 0},
+    "llamafactory-ray.yaml": {"train.global_batch": 32, "train.schedule": "cosine"},
+    "llamafactory-eval-set.yaml": {
+        "data.records": ["data/known.json"], "data.evaluation": ["data/held.json"], "data.isolate": False,
+        "data.train_on_prompt": True, "adapter.path": "saves/before", "checkpoint.every": 0,
+        "report.trackers": ["tensorboard", "wandb"],
+    },
+    "llamafactory-command.sh": {"train.global_batch": 32, "model.path": "example/Instruct-8B", "train.learning_rate": 1e-4},
+    "trl-smallest.yaml": {
+        "train.global_batch": 8, "train.epochs": 3, "data.sequence_length": 1024, "train.dtype": "bf16", "data.held_out": 0,
+        "train.learning_rate": 1e-4, "checkpoint.every": 500,
+    },
+    "trl-sft.sh": {
+        "train.global_batch": 16, "data.packing": True, "data.evaluation": ["hf:example/chats:test"], "train.evaluate_every": 100,
+        "train.schedule": "linear",
+    },
+    "trl-sft-lora.sh": {
+        "train.global_batch": 64, "data.records": ["hf:example/chats/german"], "adapter.targets": ["q_proj", "v_proj"],
+        "adapter.rank": 32, "adapter.dropout": 0.05,
+    },
+    "trl-dpo.sh": {
+        "train.preference": "dpo", "train.learning_rate": 5e-7, "data.sequence_length": 2048, "report.trackers": ["wandb"],
+    },
+    "trl-orpo.sh": {
+        "train.preference": "orpo", "train.preference_beta": 0.25, "train.warmup_steps": 50, "train.learning_rate": 1e-6,
+        "data.sequence_length": 3072, "report.trackers": ["tensorboard", "trackio"], "adapter.targets": "all-linear",
+    },
+    "trl-handbook-qlora.yaml": {
+        "data.records": ["hf:example/large-chats/default:train_sft"], "model.quantization": "nf4",
+        "model.double_quantization": False, "checkpoint.keep": 1,
+    },
+    "trl-handbook-dpo.yaml": {"train.preference": "dpo", "train.preference_beta": 0.01, "data.held_out": 0},
+    "trl-datasets.yaml": {
+        "data.records": ["hf:example/chats", "hf:example/code/python"], "train.schedule": "cosine", "train.warmup_steps": 0,
+        "checkpoint.every": 0,
+    },
+    "trl-local.yaml": {
+        "data.records": ["data/pairs.jsonl"], "model.double_quantization": True, "adapter.dora": True, "train.warmup_steps": 30,
+        "train.schedule": "constant", "train.dtype": "fp16",
+    },
+    "trl-unknown.yaml": {"train.evaluate_every": 500},
+}  # fmt: skip
+"""File -> keys of its job."""
+UNKNOWN = {"trl-unknown.yaml": ["train_split", "max_train_samples", "mtp_enabled", "mtp_num_predictions"]}
+"""File -> those of its keys that nobody knows."""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def made(file: Path, *options: str) -> LoadedJob:
+    assert main(["init", "--from", str(file), *options]) == 0
+    return load_job("job.toml")
+
+
+def of(job: LoadedJob, dotted: str) -> Any:
+    table, _, key = dotted.partition(".")
+    return getattr(getattr(job.job, table), key)
+
+
+def left_keys(text: str) -> str:
+    return text.partition("# Not in the job, and why:\n")[2]
+
+
+def test_there_are_ten_files_of_each() -> None:
+    names = [path.name for path in FILES.iterdir()]
+    assert sorted(names) == sorted(EXPECTED)
+    assert all(sum(name.startswith(tool) for name in names) == 10 for tool in TOOLS)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_file_becomes_a_job(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job = made(FILES / name)
+    assert {dotted: of(job, dotted) for dotted in EXPECTED[name]} == EXPECTED[name]
+    text = Path("job.toml").read_text()
+    sources = " ".join(re.findall(r"  # (.*)", text))
+    for key in read_keys(FILES / name):
+        assert re.search(rf"\b{re.escape(key)}\b", sources + left_keys(text)), f"{key} has got lost"
+    (unknown,) = re.findall(rf"^{NOT_UNDERSTOOD}: (.*)", capsys.readouterr().out, re.MULTILINE) or [""]
+    assert re.findall(r"(\w+) = ", unknown) == UNKNOWN.get(name, [])
+
+
+def test_what_is_left_has_its_value_and_its_reason() -> None:
+    made(FILES / "axolotl-full-fsdp.yml")
+    text = " ".join(line.strip("# ") for line in left_keys(Path("job.toml").read_text()).splitlines())
+    for part in (
+        'all of it is taken: datasets[0].split = "train[:20%]"',
+        'how kernels compute; here attention and dtype are chosen by device and job: attention = "flash"',
+        "evals_per_epoch = 2",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("base_model: a/b\nrl: kto\ndatasets: [{path: a/c}]\n", "rl = kto: not here"),
+        ("model_name_or_path: a/b\nstage: ppo\ndataset: x\n", "stage = ppo"),
+        ("model_name_or_path: a/b\nstage: dpo\npref_loss: simpo\ndataset: x\n", "pref_loss = simpo"),
+        ("model_name_or_path: a/b\nstage: sft\nfinetuning_type: freeze\ndataset: x\n", "finetuning_type = freeze"),
+        ("trl grpo --model_name_or_path a/b --dataset_name a/c", "trainer = grpo"),
+        ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type ipo", "loss_type = ipo"),
+        ("python train_mine.py --model_name_or_path a/b --dataset_name a/c", "trainer = train_mine"),
+        ("trl sft --model_name_or_path $MODEL --dataset_name a/c", "$MODEL has none"),
+        ("base_model: a/b\nlearning_rate: 1e-4\nlearning_rate: 2e-4\n", "learning_rate stands twice"),
+        ("base_model: a/b\nlearning_rate: -1\ndatasets: [{path: a/c}]\n", "[train] learning_rate = -1"),
+        ("base_model: a/b\nmicro_batch_size: auto\ndatasets: [{path: a/c}]\n", "micro_batch_size = "),
+        ("base_model: a/b\ndatasets: a/c: d\n", "must be YAML"),
+        ("base_model: a/b\n", "names no data set"),
+        ("steps: 3\n", "names no model"),
+        ("- 1\n", "must be YAML with keys"),
+    ],
+)  # fmt: skip
+def test_what_is_not_here_is_refused_and_writes_nothing(
+    text: str, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("theirs").write_text(text)
+    assert main(["init", "--from", "theirs"]) == 2
+    assert part in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["theirs"]
+
+
+def test_gpus_and_the_place(capsys: pytest.CaptureFixture[str]) -> None:
+    file = FILES / "axolotl-local-files.yml"
+    assert made(file, "--gpus", "3").job.train.global_batch == 24
+    assert main(["init", "--from", str(file)]) == 2 and "overwrites nothing" in capsys.readouterr().err
+    assert main(["init", "--from", str(file), "below/mine.toml"]) == 0
+    assert load_job("below/mine.toml").job.data.records == ["../data/chats.jsonl", "../data/more.jsonl"], (
+        "as seen from there"
+    )
+    assert main(["init", "--from", str(file), "other"]) == 0 and Path("other/job.toml").exists()
+
+
+def test_a_command_line_reads_its_config() -> None:
+    Path("more.yaml").write_text("model_name_or_path: a/b\ndataset_name: a/c\nlearning_rate: 1e-3\n")
+    Path("run.sh").write_text("trl orpo --config more.yaml --learning_rate 2e-6 --beta 0.5\n")
+    job = made(Path("run.sh")).job
+    assert (job.train.preference, job.train.learning_rate, job.train.preference_beta) == ("orpo", 2e-6, 0.5)
+
+
+def test_data_sets_that_llama_factory_lists() -> None:
+    Path("data").mkdir()
+    listed = {
+        "who_am_i": {"file_name": "me.json", "columns": {"prompt": "q"}},
+        "more": {"hf_hub_url": "a/c", "subset": "en"},
+    }
+    Path("data/dataset_info.json").write_text(json.dumps(listed))
+    job = made(FILES / "llamafactory-qlora.yaml").job
+    assert job.data.records == ["data/me.json", "hf:a/c/en"]
+    assert "columns" in left_keys(Path("job.toml").read_text())
+
+
+def test_the_table_leads_to_keys_that_there_are() -> None:
+    for tool in TOOLS:
+        keys, patterns, defaults = keys_of(tool)
+        for ours in keys.values():
+            table, _, key = ours.partition(".")
+            assert (
+                ours.removeprefix("=") in TABLE["parts"] if ours.startswith("=") else key in TABLES[table].model_fields
+            ), ours
+        assert defaults.keys() <= keys.keys() and len(dict(patterns)) == len(patterns), tool
+
+
+@pytest.mark.slow
+def test_every_argument_of_trl_is_known() -> None:
+    trl = pytest.importorskip("trl", reason="needs the extra trl")
+    keys, patterns, _ = keys_of("trl")
+    known = re.compile("|".join([*map(re.escape, keys), *(pattern.replace("*", ".*") for pattern, _ in patterns)]))
+    for kind in (trl.SFTConfig, trl.DPOConfig, trl.ModelConfig, trl.ScriptArguments, trl.DatasetMixtureConfig):
+        unknown = [field.name for field in dataclasses.fields(kind) if not known.fullmatch(field.name)]
+        assert unknown == [], kind
+
+
+@pytest.mark.slow
+def test_the_defaults_of_trl_are_those_of_the_package() -> None:
+    trl = pytest.importorskip("trl", reason="needs the extra trl")
+    _, _, defaults = keys_of("trl")
+    for kind, changed in ((trl.SFTConfig, {}), (trl.DPOConfig, TABLE["trl"]["pairs"])):
+        own = {field.name: field.default for field in dataclasses.fields(kind)}
+        own |= {field.name: field.default for field in dataclasses.fields(trl.ModelConfig)}
+        for key, value in {**defaults, **changed}.items():
+            if key != "bf16":  # it is on where nothing else is asked for
+                assert own.get(key, value) == value, key
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="absent"):
+        read_keys(tmp_path / "absent")
