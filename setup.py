@@ -10,7 +10,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 FOLDERS = ("jobs", "profiles")
-SUFFIXES = {".toml", ".jsonl", ".py", ".sh", ".sbatch", ".md"}
+SUFFIXES = {".toml", ".jsonl", ".py", ".sh", ".sbatch", ".service", ".md"}
 
 
 class BuildWithShippedFiles(build_py):

@@ -87,7 +87,8 @@ What the other tool does where its file is silent is written too, as its default
 `--gpus` tells how many GPUs it ran on: the batch of a step is micro-batch x accumulation x GPUs.
 Paths are those from the working directory, as these tools read them.
 A pair of answers shares a sequence here, so `data.sequence_length` is twice their limit.
-The order of the data, the words around an instruction (here the tokenizer's chat template) and the rounding differ, so losses are alike and not equal.
+The order of the data, the words around an instruction (here those of the tokenizer's chat template) and the rounding differ.
+Losses are therefore alike and not equal.
 """
 
 

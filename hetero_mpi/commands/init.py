@@ -32,8 +32,8 @@ def _listed() -> list[str]:
 
 
 def init(name: str | None, directory: Path, source: Path | None = None, gpus: int | None = None) -> list[str]:
-    """Copy the files of a job into ``directory``/jobs, where their paths lead to each other and to ``directory``/runs. A file
-    that is there already stays as it is. Returns the lines to print. Without a name: what there is. With a ``source``, a file of another
+    """Copy the files of a job into ``directory``/jobs, where their paths lead to each other and to ``directory``/runs. A file that
+    is there already stays as it is. Returns the lines to print. Without a name: what there is. With a ``source``, a file of another
     tool that ran on so many ``gpus``, ``name`` is the directory or the job file to write.
 
     Raises UserError: no job has this name, one of it is there already, or the directory cannot be written.

@@ -18,14 +18,28 @@ Add = Callable[..., argparse.Action]
 """``add_argument`` of a command's parser."""
 
 
+ORDER_OF_USE = """\
+order of use: doctor, init, train --dry-run, train, report, export or serve
+examples:
+  hetero-mpi init quickstart
+  hetero-mpi launch -np 3 -- train jobs/quickstart.toml
+options of a command: hetero-mpi COMMAND --help
+"""
+
+
 class _Help(argparse.HelpFormatter):
-    """Breaks lines between words only."""
+    """Breaks lines between words only, and gives each command a line."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += 2  # argparse forgets that commands are indented
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return folded(" ".join(text.split()), width, indent="")
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(folded(" ".join(text.split()), width, indent, indent))
+        return "\n".join(line for part in text.splitlines() for line in folded(part, width, indent, indent))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,7 +77,7 @@ class _Schedule(argparse._AppendAction):
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands. What it parses has ``run``, ``MODULE:FUNCTION`` of the package, and the function's arguments."""
     about = "Train language models over whatever mixed machines you have, in one MPI job."
-    top = _Parser(prog="hetero-mpi", description=about)
+    top = _Parser(prog="hetero-mpi", description=about, epilog=ORDER_OF_USE)
     top.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -79,14 +93,14 @@ def parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_generate(commands)
     _add_serve(commands)
-    text = "start ranks with the launcher that belongs to the loaded MPI library"
+    text = "start ranks with the launcher of the loaded MPI library"
     add_launch_options(_command(commands, "launch", "cli:launch", text))
     _add_doctor(commands)
     _add_mesh(commands)
     _add_offline_commands(commands)
     _add_looking_back(commands)
 
-    text = "turn a run or a checkpoint into a Hugging Face or PEFT directory"
+    text = "make a Hugging Face or PEFT directory of a run or checkpoint"
     add = _command(commands, "export", "cli:export", text).add_argument
     add("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory or checkpoint file")
     add("target", type=Path, metavar="OUT", help="directory to write")
@@ -99,20 +113,24 @@ def parser() -> argparse.ArgumentParser:
     add("--gguf", nargs="?", const="auto", choices=types, help=gguf)
     add("--push", metavar="ORG/NAME", help="upload OUT to the Hugging Face hub, too, as a private model")
 
-    text = "show what this machine keeps for later starts: token ids, times of devices"
+    text = "show what this machine keeps for later starts; token ids, times of devices"
     add = _command(commands, "cache", "commands.run_commands:cache", text).add_argument
     add("--empty", action="store_true", help="remove it; whatever is needed is made again")
 
-    text = "print a job file that documents every key, or the pages of reference"
+    text = "print a job file that documents every key; or the pages of reference"
     form = _command(commands, "reference", "commands.reference_pages:reference", text).add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="the same as Markdown, which is docs/job.md")
     form.add_argument("--commands", action="store_true", help="all commands and options as Markdown: docs/commands.md")
+
+    text = "print what makes a shell complete words; docs/installing.md says where it belongs"
+    add = _command(commands, "completion", "commands.reference_pages:completion", text).add_argument
+    add("shell", choices=("bash", "zsh", "fish"))
     return top
 
 
 def _command(commands: Commands, name: str, run: str, text: str) -> argparse.ArgumentParser:
-    """Declare a command, which ``run`` runs; returns its parser."""
-    command = commands.add_parser(name, help=text)
+    """Declare a command, which ``run`` runs; returns its parser. ``text``: its line among all commands, and more behind a ``;``."""
+    command = commands.add_parser(name, help=text.partition(";")[0], description=text)
     command.set_defaults(run=run)
     return command
 
@@ -131,7 +149,7 @@ def _add_schedule(add: Add) -> None:
 
 
 def _add_train(commands: Commands) -> None:
-    text = "train a model: mpirun -np 3 python -m hetero_mpi train job.toml"
+    text = "train a model; mpirun -np 3 python -m hetero_mpi train job.toml"
     add = _command(commands, "train", "cli:train", text).add_argument
     add("job", type=Path, metavar="JOB", help="job file (TOML); jobs/reference.toml documents every key")
     _add_set(add)
@@ -228,7 +246,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor(commands: Commands) -> None:
-    text = "is everything in place for a run? Exit code 0: yes; 1: a run would, or may, fail"
+    text = "tell what is not in place for a run; exit code 0: nothing, 1: a run would, or may, fail"
     doctor = _command(commands, "doctor", "cli:doctor", text)
     files = doctor.add_mutually_exclusive_group()
     files.add_argument("--hostfile", metavar="FILE", help="look at these hosts too, as for launch")
@@ -256,7 +274,7 @@ def _add_mesh(commands: Commands) -> None:
 
 def _add_offline_commands(commands: Commands) -> None:
     """``profile`` and what can be asked of its file without the cluster: ``inspect``, ``plan``, ``simulate``."""
-    text = "measure these ranks and their links: mpirun -np 3 ... profile job.toml"
+    text = "measure these ranks and their links; mpirun -np 3 ... profile job.toml"
     add = _command(commands, "profile", "cli:profile", text).add_argument
     add("job", type=Path, metavar="JOB", help="job file (TOML)")
     add("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (TOML)")
@@ -308,11 +326,11 @@ def _add_looking_back(commands: Commands) -> None:
     share = "for others: without names of hosts and users, without absolute paths (RUN/report-shared.html)"
     add("--share", action="store_true", help=share)
 
-    text = "runs side by side: jobs, plans, speed, loss after equally many tokens"
+    text = "show runs side by side; jobs, plans, speed, loss after equally many tokens"
     add = _command(commands, "compare", "commands.run_commands:compare", text).add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
 
-    text = "was it worth adding the other devices? The best one alone, same tokens"
+    text = "tell whether adding the other devices was worth it; the best one alone, same tokens"
     add = _command(commands, "baseline", "commands.run_commands:baseline", text).add_argument
     job = "job file (TOML); left out: the run's, or the profile's own model"
     add("job", type=Path, nargs="?", metavar="JOB", help=job)

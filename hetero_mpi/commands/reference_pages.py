@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
 from hetero_mpi.commands.options import parser
+from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, rule_of
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.terminal import line_width
@@ -78,7 +80,8 @@ COMMANDS_HEADER = """\
 | --- | --- |
 | on all ranks, under `mpirun` or `launch` | `train`, `profile`, `mesh verify`; `generate`, `serve` and `doctor` also alone |
 | on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `serve`, `export`, `cache` |
-| anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `compare`, `baseline`, `reference`, `init` |
+| anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `compare`, `baseline`, `init` |
+| anywhere, for the program itself | `reference`, `completion` |
 
 """
 
@@ -193,6 +196,20 @@ def _key_row(table: str, key: str, field: FieldInfo) -> str:
     return _row(f"`{key}`", accepts, usual, meaning)
 
 
+def completion(shell: str) -> str:
+    """What makes a shell complete commands, options and files. Raises UserError: its package is not installed."""
+    try:
+        import shtab
+    except ImportError:
+        raise UserError("completion needs the package shtab: pip install shtab") from None
+    top = parser()
+    for _, _, command in _commands(top, ""):
+        for action in command._actions:
+            if action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    return str(shtab.complete(top, shell))
+
+
 def commands_page(top: argparse.ArgumentParser) -> str:
     """The text of ``docs/commands.md``: a Markdown section for every command of ``top``, actions of commands included."""
     found = list(_commands(top, ""))
@@ -208,13 +225,12 @@ def commands_page(top: argparse.ArgumentParser) -> str:
 
 
 def _commands(parser: argparse.ArgumentParser, before: str) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    """(name, help, parser) of every command below ``parser`` that does something itself, in the order of ``--help``."""
+    """(name, description, parser) of every command below ``parser`` that does something itself, in the order of ``--help``."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            help_of = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for name, inner in action.choices.items():
                 deeper = list(_commands(inner, f"{before}{name} "))
-                yield from deeper or [(before + name, help_of[name], inner)]
+                yield from deeper or [(before + name, inner.description or "", inner)]
 
 
 def _own_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
