@@ -7,6 +7,7 @@ hold; entries with first >= last are infinite.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
@@ -19,12 +20,15 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.memory import stage_memory, usable_bytes
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile
 
-Table = NDArray[np.float64]
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
 Item = TypeVar("Item")
 NOISE = 0.12
 """Figures that differ by no more than this share are taken to be the same: measured within 5 % either way."""
+FEW = 128
+"""Up to so many ranks every pair of ranks has its own link; beyond, every pair of hosts."""
 
 
 def rank_classes(profile: ClusterProfile) -> list[list[int]]:
@@ -139,7 +143,7 @@ def alike_stages(model: ModelCost) -> dict[tuple[int, int], Hashable]:
     return keys
 
 
-def stage_bytes(model: ModelCost, tokens: int, recompute: bool, pipelines: float = 1) -> tuple[Table, Table]:
+def stage_bytes(model: ModelCost, tokens: int, recompute: bool, pipelines: float = 1) -> tuple[Floats, Floats]:
     """(bytes whatever the depth, bytes of every micro-batch in flight): ``stage_memory`` of every stage, where as many pipelines
     own as much each of the state. (That of adapters is too small to matter.)"""
     fixed, each = _stage_bytes(model, tokens, recompute)
@@ -150,7 +154,7 @@ def stage_bytes(model: ModelCost, tokens: int, recompute: bool, pipelines: float
 
 
 @lru_cache(maxsize=64)
-def _stage_bytes(model: ModelCost, tokens: int, recompute: bool) -> tuple[Table, Table]:
+def _stage_bytes(model: ModelCost, tokens: int, recompute: bool) -> tuple[Floats, Floats]:
     layers = len(model.layers)
     fixed = np.full((layers + 1, layers + 1), np.inf)
     per_micro_batch = np.zeros_like(fixed)
@@ -161,3 +165,83 @@ def _stage_bytes(model: ModelCost, tokens: int, recompute: bool) -> tuple[Table,
             known[alike] = parts.total - parts.activations, parts.activations
         fixed[a, b], per_micro_batch[a, b] = known[alike]
     return fixed, per_micro_batch
+
+
+class Stages:
+    """The costs of holding layers [first, last), tabulated [first, last - first - 1] up to ``longest`` layers."""
+
+    def __init__(self, model: ModelCost, tokens: int, longest: int, pipelines: float) -> None:
+        self.model, self.tokens, self.pipelines, layers = model, tokens, pipelines, len(model.layers)
+        self.longest = min(longest, layers)
+        first = np.arange(layers + 1)[:, None]
+        self.last = np.minimum(first + np.arange(1, self.longest + 1)[None, :], layers)
+        self.inside = first + np.arange(1, self.longest + 1)[None, :] <= layers
+        self.first = np.broadcast_to(np.minimum(first, layers - 1), self.last.shape)
+        self.count = np.maximum(1, self.last - first)
+        self.trainable = self.over(np.array([float(layer.trainable_parameters) for layer in model.layers]))
+        shared = pipelines > 1 and model.trained_whole
+        owned = [model.owned_bytes(i, i + 1) / pipelines if shared else 0.0 for i in range(layers)]
+        self.owned = self.over(np.array(owned))
+        self._known: dict[tuple[float, bool], tuple[Floats, Floats]] = {}
+
+    def bytes(self, ratio: float, recompute: bool) -> tuple[Floats, Floats]:
+        """Bytes whatever the depth, and of every micro-batch in flight, on a device that keeps ``ratio`` times the model's
+        activation bytes."""
+        key = ratio, recompute
+        if key not in self._known:
+            model, first = self.model.keeping(ratio), np.arange(len(self.last))[:, None]
+            fixed, each = stage_bytes(model, self.tokens, recompute, self.pipelines)
+            self._known[key] = fixed[first, self.last], each[first, self.last]
+        return self._known[key]
+
+    def over(self, seconds: Floats) -> Floats:
+        """Sums of ``seconds`` [I] over every stage."""
+        total = np.concatenate([[0.0], np.cumsum(seconds)])
+        return np.asarray(total[self.last] - total[np.arange(len(self.last))[:, None]])
+
+    def deepest(self, usable: float, ratio: float, recompute: bool, relief: float = 0.0) -> Floats:
+        """Most micro-batches in flight with which every stage fits; negative: it does not at all. ``relief``: bytes of the device's
+        part of the state that others have room for."""
+        fixed, each = self.bytes(ratio, recompute)
+        with np.errstate(invalid="ignore"):
+            most = np.floor((usable + np.minimum(relief, self.owned) - fixed) / np.maximum(each, 1e-9))
+        return np.where(self.inside, most, -1.0)
+
+
+def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
+    """The usable devices in an order that does not depend on how ranks and hosts are numbered and named, but where they are
+    alike in all that is looked at; ranks of a host together."""
+    devices = usable_devices(profile)
+    hosts: dict[str, list[DeviceProfile]] = {}
+    for device in devices:
+        hosts.setdefault(device.host, []).append(device)
+    # In large clusters one rank of a host says how it is linked to the others.
+    ends = devices if len(devices) <= FEW else [here[0] for here in hosts.values()]
+
+    size = tokens * profile.model.most_sent_bytes_per_token
+    numbers = [end.rank for end in ends]
+    seconds = profile.messages_s(numbers, size) if len(ends) > 1 else np.zeros((len(ends), len(ends)))
+    # Exactly rounded sums: the same in whatever order the others come.
+    linked = {rank: math.fsum([*seconds[i], *seconds[:, i]]) for i, rank in enumerate(numbers)}
+    whole: dict[int, float] = {}
+
+    def key(device: DeviceProfile) -> tuple[float, ...]:
+        if id(device.layers) not in whole:
+            each = [c.at(tokens) for _, t in sorted(device.layers.items()) for c in (t.forward_s, t.backward_s)]
+            whole[id(device.layers)] = math.fsum(each)
+        steps = device.optimizer_fixed_s, device.optimizer_s_per_parameter
+        return (-device.memory_bytes, whole[id(device.layers)], linked.get(device.rank, 0.0), *steps)
+
+    ordered = {name: sorted(here, key=lambda device: (key(device), device.rank)) for name, here in hosts.items()}
+    names = sorted(hosts, key=lambda name: ([key(device) for device in ordered[name]], ordered[name][0].rank))
+    return [device for name in names for device in ordered[name]]
+
+
+def levels(values: Floats) -> Floats:
+    """``values`` such that those within ``NOISE`` of the largest of them are equal to it."""
+    result, top = np.empty(len(values)), math.inf
+    for index in np.argsort(-values, kind="stable").tolist():
+        if values[index] * (1 + NOISE) < top:
+            top = float(values[index])
+        result[index] = top
+    return result

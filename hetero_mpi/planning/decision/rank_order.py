@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hetero_mpi.planning.fit import like_ranks
-from hetero_mpi.planning.search.costs import ROUNDING
-from hetero_mpi.planning.search.pipelines import Lines
+from hetero_mpi.planning.search.pipelines import ROUNDING, Lines
 from hetero_mpi.planning.search.search import Search
 from hetero_mpi.planning.tables import in_classes, rank_classes
 from hetero_mpi.planning.types.plan import Plan

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
-from hetero_mpi.planning.search.cluster import in_own_order
-from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories, stage_bytes
+from hetero_mpi.planning.tables import in_own_order, rank_usable_bytes, shared_memories, stage_bytes
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest

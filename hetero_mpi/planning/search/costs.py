@@ -1,88 +1,242 @@
-"""The costs of stages of pipelines: whether memory holds them, how long they take, no less than what; and steps of whole plans."""
+"""The costs of stages on all usable ranks, at one micro-batch size: arrays for searches over hundreds of ranks, and plain lists of
+them where single figures are asked for, millions of them.
+
+Times are tabulated per rank and layer, links per pair of *places*: a rank is a place of its own in small clusters; in
+large ones a host is, since millions of pairs of ranks say no more than tens of thousands of pairs of hosts.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from hetero_mpi.planning.bounds import cycle_bound_s
-from hetero_mpi.planning.durations import exposed_s
+from hetero_mpi.planning.durations import repeated_s, summed_bytes, value_bytes
 from hetero_mpi.planning.orders.warm_up import paced_each, period_s, scheduled_depths
-from hetero_mpi.planning.search.cluster import ClusterArrays, Floats
-from hetero_mpi.planning.search.pipelines import Fitting, Line, LineTimes, falling
-from hetero_mpi.planning.tables import may_split, shared_memories, shares_nics
-from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, LineTimes, falling
+from hetero_mpi.planning.tables import (
+    FEW,
+    Floats,
+    Indices,
+    Stages,
+    in_own_order,
+    levels,
+    may_split,
+    rank_usable_bytes,
+    stage_bytes,
+)
+from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
-ROUNDING = 1e-9
+SHARING = 64
+"""Up to so many ranks plans are laid out that fit only because pipelines share the state. Of more, nothing mends those that do not
+fit when whole parameters are dealt."""
 
 
+@dataclass(eq=False)
 class Costs:
-    """The costs of stages at one micro-batch size. Tables of plain lists: single figures are asked for, millions of them."""
+    """Ranks are counted as in ``devices``, which leaves out those without the model's dtype."""
 
-    def __init__(self, cluster: ClusterArrays) -> None:
-        self.cluster, self.count = cluster, len(cluster.devices)
-        self.host: list[int] = cluster.host.tolist()
-        self.splits = [may_split(cluster.profile, device.rank) for device in cluster.devices]
-        self.forward, self.backward, self.repeated = (
-            [[0.0, *itertools.accumulate(row)] for row in table.tolist()]
-            for table in (cluster.forward_s, cluster.backward_s, cluster.repeated_s)
+    profile: ClusterProfile
+    request: PlanRequest
+    micro_batch: int
+    devices: list[DeviceProfile]
+    host: Indices
+    usable: Floats
+    """Bytes."""
+    relief: Floats
+    """Bytes of the state that it would own which others have room for."""
+    ratio: Floats
+    splits: list[bool]
+    forward_s: Floats
+    """[rank, layer]"""
+    backward_s: Floats
+    repeated_s: Floats
+    overhead_s: Floats
+    """[rank, forward and backward]"""
+    step_fixed_s: Floats
+    step_per_parameter_s: Floats
+    place: Indices
+    latency_s: Floats
+    """[place, place]"""
+    per_byte_s: Floats
+    members: Sequence[tuple[int, ...]] = ()
+    """Where columns take the place of ranks (``columns.in_columns``): the ranks of ``base`` in each."""
+    base: Costs | None = None
+    tables: dict[tuple[int, float], Stages] = field(default_factory=dict)
+    _bytes: dict[tuple[float, bool], tuple[list[list[float]], ...]] = field(default_factory=dict, init=False)
+    """By device and whether forwards are repeated, [first][layers - 1]: bytes whatever the depth, bytes of each micro-batch in
+    flight; where others own the state."""
+    _times: dict[tuple[tuple[int, ...], ...], LineTimes] = field(default_factory=dict, init=False)
+    """By ranks, layers and whether forwards are repeated, of every stage."""
+    _paced: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict, init=False)
+    """By ranks, layers, sequences, allowance and whether forwards are repeated for depth alone."""
+
+    @property
+    def count(self) -> int:
+        return len(self.usable)
+
+    @property
+    def model(self) -> ModelCost:
+        return self.profile.model
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.profile.model.layers)
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch * self.request.sequence_length
+
+    @cached_property
+    def message_bytes(self) -> Floats:
+        sent = [self.model.sent_bytes_per_token(layer) for layer in range(self.layer_count)]
+        return np.array([float(each * self.tokens) for each in sent])
+
+    @cached_property
+    def summed_bytes(self) -> Floats:
+        return np.array([float(summed_bytes(self.model, layer)) for layer in range(self.layer_count)])
+
+    @cached_property
+    def value_bytes(self) -> Floats:
+        return np.array([float(value_bytes(self.model, layer)) for layer in range(self.layer_count)])
+
+    @cached_property
+    def speed(self) -> Floats:
+        """Sequences per second of each rank, were it alone with a memory that holds everything."""
+        return np.asarray(self.micro_batch / (self.forward_s.sum(axis=1) + self.backward_s.sum(axis=1)))
+
+    @property
+    def unlinked(self) -> bool:
+        """Whether messages take no time at all. Then it does not matter who is whose neighbour."""
+        return not self.latency_s.any() and not self.per_byte_s.any()
+
+    @cached_property
+    def outward_level(self) -> Floats:
+        """The higher the faster: messages per second over each rank's best link to another host, alike for like ranks."""
+        away = self.latency_s + self.message_bytes.max() * self.per_byte_s
+        host_of = np.zeros(len(away), dtype=np.int64)
+        host_of[self.place] = self.host
+        away = np.where(host_of[:, None] == host_of[None, :], np.inf, away).min(axis=1)
+        return levels(1 / np.maximum(np.where(np.isinf(away), 0.0, away)[self.place], 1e-9))
+
+    def exchange_s(self, ranks: Sequence[int], size_bytes: Floats) -> Floats:
+        """``durations.exchange_s`` for several sizes at once; of a column, between its members."""
+        if self.base is not None:
+            return self.base.exchange_s([rank for column in ranks for rank in self.members[column]], size_bytes)
+        count = len(ranks)
+        if count < 2:
+            return np.zeros(len(size_bytes))
+        sizes, which = np.unique(size_bytes, return_inverse=True)
+        part = sizes / count
+        places = self.place[np.array(ranks)]
+        others = ~np.eye(count, dtype=bool)
+        latency_s = self.latency_s[np.ix_(places, places)] * others
+        per_byte_s = self.per_byte_s[np.ix_(places, places)] * others
+        hosts = len(set(self.host[np.array(ranks)].tolist()))
+        if hosts not in (1, count):  # around a ring from host to host (``comm.group_paths``)
+            slowest = [float((latency_s + per_byte_s * size).max()) for size in part.tolist()]
+            return np.where(sizes > 0, (count - 1) * np.array(slowest), 0.0)[which]
+        busiest = np.maximum(
+            (latency_s.sum(axis=1)[:, None] + per_byte_s.sum(axis=1)[:, None] * part).max(axis=0),
+            (latency_s.sum(axis=0)[:, None] + per_byte_s.sum(axis=0)[:, None] * part).max(axis=0),
         )
-        """[rank][layer]: seconds of all layers before."""
-        self.overhead: list[tuple[float, float]] = cluster.overhead_s.tolist()
-        self._usable, self._ratio = cluster.usable.tolist(), cluster.ratio.tolist()
-        place = cluster.place
-        self.latency: list[list[float]] = cluster.latency_s[place][:, place].tolist()
-        self.per_byte: list[list[float]] = cluster.per_byte_s[place][:, place].tolist()
-        self._message: list[float] = cluster.message_bytes.tolist()
-        self.step_fixed: list[float] = cluster.step_fixed_s.tolist()
-        self.step_per_parameter: list[float] = cluster.step_per_parameter_s.tolist()
-        trainable = itertools.accumulate(float(layer.trainable_parameters) for layer in cluster.model.layers)
-        self.trainable = [0.0, *trainable]
-        self.deepest = self.unshared = self._deepest(1)
+        return np.where(sizes > 0, busiest, 0.0)[which]
+
+    # Memory
+
+    def sharing(self, pipelines: float) -> float:
+        """How many of so many pipelines are taken to share the state."""
+        return pipelines if self.model.trained_whole and len(self.devices) <= SHARING else 1
+
+    def stages(self, pipelines: float) -> Stages:
+        """Tables of all stages that fit on some rank, where so many pipelines share the state."""
+        longest, pipelines, most_bytes = 1, self.sharing(pipelines), float(self.usable.max())
+        for recompute in set(self.request.recompute_choices):
+            fixed, each = stage_bytes(self.model, self.tokens, recompute, pipelines)
+            fits = np.argwhere(fixed + each <= most_bytes)
+            longest = max([longest, *(fits[:, 1] - fits[:, 0]).tolist()])
+        key = longest, pipelines
+        if key not in self.tables:
+            self.tables[key] = Stages(self.model, self.tokens, *key)
+        return self.tables[key]
+
+    @cached_property
+    def deepest(self) -> dict[bool, list[list[list[int]]]]:
         """By whether forwards are repeated, [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
-        self._known: dict[tuple[tuple[int, ...], ...], LineTimes] = {}
-        """By ranks, layers and whether forwards are repeated, of every stage."""
-        self._paced: dict[tuple[tuple[int, ...], tuple[int, ...], int, float, bool], tuple[int, ...]] = {}
-        """By ranks, layers, sequences, allowance and whether forwards are repeated for depth alone."""
-        self._bytes: dict[tuple[float, bool], tuple[list[list[float]], ...]] = {}
-        """By device and whether forwards are repeated, [first][layers - 1]: bytes whatever the depth, bytes of each micro-batch in
-        flight; where others own the state."""
+        return self.unshared
+
+    @cached_property
+    def unshared(self) -> dict[bool, list[list[list[int]]]]:
+        return self._deepest(1)
 
     def of(self, pipelines: float) -> Costs:
         """The same where so many pipelines share the state; infinite: where others own all of it."""
-        deepest = self._deepest(pipelines) if self.cluster.model.trained_whole else self.deepest
+        deepest = self._deepest(pipelines) if self.model.trained_whole else self.deepest
         if deepest == self.deepest:
             return self
         other = copy.copy(self)
         other.deepest, other._paced = deepest, {}
         if pipelines == math.inf:
-            tables = self.cluster.stages(float(self.cluster.usable.max()), pipelines).bytes
-            other._bytes = {kind: tuple(table.tolist() for table in own) for kind, own in tables.items()}
+            stages, ways = self.stages(pipelines), itertools.product(set(self.ratio.tolist()), deepest)
+            other._bytes = {way: tuple(table.tolist() for table in stages.bytes(*way)) for way in ways}
         return other
 
     def _deepest(self, pipelines: float) -> dict[bool, list[list[list[int]]]]:
-        choices = sorted(set(self.cluster.request.recompute_choices))
-        return {again: self._rooms(again, pipelines) for again in choices}
+        choices = sorted(set(self.request.recompute_choices))
+        return {again: self._depths_of(again, pipelines) for again in choices}
 
-    def _rooms(self, recompute: bool, pipelines: float) -> list[list[list[int]]]:
-        cluster, known = self.cluster, dict[tuple[float, float], list[list[int]]]()
-        stages = cluster.stages(float(cluster.usable.max()), pipelines)
-        rooms = list(zip(cluster.usable.tolist(), cluster.ratio.tolist(), strict=True))
-        for room in rooms:
-            if room not in known:
-                relief = max(0.0, float(cluster.usable.mean()) - room[0])
-                deepest = stages.deepest(*room, recompute, relief)
-                known[room] = np.clip(deepest, 0, cluster.request.global_batch).astype(int).tolist()
+    def _depths_of(self, recompute: bool, pipelines: float) -> list[list[list[int]]]:
+        stages, known = self.stages(pipelines), dict[tuple[float, ...], list[list[int]]]()
+        rooms = list(zip(self.usable.tolist(), self.ratio.tolist(), self.relief.tolist(), strict=True))
+        for usable, ratio, relief in set(rooms):
+            deepest = stages.deepest(usable, ratio, recompute, relief)
+            known[usable, ratio, relief] = np.clip(deepest, 0, self.request.global_batch).astype(int).tolist()
         return [known[room] for room in rooms]
 
-    def room(self, again: bool, rank: int, first: int, count: int) -> int:
-        """Most micro-batches in flight of a stage that repeats its forwards, or does not."""
-        return _room(self.deepest[again][rank][first], count)
+    # Single figures
+
+    def _summed(self, table: Floats) -> list[list[float]]:
+        """[rank][layer]: seconds of all layers before."""
+        return [[0.0, *itertools.accumulate(row)] for row in table.tolist()]
+
+    @cached_property
+    def forward(self) -> list[list[float]]:
+        return self._summed(self.forward_s)
+
+    @cached_property
+    def backward(self) -> list[list[float]]:
+        return self._summed(self.backward_s)
+
+    @cached_property
+    def repeated(self) -> list[list[float]]:
+        return self._summed(self.repeated_s)
+
+    @cached_property
+    def trainable(self) -> list[float]:
+        """[layer]: trained parameters of all layers before."""
+        return [0.0, *itertools.accumulate(float(layer.trainable_parameters) for layer in self.model.layers)]
+
+    @cached_property
+    def _lists(self) -> tuple[Any, ...]:
+        arrays = self.overhead_s, self.place, self.latency_s, self.per_byte_s, self.message_bytes
+        return tuple(array.tolist() for array in arrays)
+
+    @cached_property
+    def _steps(self) -> tuple[list[float], list[float]]:
+        return self.step_fixed_s.tolist(), self.step_per_parameter_s.tolist()
+
+    @cached_property
+    def _rooms(self) -> tuple[list[float], list[float]]:
+        return self.usable.tolist(), self.ratio.tolist()
 
     def fitted(self, line: Line) -> Fitting | None:
         """``line``, no deeper than memory allows, forwards repeated where it asks for that; None: it does not fit."""
@@ -91,8 +245,8 @@ class Costs:
         for place, rank in enumerate(line.ranks):
             most = min(most, line.flying[place])
             deepest, repeated = 0, False
-            for again in self.deepest:
-                depth = self.room(again, rank, cuts[place], line.counts[place])
+            for again, tables in self.deepest.items():
+                depth = _room(tables[rank][cuts[place]], line.counts[place])
                 if depth > deepest:
                     deepest, repeated = depth, again
                 if deepest >= most:
@@ -102,27 +256,25 @@ class Costs:
                 return None
             flying.append(most)
             recompute.append(repeated)
-        line = line._replace(flying=tuple(flying))
-        times = self._times(line, recompute)
-        bound_s = 0.0
+        return self.timed(line._replace(flying=tuple(flying)), tuple(recompute))
+
+    def timed(self, line: Line, recompute: tuple[bool, ...]) -> Fitting:
+        """``line`` with its times, whatever memory says."""
+        times, bound_s = self.times(line, recompute), 0.0
         if not line.is_split:
-            seconds = times.forward, times.backward, times.out, times.back
-            bound_s = cycle_bound_s(*seconds, [depth - 1 for depth in flying], line.micro_batches)
-        step_s = max(self.steps_s(line, math.inf))
-        return Fitting(
-            line, tuple(recompute), times, (bound_s + step_s) * (1 - ROUNDING), self._spare_bytes(line, recompute)
-        )
+            bound_s = cycle_bound_s(*times, [depth - 1 for depth in line.flying], line.micro_batches)
+        bound_s = (bound_s + max(self.steps_s(line, math.inf))) * (1 - ROUNDING)
+        return Fitting(line, recompute, times, bound_s, self._spare_bytes(line, recompute))
 
     def _spare_bytes(self, line: Line, recompute: Sequence[bool]) -> float:
         """Bytes that its ranks have left for state, where others own all that they hold; infinite: that was not asked."""
         if not self._bytes:
             return math.inf
-        spare = 0.0
-        for rank, first, count, flying, again in zip(
-            line.ranks, line.cuts, line.counts, line.flying, recompute, strict=False
-        ):
-            fixed, each = self._bytes[self._ratio[rank], again]
-            spare += self._usable[rank] - fixed[first][count - 1] - each[first][count - 1] * flying
+        spare, (usable, ratio) = 0.0, self._rooms
+        stages = zip(line.ranks, line.cuts, line.counts, line.flying, recompute, strict=False)
+        for rank, first, count, flying, again in stages:
+            fixed, each = self._bytes[ratio[rank], again]
+            spare += usable[rank] - fixed[first][count - 1] - each[first][count - 1] * flying
         return spare
 
     def holds(self, fitting: Fitting) -> bool:
@@ -137,7 +289,7 @@ class Costs:
         """``line`` so deep that gradients are back in time at the pace of its slowest stage or link, ``allowance`` periods
         earlier than they have to be. ``repeat``: also where forwards are repeated for that depth alone. A schedule given by name
         leaves no choice."""
-        schedule = self.cluster.request.schedule
+        schedule = self.request.schedule
         if schedule != "auto":
             depths = scheduled_depths(schedule, len(line.ranks), line.micro_batches)
             return line._replace(flying=tuple(min(depth + 1, line.micro_batches) for depth in depths))
@@ -147,7 +299,7 @@ class Costs:
         return line._replace(flying=self._paced[key])
 
     def _depths(self, line: Line, allowance: float, repeat: bool) -> tuple[int, ...]:
-        times = self._times(line, [False] * len(line.ranks))
+        times = self.times(line, (False,) * len(line.ranks))
         compute = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
         hops = [out + back for out, back in zip(times.out, times.back, strict=True)]
         warm_up = paced_each(compute, hops, period_s(compute, hops), allowance)
@@ -155,41 +307,44 @@ class Costs:
         if repeat or len(self.deepest) < 2:
             return tuple(flying)
         for place, (rank, first) in enumerate(zip(line.ranks, line.cuts, strict=False)):
-            plain = self.room(False, rank, first, line.counts[place])
+            plain = _room(self.deepest[False][rank][first], line.counts[place])
             flying[place] = min(flying[place], plain) if plain >= len(line.ranks) - place else flying[place]
         return falling(flying)
 
     def hops_s(self) -> Floats:
         """[rank, rank] a message there and one back, behind the first layer."""
-        away = np.array(self.latency) + self._message[0] * np.array(self.per_byte)
+        away = (self.latency_s + self.message_bytes[0] * self.per_byte_s)[self.place][:, self.place]
         return np.where(np.eye(self.count, dtype=bool), 0.0, away + away.T)
 
-    def _times(self, line: Line, recompute: Sequence[bool]) -> LineTimes:
-        key = line.ranks, line.counts, tuple(recompute)
-        if key in self._known:
-            return self._known[key]
-        times, cuts, previous = LineTimes([], [], [], []), line.cuts, -1
+    def times(self, line: Line, recompute: tuple[bool, ...]) -> LineTimes:
+        key = line.ranks, line.counts, recompute
+        if key in self._times:
+            return self._times[key]
+        overheads, places, latency, per_byte, message = self._lists
+        (forward_s, backward_s, out_s, back_s), cuts, previous = ([], [], [], []), line.cuts, -1
         for place, rank in enumerate(line.ranks):
             first, last = cuts[place], cuts[place + 1]
-            forward, backward, overhead = self.forward[rank], self.backward[rank], self.overhead[rank]
+            forward, backward, overhead = self.forward[rank], self.backward[rank], overheads[rank]
             again = self.repeated[rank][last] - self.repeated[rank][first] if recompute[place] else 0.0
-            times.forward.append(forward[last] - forward[first] + overhead[0])
-            times.backward.append(backward[last] - backward[first] + overhead[1] + again)
+            forward_s.append(forward[last] - forward[first] + overhead[0])
+            backward_s.append(backward[last] - backward[first] + overhead[1] + again)
+            here = places[rank]
             if place:
-                size = self._message[first - 1]
-                times.out.append(self.latency[previous][rank] + size * self.per_byte[previous][rank])
-                times.back.append(self.latency[rank][previous] + size * self.per_byte[rank][previous])
-            previous = rank
-        self._known[key] = times
-        return times
+                size = message[first - 1]
+                out_s.append(latency[previous][here] + size * per_byte[previous][here])
+                back_s.append(latency[here][previous] + size * per_byte[here][previous])
+            previous = here
+        self._times[key] = LineTimes(tuple(forward_s), tuple(backward_s), tuple(out_s), tuple(back_s))
+        return self._times[key]
 
     def whole_s(self, fitting: Fitting) -> list[float]:
         """When every layer's gradients are whole, where they are held."""
         line, begun, cuts, found = fitting.line, fitting.spans_s[0], fitting.line.cuts, list[float]()
+        overheads = self._lists[0]
         for place, rank in enumerate(line.ranks):
             first, last = cuts[place], cuts[place + 1]
             backward, repeated = self.backward[rank], self.repeated[rank]
-            end_s = begun[place] + self.overhead[rank][1] + backward[last]
+            end_s = begun[place] + overheads[rank][1] + backward[last]
             if fitting.recompute[place]:
                 end_s += repeated[last]
                 found += [end_s - repeated[layer] - backward[layer] for layer in range(first, last)]
@@ -200,81 +355,85 @@ class Costs:
     def steps_s(self, line: Line, pipelines: float) -> list[float]:
         """Every stage's optimizer, where as many pipelines own as much each; of a tied model, whose ends count their matrix
         otherwise, nothing."""
-        if self.cluster.model.tied:
+        if self.model.tied:
             return [0.0] * len(line.ranks)
-        trained = [self.trainable[cut] for cut in line.cuts]
+        trained, (fixed, per_parameter) = [self.trainable[cut] for cut in line.cuts], self._steps
         return [
-            self.step_fixed[rank] + self.step_per_parameter[rank] * (after - before) / pipelines
+            fixed[rank] + per_parameter[rank] * (after - before) / pipelines
             for rank, before, after in zip(line.ranks, trained, trained[1:], strict=False)
         ]
 
 
+def costs_by_size(profile: ClusterProfile, request: PlanRequest) -> dict[int, Costs]:
+    """Micro-batch size -> costs, the smallest first; ranks in an order that does not depend on their numbers."""
+    sizes = sorted(set(request.micro_batch_choices))
+    devices = in_own_order(profile, sizes[0] * request.sequence_length)
+    first = tabulated(profile, request, sizes[0], devices)
+    return {size: first if size == sizes[0] else tabulated(profile, request, size, devices, first) for size in sizes}
+
+
+def tabulated(
+    profile: ClusterProfile,
+    request: PlanRequest,
+    micro_batch: int,
+    devices: list[DeviceProfile],
+    like: Costs | None = None,
+) -> Costs:
+    """``devices``: the usable ones, in the order in which they are to be counted. ``like``: costs of these at another micro-batch,
+    whose links need not be looked up again."""
+    kinds, tokens = list(dict.fromkeys(x.kind for x in profile.model.layers)), micro_batch * request.sequence_length
+    place = np.array([kinds.index(layer.kind) for layer in profile.model.layers])
+    kinds_s = [
+        [
+            (t.forward_s.at(tokens), t.backward_s.at(tokens), repeated_s(t, tokens))
+            for t in (device.layers[kind] for kind in kinds)
+        ]
+        for device in devices
+    ]
+    forward_s, backward_s, repeats_s = np.array(kinds_s)[:, place].transpose(2, 0, 1).copy()
+    repeats_s[:, [0, -1]] = 0.0
+    names = list(dict.fromkeys(device.host for device in devices))
+    host = np.array([names.index(device.host) for device in devices])
+    usable = np.array([float(rank_usable_bytes(profile, one.rank, request.memory_reserve)) for one in devices])
+    linked = _links(profile, devices, host) if like is None else (like.place, like.latency_s, like.per_byte_s)
+    return Costs(
+        profile,
+        request,
+        micro_batch,
+        devices,
+        host,
+        usable,
+        np.maximum(0.0, usable.mean() - usable),
+        np.array([device.activation_ratio for device in devices]),
+        [may_split(profile, device.rank) for device in devices],
+        forward_s,
+        backward_s,
+        repeats_s,
+        np.array([(one.forward_overhead_s, one.backward_overhead_s) for one in devices]),
+        np.array([one.optimizer_fixed_s for one in devices]),
+        np.array([one.optimizer_s_per_parameter for one in devices]),
+        *linked,
+    )
+
+
+def _links(profile: ClusterProfile, devices: list[DeviceProfile], host: Indices) -> tuple[Indices, Floats, Floats]:
+    """(place of every rank; latency, seconds per byte of the way from place to place, copies at both ends included)."""
+    place = np.arange(len(devices)) if len(devices) <= FEW else host
+    members: list[list[int]] = [[] for _ in range(int(place.max()) + 1)]
+    for index, of in enumerate(place.tolist()):
+        members[of].append(devices[index].rank)
+    latency_s, per_byte_s = np.zeros((len(members), len(members))), np.zeros((len(members), len(members)))
+    for a, b in itertools.product(range(len(members)), repeat=2):
+        if a == b and len(members[a]) < 2:
+            continue
+        source, destination = members[a][0], members[b][1 if a == b else 0]
+        link, out, into = profile.link(source, destination), profile.devices[source], profile.devices[destination]
+        latency_s[a, b] = out.copy_latency_s + link.latency_s + into.copy_latency_s
+        per_byte_s[a, b] = (
+            1 / out.device_to_host_bytes_per_s + 1 / link.bytes_per_s + 1 / into.host_to_device_bytes_per_s
+        )
+    return place, latency_s, per_byte_s
+
+
 def _room(by_count: Sequence[int], count: int) -> int:
     return by_count[count - 1] if count <= len(by_count) else 0
-
-
-def is_plain(profile: ClusterProfile) -> bool:
-    """Whether pipelines meet in nothing but sums of gradients: not in a NIC, a host's memory, or a tied matrix."""
-    return not (profile.model.tied or shares_nics(profile) or shared_memories(profile))
-
-
-class Clock:
-    """Sums between the pipelines of a plan, remembered by who takes part in them."""
-
-    def __init__(self, costs: Mapping[int, Costs], cluster: ClusterArrays) -> None:
-        self.costs, self.cluster = costs, cluster
-        self._is_summed = [size > 0 for size in cluster.summed_bytes.tolist()]
-        self._known: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
-        self._whole: dict[Line, list[float]] = {}
-
-    def step_s(self, lines: Sequence[Fitting]) -> float:
-        """Seconds of a step of these pipelines, which share no rank. See ``is_plain``."""
-        ended, coming = max(max(line.spans_s[1]) for line in lines), dict[int, float]()
-        if len(lines) > 1:
-            ended = max(ended, self._summed_s(lines, coming))
-        return ended + max(seconds for line in lines for seconds in self._steps_s(line, len(lines), coming))
-
-    def _steps_s(self, fitting: Fitting, pipelines: int, coming: Mapping[int, float]) -> list[float]:
-        line = fitting.line
-        steps = self.costs[line.micro_batch].steps_s(line, pipelines)
-        return [
-            own_s + (exposed_s(coming_s, forward_s, layers) if (coming_s := coming.get(rank, 0.0)) else 0.0)
-            for own_s, rank, forward_s, layers in zip(
-                steps, line.ranks, fitting.times.forward, line.counts, strict=True
-            )
-        ]
-
-    def _summed_s(self, lines: Sequence[Fitting], coming: dict[int, float]) -> float:
-        """When the last gradient is summed: all ranks take part in the sums of their layers from the last one to the first, each as
-        soon as the gradient is whole everywhere and all have done their earlier ones.
-
-        ``coming``: is told how long new values of its layers take to every rank."""
-        whole = list(map(max, *map(self._whole_s, lines)))
-        free: dict[int, float] = {}
-        cuts = [line.line.cuts for line in lines]
-        for first, last in itertools.pairwise(sorted(set(itertools.chain(*cuts)))[::-1]):
-            # Between two cuts of any pipelines the same ranks sum one layer after the other.
-            ranks = tuple(line.line.ranks[bisect_left(own, first) - 1] for line, own in zip(lines, cuts, strict=True))
-            (sums, values), now = self._exchanges_s(ranks), max(free.get(rank, 0.0) for rank in ranks)
-            layers = [layer for layer in range(first - 1, last - 1, -1) if self._is_summed[layer]]
-            for layer in layers:
-                now = max(now, whole[layer]) + sums[layer]
-            free.update(dict.fromkeys(ranks if layers else (), now))
-            of_all_s = sum(values[last:first])
-            for rank in ranks:
-                coming[rank] = coming.get(rank, 0.0) + of_all_s
-        return max(free.values(), default=0.0)
-
-    def _whole_s(self, fitting: Fitting) -> list[float]:
-        line = fitting.line
-        if line not in self._whole:
-            self._whole[line] = self.costs[line.micro_batch].whole_s(fitting)
-        return self._whole[line]
-
-    def _exchanges_s(self, ranks: tuple[int, ...]) -> tuple[list[float], list[float]]:
-        """Seconds of every layer to sum its gradients, and to bring its new values."""
-        if ranks not in self._known:
-            sizes = self.cluster.summed_bytes, self.cluster.value_bytes
-            sums, values = (self.cluster.exchange_s(ranks, size).tolist() for size in sizes)
-            self._known[ranks] = sums, values
-        return self._known[ranks]

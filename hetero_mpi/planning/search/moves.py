@@ -32,7 +32,7 @@ class Moves:
     def __init__(self, costs: Mapping[int, Costs], draw: random.Random, ranks: bool = True) -> None:
         self.costs, self.draw, self.sizes = costs, draw, sorted(costs)
         first = costs[self.sizes[0]]
-        self.count, self.splits, request = first.count, first.splits, first.cluster.request
+        self.count, self.splits, request = first.count, first.splits, first.request
         self.automatic = request.schedule == "auto"
         kinds: list[tuple[int, Callable[[Lines, int], Lines | None]]] = [(30, self._layer), (7, self._depths)]
         if self.automatic:

@@ -12,22 +12,21 @@ A stage for which nothing is left is none. Sums of gradients are left out: whoev
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from hetero_mpi.planning.search.cluster import Floats, Indices
 from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.search.pipelines import Line, Lines, falling
+from hetero_mpi.planning.tables import Floats, Indices
 
 MOST_IN_FLIGHT = 3
 """So many times as many micro-batches in flight as there are ranks are told apart."""
 WIDTH, WIDER = 96, 3
 """Candidates that are improved together, and so many times as many to choose the first ones from."""
-ROUNDING, LAST_S = 1e-6, 1e18
+ROUNDING = 1e-6
 SOONER, LEFT = 0.99, (1.0, 0.1)
 """The time to be reached next, as a share of the best; the mean number of layers by which more may be left over at first and at
 last."""
@@ -72,11 +71,11 @@ class Orders:
     def __init__(self, costs: Mapping[int, Costs]) -> None:
         self.sizes = np.array(sorted(costs))
         own = [costs[size] for size in self.sizes.tolist()]
-        first, self.layers = own[0], own[0].cluster.layer_count
-        self.count, self.request = first.count, first.cluster.request
+        first, self.layers = own[0], own[0].layer_count
+        self.count, self.request = first.count, first.request
         ways = sorted(first.deepest)
         self.most = min(self.request.global_batch, MOST_IN_FLIGHT * self.count + 4)
-        self.overhead = np.array([[sum(one) for one in each.overhead] for each in own])
+        self.overhead = np.array([each.overhead_s.sum(axis=1) for each in own])
         self.hop = np.array([each.hops_s() for each in own])
         whole = np.array([np.array(each.forward) + np.array(each.backward) for each in own])
         again = np.array([each.repeated for each in own])
@@ -84,12 +83,12 @@ class Orders:
         """[size, way, rank, layer]: seconds of a micro-batch in all layers before."""
         self.room = np.array([[self._rooms(each.deepest[way]) for way in ways] for each in own])
         """[size, way, rank, first, micro-batches in flight]: most layers that memory holds."""
-        self.fixed = np.array(first.step_fixed) + np.array(first.step_per_parameter) * first.trainable[-1] / self.count
+        self.fixed = first.step_fixed_s + first.step_per_parameter_s * first.trainable[-1] / self.count
         self._gap = float(self.seconds.max() * 1.001 + 1e-9)
         rows = self.seconds.reshape(-1, self.layers + 1)
         self._rows, self._rising = rows, (rows + self._gap * np.arange(len(rows))[:, None]).ravel()
         self.speed = 1 / np.maximum(self.seconds[0, 0, :, -1], 1e-12)
-        self.memory, self.host = first.cluster.usable, np.array(first.host, float)
+        self.memory, self.host = first.usable, first.host.astype(float)
 
     def _rooms(self, deepest: list[list[list[int]]]) -> Indices:
         """[rank, first, micro-batches in flight]: most layers. ``deepest``: by rank, which share tables where memory is equal."""
@@ -184,18 +183,6 @@ class Orders:
             pipelines.append(Line(ranks, held, depths, int(self.sizes[found.size[p]]), found.sequences[p]))
         return tuple(pipelines)
 
-    def dealt(self, found: Found) -> Lines:
-        """The candidate's pipelines with a layer or more for every rank, by speed, as deep as may be."""
-        pipelines = []
-        for p, (size, sequences) in enumerate(zip(found.size[:-1], found.sequences, strict=False)):
-            ranks = tuple(rank for rank, of in zip(found.who, found.pipeline, strict=True) if of == p)
-            counts = [1] * len(ranks)
-            for _ in range(self.layers - len(ranks)):
-                counts[max(range(len(ranks)), key=lambda k: self.speed[ranks[k]] / (counts[k] + 1))] += 1
-            deep = (self.request.global_batch,) * len(ranks)
-            pipelines.append(Line(ranks, tuple(counts), deep, int(self.sizes[size]), sequences))
-        return tuple(pipelines)
-
     def cut(self, lines: Lines, depth: float) -> Lines | None:
         """``lines`` with the cuts and depths that this estimate would give them; None: memory does not hold them."""
         who = [rank for line in lines for rank in line.ranks]
@@ -209,30 +196,6 @@ class Orders:
         )
 
     # To begin with
-
-    def every(self, pipelines: int) -> Iterator[Found]:
-        """Every way of putting some ranks into so many pipelines, with each micro-batch size, the best first; at last what
-        seems not to fit."""
-        ranks, found = range(self.count), []
-        for used in range(pipelines, self.count + 1):
-            cuts = list(itertools.combinations(range(1, used), pipelines - 1))
-            for who in itertools.permutations(ranks):
-                if list(who[used:]) != sorted(who[used:]):
-                    continue
-                for cut in cuts:
-                    leads = [min(who[a:b]) for a, b in itertools.pairwise((0, *cut, used))]
-                    longest = max(b - a for a, b in itertools.pairwise((0, *cut, used)))
-                    if leads == sorted(leads) and longest <= self.layers:
-                        found.append(
-                            (
-                                who,
-                                [*np.searchsorted(cut, range(used), side="right"), *[pipelines] * (self.count - used)],
-                            )
-                        )
-        who, of = (np.array([one[i] for one in found]).T for i in range(2))
-        these = self._shared(who, of, pipelines, np.arange(len(self.sizes)).repeat(len(found)))
-        seconds = self.least(these, 1.0)
-        yield from self._sorted(these, np.where(np.isinf(seconds), LAST_S, seconds))
 
     def begin(self, pipelines: int, draw: np.random.Generator) -> Candidates:
         """The best of many unlike candidates: ranks by host, speed or memory, or by chance, for one pipeline after the other, or
@@ -267,13 +230,9 @@ class Orders:
         return these.at(np.argsort(self.least(these, 1.0), kind="stable")[:WIDTH])
 
     def _shared(self, who: Indices, of: Indices, pipelines: int, sizes: Indices) -> Candidates:
-        """Each with shares of the batch by its pipelines' speed; as many times all of them as ``sizes`` is longer. Where a
-        micro-batch is too large for a share each, it is left out, or has the smallest."""
-        times = len(sizes) // who.shape[1]
-        who, of = np.tile(who, times), np.tile(of, times)
-        some = self.request.global_batch // self.sizes[sizes] >= pipelines
-        sizes = np.where(some, sizes, 0) if times == 1 else sizes[some]
-        who, of = (who, of) if times == 1 else (who[:, some], of[:, some])
+        """Each with shares of the batch by its pipelines' speed. Where a micro-batch is too large for a share each, it has the
+        smallest."""
+        sizes = np.where(self.request.global_batch // self.sizes[sizes] >= pipelines, sizes, 0)
         column, power = np.arange(len(sizes)), np.zeros((pipelines + 1, len(sizes)))
         np.add.at(power, (of, column), self.speed[who])
         power = power[:-1]
@@ -354,7 +313,7 @@ class Orders:
                 these, left = these.at(source), left[source]
         return unlike(sorted(best.values()), kept), these
 
-    def _sorted(self, these: Candidates, seconds: Floats, most: int | None = None) -> list[Found]:
+    def _sorted(self, these: Candidates, seconds: Floats, most: int) -> list[Found]:
         """So many of those that fit, the best first."""
         order = [c for c in np.argsort(seconds, kind="stable")[:most].tolist() if seconds[c] < math.inf]
         arrays = [array.T.tolist() for array in these.at(np.array(order, dtype=np.int64))]

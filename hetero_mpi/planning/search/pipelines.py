@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hetero_mpi.planning.simulator import spans_of_many_s
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
+
+ROUNDING = 1e-9
 
 
 class Line(NamedTuple):
@@ -40,14 +42,13 @@ class Line(NamedTuple):
 Lines = tuple[Line, ...]
 
 
-@dataclass(frozen=True)
-class LineTimes:
+class LineTimes(NamedTuple):
     """The times of every stage, and of the messages behind it; seconds per micro-batch."""
 
-    forward: list[float]
-    backward: list[float]
-    out: list[float]
-    back: list[float]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    out: tuple[float, ...]
+    back: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,7 @@ class Fitting:
     @cached_property
     def spans_s(self) -> tuple[list[float], list[float]]:
         """When each stage begins its last backward, when it has done it."""
-        times, warm_up = self.times, [depth - 1 for depth in self.line.flying]
-        seconds = times.forward, times.backward, times.out, times.back
-        return spans_of_many_s(seconds, warm_up, self.line.micro_batches)
+        return _spans_s(self.times, self.line.flying, self.line.micro_batches)
 
     def pipeline(self, ranks: Sequence[int], fixed: bool) -> PipelinePlan:
         """``ranks``: the job's, by the cluster's; ``fixed``: are depths those of a schedule, also of one stage, which waits for
@@ -78,6 +77,12 @@ class Fitting:
             for i, rank in enumerate(line.ranks)
         )
         return PipelinePlan(stages, line.micro_batch, line.sequences, line.is_split)
+
+
+@lru_cache(maxsize=1 << 14)
+def _spans_s(times: LineTimes, flying: tuple[int, ...], micro_batches: int) -> tuple[list[float], list[float]]:
+    """Like pipelines are simulated once."""
+    return spans_of_many_s(times, [depth - 1 for depth in flying], micro_batches)
 
 
 def used(lines: Sequence[Line]) -> int:

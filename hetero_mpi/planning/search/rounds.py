@@ -14,9 +14,9 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
-from hetero_mpi.planning.search.costs import ROUNDING, Costs
+from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.search.moves import Moves, nearest, with_rank
-from hetero_mpi.planning.search.pipelines import Fitting, Line, Lines, used
+from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, Lines, used
 from hetero_mpi.planning.types.request import PlanRequest
 
 ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)
@@ -37,11 +37,11 @@ class Rounds:
     def __init__(self, costs: dict[int, Costs], step_s: Step, quick_s: Step, owned_s: Step, least: int = 0) -> None:
         self.costs, self.step_s, self.quick_s, self.owned_s, self.least = costs, step_s, quick_s, owned_s, least
         first = next(iter(costs.values()))
-        self.request, self.layer_count, self._splits = first.cluster.request, first.cluster.layer_count, first.splits
+        self.request, self.layer_count, self._splits = first.request, first.layer_count, first.splits
         self.count, self.fixed = first.count, self.request.schedule != "auto"
         self._levels: list[tuple[dict[int, Costs], dict[Line, Fitting | None]]] = [(costs, {})]
         """As pipelines are fitted: first where others own all the state, then where each owns its part."""
-        self._state_bytes = first.cluster.model.owned_bytes(0, self.layer_count)
+        self._state_bytes = first.model.owned_bytes(0, self.layer_count)
         self._shared: dict[int, Rounds] = {1: self}
 
     def of(self, pipelines: int) -> Rounds:

@@ -1,6 +1,6 @@
 """The search for a plan in which every rank holds one stage: unlike candidates by estimate, the best by step time, better ones.
 
-Every number of pipelines begins with candidates of its own (``orders``): of few ranks all, of more a population that is improved by
+Every number of pipelines begins with candidates of its own (``orders``): a population that is improved by
 estimate. The best are simulated and go downhill; one is annealed. What is found for a number does not depend on larger numbers.
 
 Ranks are taken in an order that does not depend on their numbers.
@@ -8,7 +8,6 @@ Ranks are taken in an order that does not depend on their numbers.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -16,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_mpi.planning.search.cluster import ClusterArrays, in_own_order
-from hetero_mpi.planning.search.costs import ROUNDING, Clock, Costs, is_plain
+from hetero_mpi.planning.search.clock import Clock, is_plain
+from hetero_mpi.planning.search.costs import costs_by_size
 from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.search.orders import Candidates, Found, Orders
-from hetero_mpi.planning.search.pipelines import Fitting, Line, Lines, used
+from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, Lines, used
 from hetero_mpi.planning.search.rounds import Rounds, Start, always_split
 from hetero_mpi.planning.tables import shares_nics
 from hetero_mpi.planning.types.plan import Plan
@@ -31,19 +30,17 @@ SEARCHED = 64
 """Up to so many ranks are searched."""
 LAID_OUT = 12
 """Of more ranks only numbers of pipelines are searched that the search is given plans of: estimates leave out sums of gradients."""
-EVERY, LOOKED_AT = 4, 60
-"""Up to so many ranks all orders are estimated, and so many of them simulated."""
 FEW = 6
 """Up to so many ranks all numbers of pipelines are looked at closely."""
 MOST_NUMBERS, NUMBERS_IN_BRIEF = 3, 2
 """So many numbers of more ranks, the most promising ones; and where the request is to be answered briefly."""
-SLOWER, SLOWER_OF_FEW = 1.08, 1.5
-"""None is looked at closely whose candidates are so much slower than the best plan of fewer pipelines; of up to ``EVERY`` ranks."""
+SLOWER = 1.08
+"""None is looked at closely whose candidates are so much slower than the best plan of fewer pipelines."""
 SHORT, LONG, KEPT, SIMULATED = 25, 50, 12, 8
 """Rounds in which candidates are improved to see whether their number is promising, and for each of ``DEPTHS`` if it is; how many
 of them are kept, and simulated with the depths that look best."""
 DEPTHS = (1.0, 0.5, 1.4)
-STARTS, STARTS_OF_FEW, DOWNHILL = 4, 12, 120
+STARTS, DOWNHILL = 4, 120
 """So many go downhill, of so many looks each."""
 HEAT = (0.01, 0.0005)
 LOOKS, ACTIONS = 1000, 300_000
@@ -74,13 +71,10 @@ class Search:
         self.profile, self.request = profile, request
         self.layer_count = len(profile.model.layers)
         self.fitter = Fitter(profile, request)
-        sizes = sorted(set(request.micro_batch_choices))
-        first = ClusterArrays(
-            profile, request, sizes[0], None, in_own_order(profile, sizes[0] * request.sequence_length)
-        )
-        self.costs = {size: Costs(ClusterArrays(profile, request, size, first)) for size in sizes}
-        self.ranks = [device.rank for device in first.devices]
-        self.clock, self.is_plain = Clock(self.costs, first), is_plain(profile)
+        self.costs = costs_by_size(profile, request)
+        sizes = list(self.costs)
+        self.ranks = [device.rank for device in self.costs[sizes[0]].devices]
+        self.clock, self.is_plain = Clock(self.costs), is_plain(profile)
         self.most = min(request.max_pipelines, request.global_batch // sizes[0], len(self.ranks))
         self.every = min(len(self.ranks), self.layer_count * min(request.max_pipelines, request.global_batch))
         """So many ranks are at work where none may idle."""
@@ -92,7 +86,7 @@ class Search:
         self.actions = times * ACTIONS / (NICS if shares_nics(profile) else 1)
         self._known: dict[Lines, float] = {}
         self._orders: dict[tuple[int, ...], Orders] = {}
-        self._candidates: dict[int, tuple[list[Found], Candidates | None]] = {}
+        self._candidates: dict[int, tuple[list[Found], Candidates]] = {}
 
     def best(self, starts: Sequence[tuple[Plan, float]] = ()) -> Best | None:
         """The best start, or better. Ranks leave the order that they stand in only for more than the request is indifferent to."""
@@ -141,7 +135,7 @@ class Search:
         close = sorted(found) if few else close[: NUMBERS_IN_BRIEF if self.request.brief else MOST_NUMBERS]
         least_s = math.inf
         for number in close:
-            if known[number][0][1] <= (SLOWER_OF_FEW if len(self.ranks) <= EVERY else SLOWER) * least_s:
+            if known[number][0][1] <= SLOWER * least_s:
                 own = rounds.of(number).requiring(rounds.least)
                 found[number] = self._improved(known[number], number, own)
                 least_s = min(least_s, found[number][1])
@@ -151,21 +145,17 @@ class Search:
         """Promising candidates of so many pipelines."""
         if number not in self._candidates:
             orders = self.orders(number)
-            if len(self.ranks) <= EVERY:
-                self._candidates[number] = list(itertools.islice(orders.every(number), LOOKED_AT)), None
-            else:
-                draw = np.random.default_rng(number)
-                self._candidates[number] = orders.improved(orders.begin(number, draw), SHORT, 1.0, draw, KEPT)
+            draw = np.random.default_rng(number)
+            self._candidates[number] = orders.improved(orders.begin(number, draw), SHORT, 1.0, draw, KEPT)
         return self._candidates[number][0]
 
     def _improved(self, starts: list[Start], number: int, rounds: Rounds) -> Start:
         """The best of what comes of these plans and of further candidates."""
         state, starts = self._candidates[number][1], list(starts)
-        if state is not None:
-            for place, depth in enumerate(DEPTHS):
-                found, _ = self.orders(number).improved(state, LONG, depth, np.random.default_rng(place), KEPT)
-                starts += self._priced(found, rounds, depth)
-        alive = best_of(starts)[: STARTS_OF_FEW if len(self.ranks) <= EVERY else STARTS]
+        for place, depth in enumerate(DEPTHS):
+            found, _ = self.orders(number).improved(state, LONG, depth, np.random.default_rng(place), KEPT)
+            starts += self._priced(found, rounds, depth)
+        alive = best_of(starts)[:STARTS]
         if len(self.ranks) == 1:
             return alive[0]
         best = min((rounds.descended(one, DOWNHILL, self.actions / 4) for one in alive), key=lambda one: one[1])
@@ -173,11 +163,8 @@ class Search:
 
     def _priced(self, found: Sequence[Found], rounds: Rounds, depth: float) -> list[Start]:
         """The most promising of the candidates with their step times, as far as they fit."""
-        orders, few = [self.orders(len(one.size) - 1) for one in found], len(self.ranks) <= EVERY
-        lines = [own.lines(one, depth) for own, one in zip(orders, found, strict=True)]
-        lines += [own.dealt(one) for own, one in zip(orders, found, strict=True) if few]
-        most = len(lines) if few else SIMULATED
-        return rounds.begun(filter(None, dict.fromkeys(lines)), most, self.actions / 4)
+        lines = [self.orders(len(one.size) - 1).lines(one, depth) for one in found]
+        return rounds.begun(filter(None, dict.fromkeys(lines)), SIMULATED, self.actions / 4)
 
     def orders(self, number: int) -> Orders:
         """Candidates of so many pipelines; their tables are the same where they do not share the state."""

@@ -1,5 +1,6 @@
 """Several pipelines over many ranks: columns, chains, shares."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
-from hetero_mpi.planning.search.cluster import ClusterArrays, levels
-from hetero_mpi.planning.search.columns import Chain, Chains, Columns, along_hosts, in_hosts
-from hetero_mpi.planning.search.layouts import Pipelines
+from hetero_mpi.planning.search.clock import Clock
+from hetero_mpi.planning.search.columns import Chains, along_hosts, in_columns, in_hosts
+from hetero_mpi.planning.search.costs import Costs, levels, tabulated
+from hetero_mpi.planning.search.layouts import _dealt, _Found, _Layout
 from hetero_mpi.planning.search.layouts import several as layouts_of
+from hetero_mpi.planning.search.pipelines import Line
 from hetero_mpi.planning.search.search import Search
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -53,17 +56,25 @@ CLUSTER = on_hosts("aaaabbbbccdddd", {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0})
 REQUEST = PlanRequest(48, SEQUENCE, (1, 2), max_pipelines=14, recompute_choices=(False, True))
 
 
-def names(cluster: ClusterArrays, columns: list[tuple[int, ...]]) -> list[str]:
-    return ["".join(cluster.devices[rank].host for rank in column) for column in columns]
+def costs_of(profile: ClusterProfile, request: PlanRequest) -> Costs:
+    """Ranks are counted as in the profile."""
+    return tabulated(profile, request, request.micro_batch_choices[0], list(profile.devices))
+
+
+def keys(costs: Costs) -> tuple[np.ndarray, ...]:
+    return levels(costs.usable), costs.outward_level, levels(costs.speed)
+
+
+def names(costs: Costs, columns: list[tuple[int, ...]]) -> list[str]:
+    return ["".join(costs.devices[rank].host for rank in column) for column in columns]
 
 
 def test_columns_within_hosts_and_along_them() -> None:
-    cluster = ClusterArrays(CLUSTER, REQUEST, 1)
-    keys = (cluster.memory_level, cluster.outward_level, cluster.speed_level)
-    assert names(cluster, in_hosts(cluster, 2, keys)) == ["aa", "aa", "bb", "bb", "cc", "dd", "dd"]
-    assert names(cluster, in_hosts(cluster, 3, keys)) == ["aaa", "bbb", "ddd", "abc"]
-    along = along_hosts(cluster, 2, keys)
-    assert names(cluster, along) == ["ab"] * 4 + ["cc"] + ["dd"] * 2
+    costs = costs_of(CLUSTER, REQUEST)
+    assert names(costs, in_hosts(costs, 2, keys(costs))) == ["aa", "aa", "bb", "bb", "cc", "dd", "dd"]
+    assert names(costs, in_hosts(costs, 3, keys(costs))) == ["aaa", "bbb", "ddd", "abc"]
+    along = along_hosts(costs, 2, keys(costs))
+    assert names(costs, along) == ["ab"] * 4 + ["cc"] + ["dd"] * 2
     assert [column[0] for column in along[:4]] == [0, 1, 2, 3]
 
 
@@ -71,30 +82,33 @@ def test_levels_join_what_noise_tells_apart() -> None:
     assert levels(np.array([10.0, 9.5, 5.0, 5.2, 1.0])).tolist() == [10.0, 10.0, 5.2, 5.2, 1.0]
 
 
-def chain_plan(columns: Columns, chain: Chain, shares: list[int]) -> Plan:
-    cluster = columns.cluster
-    pipelines = []
-    for p, share in enumerate(shares):
-        stages = tuple(
-            StagePlan((columns.members[k][p],), chain.cuts[i], chain.cuts[i + 1], chain.warm_up[i], chain.recompute[i])
-            for i, k in enumerate(chain.picks)
-        )
-        pipelines.append(PipelinePlan(stages, cluster.micro_batch, share))
-    return Plan(tuple(pipelines), sum(shares), SEQUENCE, cluster.layer_count)
+def found_of(columns: Costs, cuts: tuple[int, ...], warm_up: tuple[int, ...]) -> _Found:
+    """One pipeline through the first columns, with equal shares of the batch."""
+    chains, places = Chains(columns), tuple(range(len(warm_up)))
+    counts = tuple(b - a for a, b in itertools.pairwise(cuts))
+    sequences = chains.micro_batches * columns.micro_batch
+    line = Line(places, counts, tuple(depth + 1 for depth in warm_up), columns.micro_batch, sequences)
+    chain = columns.fitted(line)
+    assert chain is not None
+    step_s = Clock({columns.micro_batch: columns}).step_s([chain])
+    return _Found(_Layout(chains, places, step_s), chain, step_s)
+
+
+def plan_of(found: _Found, shares: list[int]) -> Plan:
+    ranks = range(99)
+    pipelines = tuple(one.pipeline(ranks, False) for one in found.pipelines(shares))
+    return Plan(pipelines, sum(shares), SEQUENCE, found.chains.columns.layer_count)
 
 
 @pytest.mark.parametrize("pipelines", [1, 2, 3])
 def test_a_chain_takes_as_long_as_the_simulator_says(pipelines: int) -> None:
     """Columns of like ranks: the chain is each of its pipelines, sums and optimizer included."""
-    cluster = ClusterArrays(CLUSTER, replace(REQUEST, memory_reserve=0.0), 1)
-    keys = (cluster.memory_level, cluster.outward_level, cluster.speed_level)
-    columns = Columns(cluster, in_hosts(cluster, pipelines, keys)[:3])
-    chains = Chains(columns, 48 // pipelines)
+    costs = costs_of(CLUSTER, replace(REQUEST, memory_reserve=0.0))
+    columns = in_columns(costs, in_hosts(costs, pipelines, keys(costs))[:3])
     for warm_up in ((2, 1, 0), (5, 3, 1), (9, 4, 0)):
-        chain = chains.evaluate((0, 1, 2), (0, 3, 5, 8), warm_up)
-        plan = chain_plan(columns, chain, [48 // pipelines] * pipelines)
-        assert chain.step_s == pytest.approx(simulate(plan, CLUSTER).step_s, rel=1e-12)
-        assert Pipelines(columns, chain).step_s([48 // pipelines] * pipelines) == pytest.approx(chain.step_s, rel=1e-12)
+        found, shares = found_of(columns, (0, 3, 5, 8), warm_up), [48 // pipelines] * pipelines
+        assert found.step_s == pytest.approx(simulate(plan_of(found, shares), CLUSTER).step_s, rel=1e-12)
+        assert Clock({1: costs}).step_s(found.pipelines(shares)) == pytest.approx(found.step_s, rel=1e-12)
 
 
 def several(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
@@ -104,23 +118,13 @@ def several(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
 
 def test_shares_make_unlike_pipelines_end_together() -> None:
     profile = make_profile([1.0, 1.0, 3.0, 3.0], make_model(4))
-    cluster = ClusterArrays(profile, PlanRequest(48, SEQUENCE, (1,), max_pipelines=2), 1)
-    columns = Columns(cluster, [(0, 2), (1, 3)])
-    chain = Chains(columns, 24).evaluate((0, 1), (0, 3, 6), (1, 0))
-    pipelines = Pipelines(columns, chain)
-    shares = pipelines.dealt()
+    costs = costs_of(profile, PlanRequest(48, SEQUENCE, (1,), max_pipelines=2))
+    found, clock = found_of(in_columns(costs, [(0, 2), (1, 3)]), (0, 3, 6), (1, 0)), Clock({1: costs})
+    shares = _dealt(found)
     assert sum(shares) == 48
-    assert pipelines.step_s(shares) == min(pipelines.step_s([n, 48 - n]) for n in range(1, 48))
-    plan = chain_plan(columns, chain, shares)
-    assert simulate(plan, profile).step_s <= pipelines.step_s(shares) * EQUAL
-
-
-def test_what_large_micro_batches_leave_over_is_dealt_out_too() -> None:
-    profile = make_profile([1.0, 1.0, 1.0], make_model(4))
-    cluster = ClusterArrays(profile, PlanRequest(20, SEQUENCE, (3,), max_pipelines=3), 3)
-    columns = Columns(cluster, [(0, 1, 2)])
-    shares = Pipelines(columns, Chains(columns, 3).evaluate((0,), (0, 6), (0,))).dealt()
-    assert sum(shares) == 20 and max(shares) - min(shares) <= 3
+    step_s = clock.step_s(found.pipelines(shares))
+    assert step_s == min(clock.step_s(found.pipelines([n, 48 - n])) for n in range(1, 48))
+    assert simulate(plan_of(found, shares), profile).step_s <= step_s * EQUAL
 
 
 def test_many_ranks_are_planned_into_pipelines_that_fit_and_repeat() -> None:

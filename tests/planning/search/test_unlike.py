@@ -8,7 +8,7 @@ import pytest
 
 from hetero_mpi.planning.durations import exchange_s
 from hetero_mpi.planning.fast_simulation import outlined
-from hetero_mpi.planning.search.cluster import ClusterArrays
+from hetero_mpi.planning.search.costs import tabulated
 from hetero_mpi.planning.search.layouts import several
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
@@ -55,7 +55,8 @@ def test_sums_take_as_long_as_durations_say(members: tuple[int, ...]) -> None:
     profile = cluster(0)
     sizes = np.array([0.0, 10.0, 4000.0])  # nothing trained: no message
     expected = [exchange_s(profile, members, size) for size in sizes.tolist()]
-    assert ClusterArrays(profile, REQUEST, 1).exchange_s(members, sizes).tolist() == pytest.approx(expected)
+    costs = tabulated(profile, REQUEST, 1, list(profile.devices))
+    assert costs.exchange_s(members, sizes).tolist() == pytest.approx(expected)
 
 
 def test_several_is_no_slower_than_alike_pipelines_and_indifferent_to_numbers() -> None:
