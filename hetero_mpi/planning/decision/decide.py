@@ -85,7 +85,7 @@ def _with_groups(
     profile: ClusterProfile, request: PlanRequest, best: Decision | None, crowded: Collection[int]
 ) -> Decision | None:
     """``best``, or a clearly shorter plan in which ranks of a host hold a stage together, which ``crowded`` ones do not."""
-    found = with_groups(profile, request, None if best is None else best.step_s, _starts, _searched, crowded)
+    found = with_groups(profile, request, None if best is None else best.step_s, _searched, crowded)
     if found is None:
         return best
     one_pipeline_s, without_s = (None, math.inf) if best is None else (best.one_pipeline_s, best.step_s)

@@ -18,9 +18,9 @@ from dataclasses import replace
 
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.rules import group_problems
-from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.group_costs import contracted, member_chain_s
-from hetero_mpi.planning.memory import fits_memory, predict_memory
+from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_recompute
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -33,10 +33,7 @@ SEARCHES = 4
 """So many clusters with groups are searched at the most, those with the lowest bounds; where nothing fits otherwise, all of them
 until something fits."""
 NEAR = 1.05
-"""Of these, ``THOROUGH`` are searched thoroughly: whose first plans take no more than so many times as long as they should ..."""
-DONE = 1.02
-"""... and more than so many times the bound."""
-THOROUGH = 2
+"""Plans that take up to so many times as long as they should are improved."""
 ROOMS = (1.0, 0.85, 0.7)
 """Parts of a group's memory that the searches are told, until what they find fits as it is."""
 ROUNDING = 1e-9
@@ -47,8 +44,6 @@ SIZES = (2, 3, 4, 8)
 
 Timed = tuple[Plan, float]
 """A plan and the seconds of a step."""
-Starts = Callable[[ClusterProfile, PlanRequest], Iterable[Timed]]
-"""Plans to begin with, quickly found."""
 Search = Callable[[ClusterProfile, PlanRequest], Plan | None]
 Cost = Callable[[int, int], float]
 """(place in a group, how many it has) -> what is to be small for all."""
@@ -62,7 +57,6 @@ def with_groups(
     profile: ClusterProfile,
     request: PlanRequest,
     best_s: float | None,
-    starts: Starts,
     search: Search,
     crowded: Collection[int] = (),
 ) -> Timed | None:
@@ -76,12 +70,13 @@ def with_groups(
     least = replace(request, split_choices=(False,), micro_batch_choices=sizes)
     if limit_s < math.inf and fluid_bound_s(profile, least) >= limit_s:
         return None
-    return _Search(profile, request, starts, search, hosts).shorter_than(limit_s)
+    return _Search(profile, request, search, hosts).shorter_than(limit_s)
 
 
 def improved(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
     """A plan with groups, with heads, experts and layers moved between ranks as long as that makes it shorter."""
-    return _improved(plan, outlined(plan, profile).step_s, profile, request)[0]
+    fitter = Fitter(profile, request)
+    return fitter.descended(plan, fitter.step_s(plan), _near)[0]
 
 
 def _wanted(profile: ClusterProfile, request: PlanRequest) -> bool:
@@ -127,15 +122,14 @@ class _Search:
         self,
         profile: ClusterProfile,
         request: PlanRequest,
-        starts: Starts,
         search: Search,
         hosts: Sequence[Sequence[DeviceProfile]],
     ) -> None:
-        self.profile, self.request, self.starts, self.search, self.hosts = profile, request, starts, search, hosts
+        self.profile, self.request, self.search, self.hosts = profile, request, search, hosts
+        self.fitter = Fitter(profile, request)
         self.heads = profile.model.heads or 0
         self.tokens = min(request.micro_batch_choices) * request.sequence_length
         self.chains = {device.rank: member_chain_s(profile, device, self.tokens) for device in usable_devices(profile)}
-        self.thorough = THOROUGH
 
     def shorter_than(self, limit_s: float) -> Timed | None:
         """The best plan with groups that is found below ``limit_s``."""
@@ -151,10 +145,10 @@ class _Search:
             sought_s = limit_s if best is None else best[1]
             if sought_s < math.inf and (bound_s >= sought_s or place >= SEARCHES):
                 break
-            for plan in self._plans(groups, sought_s, bound_s):
-                step_s = outlined(plan, self.profile).step_s
+            for plan in self._plans(groups):
+                step_s = self.fitter.step_s(plan)
                 if step_s < NEAR * sought_s:
-                    better = _improved(plan, step_s, self.profile, self.request)
+                    better = self.fitter.descended(plan, step_s, _near)
                     best = better if better[1] < sought_s and (best is None or better[1] < best[1]) else best
         return best
 
@@ -239,21 +233,20 @@ class _Search:
         """Micro-batches of a group by itself, and of the cluster with groups."""
         return {*self.request.alone_micro_batch_choices, *self._asked(groups).micro_batch_choices}
 
-    def _plans(self, groups: Groups, sought_s: float, bound_s: float) -> Iterator[Plan]:
-        """Plans with these groups that fit: one stage on each group by itself, and what the searches find of the whole cluster."""
+    def _plans(self, groups: Groups) -> Iterator[Plan]:
+        """Plans with these groups that fit: one stage on each group by itself, and what the search finds of the whole cluster."""
         alone = len(groups) == 1 and len(groups[0].ranks) == len(self.profile.devices)
         if self.request.allow_idle or alone:
             yield from (plan for group in groups if (plan := self._by_itself(group)) is not None)
         roomy = tuple(self._roomiest(group.ranks) for group in groups)
-        for shared in dict.fromkeys((groups, roomy)):
-            some = False
-            for room in ROOMS:
-                fitting, lacking = self._searched(shared, room, sought_s, bound_s)
-                yield from fitting
-                some = some or bool(fitting)
-                if not lacking:
-                    break
-            if some:
+        for shared, room in itertools.product(dict.fromkeys((groups, roomy)), ROOMS):
+            found = self.search(contracted(self.profile, shared, self.tokens, room), self._asked(shared))
+            written = None if found is None else self._written(found, shared)
+            if written is None or not written.leader_of or self._problems(written):
+                continue
+            fitting = self._fitted(written)
+            if fitting is not None:
+                yield fitting
                 return
 
     def _by_itself(self, group: StagePlan) -> Plan | None:
@@ -262,21 +255,6 @@ class _Search:
         batch = self.request.global_batch
         pipelines = [PipelinePlan((group,), size, batch) for size in sorted(self._sizes((group,)))]
         return self._shortest(self._fitted(Plan((p,), batch, self.request.sequence_length, layers)) for p in pipelines)
-
-    def _searched(self, groups: Groups, room: float, sought_s: float, bound_s: float) -> tuple[list[Plan], bool]:
-        """Plans found for the cluster in which groups are ranks, written out, as far as they fit; and whether some did not."""
-        small = contracted(self.profile, groups, self.tokens, room)
-        asked = self._asked(groups)
-        starts = sorted(self.starts(small, asked), key=lambda one: one[1])
-        plans = [plan for plan, _ in starts]
-        if starts and self.thorough and DONE * bound_s < starts[0][1] < NEAR * sought_s:
-            self.thorough -= 1
-            thorough = self.search(small, asked)
-            plans = [thorough, *plans] if thorough is not None else plans
-        written = [self._written(plan, groups) for plan in plans[:3]]
-        grouped = [plan for plan in written if plan.leader_of and not self._problems(plan)]
-        fitting = [plan for plan in map(self._fitted, grouped) if plan is not None]
-        return fitting, len(fitting) < len(grouped)
 
     def _written(self, plan: Plan, groups: Groups) -> Plan:
         """A plan of the smaller cluster in the numbers of the whole one, with its groups."""
@@ -299,49 +277,42 @@ class _Search:
     def _fitted(self, plan: Plan) -> Plan | None:
         """``plan``, or where memory asks for it with forwards repeated on all stages, or shared otherwise; None: it does not fit
         even so."""
-        again = [replace(stage, recompute=True) for _, _, stage in plan.numbered]
-        plans = [plan, _with_stages(plan, again)] if True in self.request.recompute_choices else [plan]
-        if fits_memory(plan, self.profile, self.request.memory_reserve):
+        plans = [plan, with_recompute(plan, True)] if True in self.request.recompute_choices else [plan]
+        if self.fitter.holds(plan):
             return plan
-        return self._shortest(_lightened(one, self.profile, self.request.memory_reserve) for one in plans)
+        return self._shortest(_lightened(one, self.fitter) for one in plans)
 
     def _shortest(self, plans: Iterable[Plan | None]) -> Plan | None:
         found = (plan for plan in plans if plan is not None)
-        return min(found, key=lambda plan: outlined(plan, self.profile).step_s, default=None)
+        return min(found, key=self.fitter.step_s, default=None)
 
 
-def _lightened(plan: Plan, profile: ClusterProfile, reserve: float) -> Plan | None:
+def _lightened(plan: Plan, fitter: Fitter) -> Plan | None:
     """``plan`` with heads and experts moved from member to member until it fits, each time those that cost the least time for the
     bytes that their rank lacked; None: it does not fit even so."""
 
     def lacking_bytes(plan: Plan) -> float:
-        return sum(max(0, one.peak_bytes - one.usable_bytes) for one in predict_memory(plan, profile, reserve))
+        memory = predict_memory(plan, fitter.profile, fitter.request.memory_reserve)
+        return sum(max(0, one.peak_bytes - one.usable_bytes) for one in memory)
 
     lacking = lacking_bytes(plan)
     while lacking > 0:
-        step_s, best = outlined(plan, profile).step_s, (math.inf, lacking, plan)
+        step_s, best = fitter.step_s(plan), (math.inf, lacking, plan)
         for changed in _shared_otherwise(plan):
             left = lacking_bytes(changed)
             if left < lacking:
-                price = (outlined(changed, profile).step_s - step_s) / (lacking - left)
+                price = (fitter.step_s(changed) - step_s) / (lacking - left)
                 best = min(best, (price, left, changed), key=lambda one: one[0])
         if best[2] is plan:
             return None
         _, lacking, plan = best
-    return plan if fits_memory(plan, profile, reserve) else None
+    return plan if fitter.holds(plan) else None
 
 
-def _improved(plan: Plan, step_s: float, profile: ClusterProfile, request: PlanRequest) -> Timed:
-    """``plan`` with heads and experts moved from member to member, and layers from stage to stage, while that makes it shorter."""
-    better = True
-    while better:
-        better = False
-        for changed in (*_shared_otherwise(plan), *_cut_otherwise(plan)):
-            changed_s = outlined(changed, profile).step_s
-            if changed_s < step_s * (1 - ROUNDING) and fits_memory(changed, profile, request.memory_reserve):
-                plan, step_s, better = changed, changed_s, True
-                break
-    return plan, step_s
+def _near(plan: Plan) -> Iterator[Plan]:
+    """Heads and experts moved from member to member, and layers from stage to stage."""
+    yield from _shared_otherwise(plan)
+    yield from cut_otherwise(plan)
 
 
 def _with_stages(plan: Plan, stages: Sequence[StagePlan]) -> Plan:
@@ -379,13 +350,3 @@ def _moved(numbers: Sequence[int], step: int) -> Iterator[tuple[int, ...]]:
             changed[giver] -= step
             changed[taker] += step
             yield tuple(changed)
-
-
-def _cut_otherwise(plan: Plan) -> Iterator[Plan]:
-    stages = plan.pipelines[0].stages
-    for place in range(1, len(stages)):
-        before, behind = stages[place - 1], stages[place]
-        for cut in (behind.first - 1, behind.first + 1):
-            if before.first < cut < behind.last:
-                moved = replace(before, last=cut), replace(behind, first=cut)
-                yield _with_stages(plan, (*stages[: place - 1], *moved, *stages[place + 1 :]))

@@ -6,15 +6,16 @@ in a loop or a V, take most of the waiting away. Over slow links they cost messa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.durations import layer_s, repeated_s
 from hetero_mpi.planning.fast_simulation import outlined
-from hetero_mpi.planning.memory import fits_memory
 from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.schedule import Op
+from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_recompute
 from hetero_mpi.planning.tables import may_split
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -58,6 +59,7 @@ class SeveralStages:
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
         self.profile, self.request, self.left = profile, request, ACTIONS
+        self.fitter = Fitter(profile, request)
 
     def better(self, plans: Sequence[tuple[Plan, float]], best_s: float) -> tuple[Plan, float] | None:
         """A plan at least ``GAIN`` shorter than ``best_s``, made from one of ``plans``, each with its seconds; None: none is."""
@@ -95,7 +97,7 @@ class SeveralStages:
         """The best of them, with cuts moved; None: it is not below ``limit_s``."""
         if not found:
             return None
-        best = self._recut(*min(found, key=lambda one: one[1]))
+        best = self.fitter.descended(*min(found, key=lambda one: one[1]), self._near)
         return best if best[1] < limit_s else None
 
     def _waits(self, plan: Plan, limit_s: float) -> bool:
@@ -120,8 +122,8 @@ class SeveralStages:
             pipelines.append(self._shaped(pipeline, shape, ranks, cuts, splits))
         changed = replace(plan, pipelines=tuple(pipelines))
         for recompute in sorted(set(self.request.recompute_choices)):
-            again = _with_recompute(changed, recompute)
-            if self._fits(again):
+            again = with_recompute(changed, recompute)
+            if self.fitter.holds(again):
                 return again
             self.left -= _actions(again)
         return None
@@ -164,30 +166,19 @@ class SeveralStages:
         }
         return [of_kind[layer.kind] for layer in self.profile.model.layers]
 
-    def _fits(self, plan: Plan) -> bool:
-        return fits_memory(plan, self.profile, self.request.memory_reserve)
-
     def _affords(self, actions: int) -> bool:
         """May so many more be looked at?"""
         return actions <= self.left
 
     def _step_s(self, plan: Plan) -> float:
         self.left -= _actions(plan)
-        return outlined(plan, self.profile).step_s
+        return self.fitter.step_s(plan)
 
-    def _recut(self, plan: Plan, step_s: float) -> tuple[Plan, float]:
-        """``plan`` with cuts moved by a layer, as long as that makes it faster."""
-        improved = True
-        while improved:
-            improved = False
-            for changed in _cut_otherwise(plan):
-                if not self._affords(_actions(changed)):
-                    return plan, step_s
-                changed_s = self._step_s(changed)
-                if changed_s < step_s and self._fits(changed):
-                    plan, step_s, improved = changed, changed_s, True
-                    break
-        return plan, step_s
+    def _near(self, plan: Plan) -> Iterator[Plan]:
+        """``plan`` with a cut moved by a layer, as long as that can be afforded."""
+        for changed in itertools.takewhile(lambda one: self._affords(_actions(one)), cut_otherwise(plan)):
+            self.left -= _actions(changed)
+            yield changed
 
 
 def _turned(plan: Plan) -> Iterator[Plan]:
@@ -223,32 +214,3 @@ def _filled(ranks: Sequence[int], seconds: dict[int, list[float]], layers: int, 
             return None
         cuts.append(layer)
     return cuts if cuts[-1] == layers else None
-
-
-def _with_recompute(plan: Plan, recompute: bool) -> Plan:
-    pipelines = tuple(
-        replace(pipeline, stages=tuple(replace(stage, recompute=recompute) for stage in pipeline.stages))
-        for pipeline in plan.pipelines
-    )
-    return replace(plan, pipelines=pipelines)
-
-
-def _cut_otherwise(plan: Plan) -> Iterator[Plan]:
-    """One layer moved from a stage to its neighbour, in the first pipeline and in all that are cut alike."""
-    lead = next(pipeline for pipeline in plan.pipelines if pipeline.interleaved)
-    for place in range(1, len(lead.stages)):
-        for by in (-1, 1):
-            cut = lead.stages[place].first + by
-            if not lead.stages[place - 1].first < cut < lead.stages[place].last:
-                continue
-            cuts = [stage.first for stage in lead.stages]
-            pipelines = tuple(
-                _moved(pipeline, place, cut) if [stage.first for stage in pipeline.stages] == cuts else pipeline
-                for pipeline in plan.pipelines
-            )
-            yield replace(plan, pipelines=pipelines)
-
-
-def _moved(pipeline: PipelinePlan, place: int, cut: int) -> PipelinePlan:
-    before, behind = replace(pipeline.stages[place - 1], last=cut), replace(pipeline.stages[place], first=cut)
-    return replace(pipeline, stages=(*pipeline.stages[: place - 1], before, behind, *pipeline.stages[place + 1 :]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hetero_mpi.planning.fast_simulation import outlined
-from hetero_mpi.planning.memory import memory_of, stage_holdings, state_on_device, usable_bytes, weighted
+from hetero_mpi.planning.memory import fits_memory, memory_of, stage_holdings, state_on_device, usable_bytes, weighted
 from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
@@ -35,6 +36,22 @@ class Fitter:
 
     def step_s(self, plan: Plan) -> float:
         return outlined(plan, self.profile).step_s
+
+    def holds(self, plan: Plan) -> bool:
+        """Whether all ranks have the memory that a plan of any kind takes, and all hosts."""
+        return fits_memory(plan, self.profile, self.request.memory_reserve)
+
+    def descended(self, plan: Plan, step_s: float, near: Callable[[Plan], Iterable[Plan]]) -> tuple[Plan, float]:
+        """``plan``, or what the first shorter one of those ``near`` to it leads to; ``step_s``: its seconds."""
+        improved = True
+        while improved:
+            improved = False
+            for changed in near(plan):
+                changed_s = self.step_s(changed)
+                if changed_s < step_s * (1 - ROUNDING) and self.holds(changed):
+                    plan, step_s, improved = changed, changed_s, True
+                    break
+        return plan, step_s
 
     def fitted(self, plan: Plan) -> Plan | None:
         """``plan`` with recompute where memory asks for it and nowhere else, shallower where that is not enough; None: it does not
@@ -73,17 +90,21 @@ class Fitter:
     def repeating(self, plan: Plan) -> Plan:
         """``plan``; where its state is dealt by what ranks leave free, with other forwards repeated than memory asks for if that
         makes the step shorter: the others own less then."""
-        best, step_s, improved = plan, self.step_s(plan), len(set(self.request.recompute_choices)) > 1
-        while improved and len(set(best.state_weights.values())) > 1:
-            improved = False
-            for index, place in [(i, k) for i, one in enumerate(best.pipelines) for k in range(len(one.stages))]:
-                own = best.pipelines[index]
-                own = _with_stage(own, place, recompute=not own.stages[place].recompute)
-                pipelines = (*best.pipelines[:index], own, *best.pipelines[index + 1 :])
-                dealt, lacking = self._dealt(replace(best, pipelines=pipelines))
-                if not lacking and (found_s := self.step_s(dealt)) < step_s * (1 - ROUNDING):
-                    best, step_s, improved = dealt, found_s, True
-        return best
+        if len(set(self.request.recompute_choices)) < 2:
+            return plan
+        return self.descended(plan, self.step_s(plan), self._repeating_otherwise)[0]
+
+    def _repeating_otherwise(self, plan: Plan) -> Iterator[Plan]:
+        """One stage repeats its forwards, or ceases to, where the state is dealt by what ranks leave free."""
+        if len(set(plan.state_weights.values())) < 2:
+            return
+        for index, place in [(i, k) for i, one in enumerate(plan.pipelines) for k in range(len(one.stages))]:
+            own = plan.pipelines[index]
+            own = _with_stage(own, place, recompute=not own.stages[place].recompute)
+            pipelines = (*plan.pipelines[:index], own, *plan.pipelines[index + 1 :])
+            dealt, lacking = self._dealt(replace(plan, pipelines=pipelines))
+            if not lacking:
+                yield dealt
 
     def _dealt(self, plan: Plan) -> tuple[Plan, dict[int, float]]:
         """``plan`` with its state dealt evenly, since who owns more takes longer to step, or where that does not fit by what ranks
@@ -197,3 +218,28 @@ class Fitter:
 def _with_stage(pipeline: PipelinePlan, place: int, recompute: bool) -> PipelinePlan:
     stage = replace(pipeline.stages[place], recompute=recompute)
     return replace(pipeline, stages=(*pipeline.stages[:place], stage, *pipeline.stages[place + 1 :]))
+
+
+def with_recompute(plan: Plan, recompute: bool) -> Plan:
+    """``plan`` with forwards repeated everywhere, or nowhere."""
+    pipelines = tuple(
+        replace(pipeline, stages=tuple(replace(stage, recompute=recompute) for stage in pipeline.stages))
+        for pipeline in plan.pipelines
+    )
+    return replace(plan, pipelines=pipelines)
+
+
+def cut_otherwise(plan: Plan) -> Iterator[Plan]:
+    """One layer moved from a stage to its neighbour, in the longest pipeline and in all that are cut alike."""
+    cuts = max(([stage.first for stage in pipeline.stages] for pipeline in plan.pipelines), key=len)
+    for place, by in itertools.product(range(1, len(cuts)), (-1, 1)):
+        moved = [*cuts[:place], cuts[place] + by, *cuts[place + 1 :], plan.layers]
+        if all(first < last for first, last in itertools.pairwise(moved)):
+            yield replace(plan, pipelines=tuple(_cut(one, moved, cuts) for one in plan.pipelines))
+
+
+def _cut(pipeline: PipelinePlan, moved: Sequence[int], cuts: Sequence[int]) -> PipelinePlan:
+    if [stage.first for stage in pipeline.stages] != cuts:
+        return pipeline
+    ends = zip(pipeline.stages, itertools.pairwise(moved), strict=True)
+    return replace(pipeline, stages=tuple(replace(stage, first=first, last=last) for stage, (first, last) in ends))
