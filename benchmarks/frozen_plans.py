@@ -37,8 +37,8 @@ from clusters import Case, generate  # noqa: E402
 
 from hetero_mpi.commands.plan_commands import ask  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
-from hetero_mpi.planning.fast_simulation import outlined  # noqa: E402
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies  # noqa: E402
+from hetero_mpi.planning.simulator import outlined  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 
 FILE = ROOT / "benchmarks" / "data" / "frozen_plans.jsonl"

@@ -34,10 +34,10 @@ from noisy_clusters import Case, Noise, generated, measured, request_of  # noqa:
 from hetero_mpi.planning.analysis.correction import Measured, corrected  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.durations import compute_s, exchange_s, recompute_s  # noqa: E402
-from hetero_mpi.planning.fast_simulation import outlined  # noqa: E402
 from hetero_mpi.planning.fit import pooled  # noqa: E402
 from hetero_mpi.planning.group_costs import member_times, sum_s  # noqa: E402
 from hetero_mpi.planning.schedule import Op  # noqa: E402
+from hetero_mpi.planning.simulator import outlined  # noqa: E402
 from hetero_mpi.planning.types.plan import Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402

@@ -50,10 +50,10 @@ from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.durations import whole_model_s  # noqa: E402
-from hetero_mpi.planning.fast_simulation import outlined  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.orders.warm_up import classic_depths  # noqa: E402
 from hetero_mpi.planning.search.memory_fit import Fitter  # noqa: E402
+from hetero_mpi.planning.simulator import outlined  # noqa: E402
 from hetero_mpi.planning.types.plan import (  # noqa: E402
     PipelinePlan,
     Plan,

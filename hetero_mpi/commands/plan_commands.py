@@ -21,8 +21,7 @@ from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.decision.remedies import in_eight_bit
-from hetero_mpi.planning.fast_simulation import outlined
-from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.simulator import outlined, simulate
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.plan import Plan, PlanReport

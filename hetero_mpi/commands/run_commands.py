@@ -14,7 +14,7 @@ from hetero_mpi.disk import cache_folder, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_of_tables, load_job
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of
-from hetero_mpi.planning.decision.alone import alone
+from hetero_mpi.planning.decision.decide import alone
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.plan import PlanReport

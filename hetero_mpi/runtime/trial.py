@@ -31,8 +31,7 @@ from hetero_mpi.engine.memory_trial import OutOfMemory
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.optimizer import LossScale
-from hetero_mpi.planning.analysis.correction import corrected
-from hetero_mpi.planning.analysis.trials import LEAST_GAIN, Allowance, allowance, explained, trial_s
+from hetero_mpi.planning.analysis.correction import LEAST_GAIN, Allowance, allowance, corrected, explained, trial_s
 from hetero_mpi.planning.fit import median_error
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.planning.analysis.correction import Measured, corrected
-from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.group_costs import sum_s
+from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.profile import ANY_HOST, ClusterProfile, HostLinkProfile, HostProfile, LinkProfile
 from tests.support.planning_samples import make_model, make_plan_of, make_profile

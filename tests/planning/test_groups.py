@@ -11,9 +11,8 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.dry_run import stuck_at, validate
-from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, schedule_of
-from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.simulator import outlined, simulate
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest

@@ -14,13 +14,11 @@ from hetero_mpi.planning.analysis.drift import as_measured
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing
-from hetero_mpi.planning.decision.alone import alone, best_alone
-from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.decision.decide import alone, best_alone, decide
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.durations import Durations, whole_model_s
-from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.schedule import Action, Op
-from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.simulator import outlined, simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest

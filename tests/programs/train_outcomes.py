@@ -26,8 +26,8 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
+from hetero_mpi.planning.analysis.correction import Allowance
 from hetero_mpi.planning.analysis.drift import LinkBetween, Watched
-from hetero_mpi.planning.analysis.trials import Allowance
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_plan
 from tests.programs.pooled import forget

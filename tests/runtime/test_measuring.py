@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hetero_mpi.engine.trainer import StepResult
+from hetero_mpi.planning.analysis.correction import LONG_S, LONG_SHARE, MOST_COUNTED, allowance, explained
 from hetero_mpi.planning.analysis.drift import GroupSums, LinkBetween
-from hetero_mpi.planning.analysis.trials import LONG_S, LONG_SHARE, MOST_COUNTED, allowance, explained
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, Op, schedule_of

@@ -11,11 +11,10 @@ from functools import partial
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
-from hetero_mpi.planning.decision.alone import fastest
-from hetero_mpi.planning.decision.decide import Decision
+from hetero_mpi.planning.decision.decide import Decision, fastest
 from hetero_mpi.planning.durations import whole_model_s
-from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.memory import fits_memory
+from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
     restricted,

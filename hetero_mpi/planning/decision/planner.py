@@ -12,18 +12,16 @@ from dataclasses import replace
 from hetero_mpi import units
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decision.alone import best_alone, or_alone
-from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
+from hetero_mpi.planning.decision.decide import best_alone, decide, in_order, nearest_searched, or_alone
 from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons, streamed_texts
 from hetero_mpi.planning.decision.remedies import explain_shortage
 from hetero_mpi.planning.decision.rules import batch_problems, plan_problems
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.durations import host_optimizer_s
-from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.schedule import schedule_of
-from hetero_mpi.planning.simulator import SimulatedStep
+from hetero_mpi.planning.simulator import SimulatedStep, outlined
 from hetero_mpi.planning.types.cost import COPY_BYTES
 from hetero_mpi.planning.types.plan import (
     HostMemory,

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.durations import layer_s, repeated_s
-from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_recompute
+from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.tables import may_split
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile

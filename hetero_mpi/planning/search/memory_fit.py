@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hetero_mpi.planning.fast_simulation import outlined
 from hetero_mpi.planning.memory import fits_memory, memory_of, stage_holdings, state_on_device, usable_bytes, weighted
 from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.owners import owned_state_bytes
+from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile

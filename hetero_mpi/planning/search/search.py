@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from hetero_mpi.planning.fit import like_ranks
 from hetero_mpi.planning.search.clock import Clock, is_plain
 from hetero_mpi.planning.search.costs import costs_by_size
 from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.search.orders import Candidates, Found, Orders
 from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, Lines, used
 from hetero_mpi.planning.search.rounds import Rounds, Start, always_split
-from hetero_mpi.planning.tables import shares_nics
+from hetero_mpi.planning.tables import in_classes, shares_nics
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -174,6 +175,31 @@ class Search:
             self._orders[key] = Orders(costs)
         return self._orders[key]
 
+    def in_natural_order(self, plan: Plan, step_s: float) -> tuple[Plan, float]:
+        """``plan``, which takes ``step_s``, or one that the request is indifferent to and whose ranks are more nearly in order, as
+        a person would have written it.
+
+        Measured links differ by a few per cent from one measurement to the next, and with them which order of equal devices looks
+        fastest. Wanted are (1) the lowest-numbered of alike ranks, all in ascending order, where there is one pipeline; else (2)
+        these, where alike ranks stand in ascending order among themselves; else (3, 4) the same of the very ranks that were chosen.
+        Without indifference only 2 and 4. Alike are ranks with the same device and the same times.
+        """
+        lines, limit_s = self.lines(plan), step_s * (1 + max(self.request.indifference, ROUNDING))
+        devices = self.profile.devices
+        usable = [[rank for rank in like if rank in self.ranks] for like in like_ranks(self.profile)]
+        classes = [c for x in usable for c in in_classes(x, lambda a, b: devices[a].layers == devices[b].layers)]
+        alike = {rank: members for members in classes for rank in members}
+        chosen = [self.ranks[rank] for line in lines for rank in line.ranks]
+        for ranks in _wishes(chosen, alike, len(lines) == 1 and self.request.indifference > 0):
+            if ranks == chosen:
+                break
+            left = iter(self.ranks.index(rank) for rank in ranks)
+            wished = tuple(line._replace(ranks=tuple(next(left) for _ in line.ranks)) for line in lines)
+            found = self.in_order(wished, limit_s)
+            if found is not None:
+                return found
+        return plan, step_s
+
     def in_order(self, lines: Lines, limit_s: float) -> tuple[Plan, float] | None:
         """A plan of these ranks in this order, with other cuts and depths if need be, that takes no longer than ``limit_s``."""
         rounds = self.rounds.of(len(lines))
@@ -228,3 +254,23 @@ class Search:
 def best_of(starts: Iterable[Start]) -> list[Start]:
     """Those that fit, each once, the best first."""
     return sorted({one[0]: one for one in starts if one[1] < math.inf}.values(), key=lambda one: one[1])
+
+
+def _wishes(ranks: list[int], alike: dict[int, list[int]], one: bool) -> Iterator[list[int]]:
+    """Orders of ranks that would be preferred to ``ranks``, the most wanted first."""
+    classes = {id(alike[rank]): alike[rank] for rank in ranks}
+    counted = (sorted(members)[: sum(rank in members for rank in ranks)] for members in classes.values())
+    for wanted in (sorted(rank for members in counted for rank in members), sorted(ranks)):
+        if one:
+            yield wanted
+        yield _filled(ranks, wanted, alike)
+
+
+def _filled(ranks: list[int], ascending: list[int], alike: dict[int, list[int]]) -> list[int]:
+    """Each place keeps its class; the members of a class take their places in ascending order."""
+    waiting, result = list(ascending), []
+    for rank in ranks:
+        chosen = next(other for other in waiting if other in alike[rank])
+        waiting.remove(chosen)
+        result.append(chosen)
+    return result

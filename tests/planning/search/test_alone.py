@@ -11,7 +11,7 @@ import pytest
 from hetero_mpi import units
 from hetero_mpi.cli import main
 from hetero_mpi.planning.analysis.what_if import what_ifs
-from hetero_mpi.planning.decision.alone import alone, best_alone
+from hetero_mpi.planning.decision.decide import alone, best_alone
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.simulator import simulate
