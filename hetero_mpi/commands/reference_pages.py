@@ -197,7 +197,7 @@ def _key_row(table: str, key: str, field: FieldInfo) -> str:
 
 
 def completion(shell: str) -> str:
-    """What makes a shell complete commands, options and files. Raises UserError: its package is not installed."""
+    """A script with which a shell completes commands, options and files. Raises UserError: its package is not installed."""
     try:
         import shtab
     except ImportError:
@@ -206,7 +206,7 @@ def completion(shell: str) -> str:
     for _, _, command in _commands(top, ""):
         for action in command._actions:
             if action.type is Path:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+                vars(action)["complete"] = shtab.FILE  # the attribute that shtab looks for
     return str(shtab.complete(top, shell))
 
 

@@ -171,7 +171,7 @@ class Costs:
 
     @cached_property
     def deepest(self) -> dict[bool, list[list[list[int]]]]:
-        """By whether forwards are repeated, [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
+        """Forwards are repeated or not -> [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
         return self.unshared
 
     @cached_property
