@@ -91,6 +91,18 @@ def test_ranks_of_a_group_stand_side_by_side_with_their_shares_in_one_box() -> N
     assert boxes(figure, "surface")[0].contains(*left.p0) and boxes(figure, "surface")[0].contains(*right.p1)
 
 
+@pytest.mark.parametrize("ranks", [5, 8])
+def test_a_group_of_many_fits_the_page(ranks: int) -> None:
+    profile = cluster(ranks, per_host=ranks)
+    stage = StagePlan(tuple(range(ranks)), 0, len(profile.model.layers), 0, shares=(1,) * ranks, recompute=True)
+    report = PlanReport(Plan((PipelinePlan((stage,), 1, 4),), 4, 10, stage.last), 1.0, 0.9)
+    report = replace(report, memory=tuple(RankMemory(rank, 123 * 10**9, 456 * 10**9) for rank in range(ranks)))
+    figure = architecture(report, profile, "a job", dict.fromkeys(range(ranks), 0.5))
+    assert_apart(figure, 1)
+    assert_readable(figure)
+    assert figure.bbox.width <= 1080 and len(boxes(figure, "paper")) == ranks
+
+
 def test_no_two_roles_share_a_colour() -> None:
     """A page finds the role of a colour by its value on light paper."""
     assert len({light for light, _ in COLOURS.values()}) == len(COLOURS)

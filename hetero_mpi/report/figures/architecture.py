@@ -242,7 +242,7 @@ class _Painter:
 
     def _bar(self, x: float, y: float, inside: float, name: str, share: float, text: str, colour: str) -> None:
         self.sheet.text(x, y, name, 10, "soft")
-        self.sheet.text(x + inside, y, text, 10, "soft", "right")
+        self.sheet.text(x + inside, y, text, 10, "soft", "right", width=inside - 42)
         self.sheet.box(x, y + 3.5, inside, 4, "faint", radius=2)
         self.sheet.box(x, y + 3.5, inside * min(max(share, 0.0), 1.0), 4, colour, radius=2)
 
