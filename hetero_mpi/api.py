@@ -92,7 +92,7 @@ class Simulation:
     use: dict[int, float]
     """Rank -> share of the step in which it computes."""
     busy_s: dict[int, float]
-    """Rank -> seconds of forward, backward and optimizer."""
+    """Rank -> seconds of forward, backward and optimizer; in a group with its exchanges, which ``use`` leaves out."""
     memory: tuple[RankMemory, ...]
     """Peak and usable bytes of each rank."""
     hosts: tuple[HostMemory, ...]

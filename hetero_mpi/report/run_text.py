@@ -264,9 +264,9 @@ def next_steps(run: PastRun) -> list[tuple[str, str]]:
     done, wanted = run.metrics.steps[-1].step if run.metrics.steps else 0, run.setting("train", "steps")
     found = []
     if isinstance(wanted, int) and done < wanted and run.checkpoints:
-        ranks = len(run.profile.devices) if run.profile is not None else 1
-        resume = f"mpirun -np {ranks} {program} train {shlex.quote(run.job_file)} --run-dir {place} --resume"
-        found.append((resume, f"goes on after step {run.checkpoints[-1].step:,}, under any plan"))
+        resume = f"{program} train {shlex.quote(run.job_file)} --run-dir {place} --resume"
+        what = f"behind mpirun or launch, on any ranks: goes on after step {run.checkpoints[-1].step:,}"
+        found.append((resume, what))
     if written and run.setting("model", "factory") is None:
         found.append((f'{program} generate {place} --prompt "..."', "the trained model goes on with a text"))
         found.append((f"{program} serve {place}", "answers any OpenAI client"))

@@ -224,7 +224,7 @@ def test_the_page_says_what_to_type_next(tmp_path: Path) -> None:
 
     place, program = f"'{run}'", "python -m hetero_mpi"
     others = [f"{program} baseline --profile {place}", f"{program} compare {place} OTHER"]
-    resume = f"mpirun -np 2 {program} train 'a run.toml' --run-dir {place} --resume"
+    resume = f"{program} train 'a run.toml' --run-dir {place} --resume"
     assert commands() == [resume, *others], "20 of 60 steps are done"
     (run / "adapter").mkdir()
     used = [f'{program} generate {place} --prompt "..."', f"{program} serve {place}"]
