@@ -78,10 +78,9 @@ class _Process:
             return found
         if code > 0 and code != _NO_MEMORY:
             raise RuntimeError(f"the process that renders chat templates ended with exit code {code}")
-        return [
-            *found,
-            {"bad": f"the tokenizer's chat template must be rendered in {_limits()}; {_why(code)}. {WAY_OUT}."},
-        ]
+        limits = f"{LIMIT_S:.0f} s of processor time and {MEMORY >> 20} MiB"
+        why = {-signal.SIGPROF: "it takes longer", _NO_MEMORY: "it needs more"}.get(code, f"it ended by signal {-code}")
+        return [*found, {"bad": f"the tokenizer's chat template must be rendered in {limits}; {why}. {WAY_OUT}."}]
 
     def _started(self) -> subprocess.Popen[bytes]:
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -110,16 +109,6 @@ class _Process:
 
 
 _PROCESS = _Process()
-
-
-def _limits() -> str:
-    return f"{LIMIT_S:.0f} s of processor time and {MEMORY >> 20} MiB"
-
-
-def _why(code: int) -> str:
-    if code == -signal.SIGPROF:
-        return "it takes longer"
-    return "it needs more" if code == _NO_MEMORY else f"it ended by signal {-code}"
 
 
 def _named(value: Any) -> str:

@@ -107,8 +107,8 @@ class SelfTest:
         return "; ".join(texts) or text
 
     def with_result(self, result: Result) -> SelfTest:
-        """The test with one more result, in whose text no path stands."""
-        return replace(self, results=(*self.results, replace(result, error=_public(result.error))))
+        """The test with one more result, in whose text no path stands: it may hold names of people."""
+        return replace(self, results=(*self.results, replace(result, error=_PATH.sub("", result.error))))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -159,11 +159,6 @@ def _end(process: subprocess.Popen[str], complaints: IO[str]) -> str:
     complaints.seek(0)
     said = [line.strip() for line in complaints if line.strip()]
     return f"its process ended with exit code {code}" + (f": {said[-1][:300]}" if said else "")
-
-
-def _public(text: str) -> str:
-    """Without directories, which may hold names of people."""
-    return _PATH.sub("", text)
 
 
 def text_of(test: SelfTest, driver: str) -> list[str]:

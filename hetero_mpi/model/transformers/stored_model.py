@@ -185,7 +185,8 @@ def _settle_dtype(files: ModelFiles, keys: dict[str, Any]) -> list[str]:
 
 
 def _settle_vocabulary(fit: _Fit, keys: dict[str, Any]) -> str | None:
-    embedding = _name_of(fit.model, fit.model.get_input_embeddings())
+    inputs = fit.model.get_input_embeddings()
+    embedding = next(f"{name}.weight" for name, one in fit.model.named_modules() if one is inputs)
     rows, label = fit.rows(embedding), fit.model.config.vocab_size
     if rows in (None, label):
         return None
@@ -242,10 +243,6 @@ def _alike(one: StoredTensor, other: StoredTensor, names: tuple[str, str]) -> bo
 
 def _module(model: PreTrainedModel, name: str) -> torch.nn.Module | None:
     return dict(model.named_modules()).get(name)
-
-
-def _name_of(model: PreTrainedModel, module: torch.nn.Module) -> str:
-    return next(f"{name}.weight" for name, one in model.named_modules() if one is module)
 
 
 def _word(value: bool) -> str:
