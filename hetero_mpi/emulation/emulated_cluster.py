@@ -21,7 +21,7 @@ from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.emulation.paced_stage import ActionPacer, PacedStage, Sleeper
-from hetero_mpi.emulation.paced_transport import Delay, LinkTimes, PacedTransport
+from hetero_mpi.emulation.paced_transport import Delay, PacedTransport
 from hetero_mpi.engine.channel import EVALUATION, TIED_TAG
 from hetero_mpi.engine.rank_setup import BuildStage
 from hetero_mpi.errors import UserError
@@ -173,7 +173,7 @@ def emulate(
             return between if tag % 4 != EVALUATION else None
         return ends if tag <= TIED_TAG + 1 else None
 
-    paced = PacedTransport(transport, world.rank, LinkTimes(delay_of, pace.exchange_s), offsets_s, sleeper)
+    paced = PacedTransport(transport, world.rank, delay_of, pace.exchange_s, offsets_s, sleeper)
     return Emulation(profile, plan, scale, paced, pace, own, cores)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -114,16 +113,6 @@ class _HeldExchange(Exchange):
         return self.moved and time.perf_counter() >= self.moment_s
 
 
-@dataclass(frozen=True)
-class LinkTimes:
-    """How long messages and exchanges take."""
-
-    delay_of: Callable[[int], Delay | None]
-    """Tag of a message -> how long it takes; None: as long as it does."""
-    exchange_s: Callable[[int, bool], float]
-    """(its number, is it a reduce-scatter?) -> seconds that an exchange by itself takes."""
-
-
 class PacedTransport(Transport):
     """``inner`` with the times of another cluster. Closing it leaves ``inner`` open.
 
@@ -131,15 +120,23 @@ class PacedTransport(Transport):
     could wait for one another for ever, since a rank starts one only when the one before is done.
 
     Args:
+        delay_of: tag of a message -> how long it takes; None: as long as it does.
+        exchange_s: (its number, is it a reduce-scatter?) -> seconds that an exchange by itself takes.
         offsets_s: each rank's clock minus rank 0's, as ``clock_offset_s`` says.
     """
 
     piece_bytes = sys.maxsize  # a message takes its time whole: pieces would each wait for a link's latency
 
     def __init__(
-        self, inner: Transport, rank: int, times: LinkTimes, offsets_s: Sequence[float], sleeper: Sleeper
+        self,
+        inner: Transport,
+        rank: int,
+        delay_of: Callable[[int], Delay | None],
+        exchange_s: Callable[[int, bool], float],
+        offsets_s: Sequence[float],
+        sleeper: Sleeper,
     ) -> None:
-        self.inner, self.rank, self.times = inner, rank, times
+        self.inner, self.rank, self._delay_of, self._exchange_s = inner, rank, delay_of, exchange_s
         self._offsets_s, self._sleeper = dict(enumerate(offsets_s)), sleeper
         self._link_free_s: dict[tuple[Delay, int], float] = {}
         self._last_exchange: _HeldExchange | None = None
@@ -154,7 +151,7 @@ class PacedTransport(Transport):
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
         request = self.inner.post_receive(source, tag, buffer, arrived)
-        if self.times.delay_of(tag) is None:
+        if self._delay_of(tag) is None:
             return request
         stamp = _stamp()
         moment = self.inner.post_receive(source, tag + STAMP_TAG, stamp)
@@ -162,7 +159,7 @@ class PacedTransport(Transport):
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
         """The message leaves now, or when those before it have arrived."""
-        request, delay_s = self.inner.send(destination, tag, buffer, ready), self.times.delay_of(tag)
+        request, delay_s = self.inner.send(destination, tag, buffer, ready), self._delay_of(tag)
         if delay_s is None:
             return request
         begin_s = max(time.perf_counter(), self._link_free_s.get((delay_s, destination), 0.0))
@@ -178,7 +175,7 @@ class PacedTransport(Transport):
         self.inner.dissolve(group)
 
     def exchange(self, request: Exchange) -> Request:
-        duration_s, offset_s = self.times.exchange_s(request.number, request.sums), self._offsets_s[self.rank]
+        duration_s, offset_s = self._exchange_s(request.number, request.sums), self._offsets_s[self.rank]
         self._last_exchange = _HeldExchange(request, self.inner, self.rank, offset_s, duration_s, self._last_exchange)
         return self._last_exchange
 

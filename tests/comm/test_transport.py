@@ -18,7 +18,7 @@ from hetero_mpi.comm.mpi_group_exchange import GroupExchange, segment_bytes
 from hetero_mpi.comm.mpi_progress import Then
 from hetero_mpi.comm.transport import Exchange, Group, Part, Transport
 from hetero_mpi.emulation.paced_stage import Sleeper
-from hetero_mpi.emulation.paced_transport import LinkTimes, PacedTransport
+from hetero_mpi.emulation.paced_transport import PacedTransport
 from tests.support.exchange_cases import SUM_CASES, bytes_of
 from tests.support.message_cases import CASES, HELD_CASES, PIECE_CASES
 from tests.support.mpi import run_mpi
@@ -83,8 +83,7 @@ def test_sums_between_threads(case: Callable[..., None]) -> None:
 def paced(end: Transport, rank: int, delay_s: float, exchange_s: float) -> PacedTransport:
     """``end`` whose messages and exchanges all take so long."""
     delay = lambda *_: delay_s  # noqa: E731
-    times = LinkTimes(lambda tag: delay, lambda number, sums: exchange_s)
-    return PacedTransport(end, rank, times, [0.0] * 4, Sleeper(False))
+    return PacedTransport(end, rank, lambda tag: delay, lambda number, sums: exchange_s, [0.0] * 4, Sleeper(False))
 
 
 def test_sums_of_an_emulated_cluster() -> None:

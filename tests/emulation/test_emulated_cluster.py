@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from hetero_mpi.comm.links import compare_clocks
 from hetero_mpi.emulation.paced_stage import ActionPacer, Sleeper
-from hetero_mpi.emulation.paced_transport import LinkTimes, PacedTransport
+from hetero_mpi.emulation.paced_transport import PacedTransport
 from hetero_mpi.planning.durations import finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
@@ -263,8 +264,8 @@ def pair(delay_s: float) -> list[PacedTransport]:
     """Two emulated transports that reach each other."""
     ends: tuple[LoopbackTransport, ...] = LoopbackNetwork(2).transports
     delay = lambda a, b, size: delay_s  # noqa: E731
-    times = LinkTimes(lambda tag: delay, lambda number, sums: 0.0)
-    return [PacedTransport(end, rank, times, [0.0, 0.0], Sleeper(False)) for rank, end in enumerate(ends)]
+    made = partial(PacedTransport, delay_of=lambda tag: delay, exchange_s=lambda number, sums: 0.0)
+    return [made(end, rank, offsets_s=[0.0, 0.0], sleeper=Sleeper(False)) for rank, end in enumerate(ends)]
 
 
 def test_messages_of_a_pair_queue_behind_each_other() -> None:
