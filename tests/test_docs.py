@@ -48,7 +48,9 @@ FOREIGN_OPTIONS = {
         "--gpus-per-task", "--gpus-per-node", "--gres", "--mem", "--ntasks", "--ntasks-per-node", "--cpus-per-task", "--requeue",
         "--open-mode", "--signal", "--time", "--mpi", "--het-group",
     },
-    "Docker": {"--shm-size"},
+    "Docker": {"--shm-size", "--ipc"},
+    "uv, pip": {"--torch-backend", "--pip-args", "--constraint"},
+    "WSL": {"--networking-mode", "--shutdown"},
 }  # fmt: skip
 """Whose options the documents mention beside our own."""
 BENCHMARK_OPTIONS = {
@@ -66,7 +68,7 @@ SOURCES = [
 LARGEST_PICTURE = 100_000
 TOP_LEVEL = {
     "hetero_mpi", "jobs", "profiles", "tests", "benchmarks", "docs", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE",
-    "setup.py",
+    "setup.py", "SECURITY.md", "CONTRIBUTING.md", "CITATION.cff",
 }  # fmt: skip
 """What stands at the top, beside dot files: other documents go to docs/."""
 

@@ -197,7 +197,7 @@ def _key_row(table: str, key: str, field: FieldInfo) -> str:
 
 
 def completion(shell: str) -> str:
-    """A script with which a shell completes commands, options and files. Raises UserError: its package is not installed."""
+    """Script that makes a shell complete commands, options and files. Raises UserError: its package is not installed."""
     try:
         import shtab
     except ImportError:
@@ -206,7 +206,7 @@ def completion(shell: str) -> str:
     for _, _, command in _commands(top, ""):
         for action in command._actions:
             if action.type is Path:
-                vars(action)["complete"] = shtab.FILE  # the attribute that shtab looks for
+                vars(action).update(complete=shtab.FILE)  # where shtab looks for it
     return str(shtab.complete(top, shell))
 
 

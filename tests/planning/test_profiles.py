@@ -20,6 +20,7 @@ SMALL = 6
 """Ranks up to which planning takes no noticeable time."""
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import link_gain  # noqa: E402
 import make_profiles  # noqa: E402
 
 
@@ -80,3 +81,11 @@ def test_the_readme_has_one_line_per_file() -> None:
     text = (ROOT / "profiles" / "README.md").read_text()
     listed = [line.split("](")[0].removeprefix("| [") for line in text.splitlines() if line.startswith("| [")]
     assert sorted(listed) == [path.name for path in PROFILES]
+
+
+def test_the_table_of_links_is_what_the_benchmark_prints() -> None:
+    """The row of two machines; the others take a minute."""
+    name = "homelab-5090-strix-halo"
+    shown = "\n".join(link_gain.table(list(link_gain.cells(name)), (name,)))
+    page = (ROOT / "docs" / "links.md").read_text()
+    assert f"{shown}\n" in page
