@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,14 @@ def _command_line(file: Path, text: str) -> dict[str, Any]:
         wanted = "one command that names its trainer, such as `trl sft --model_name_or_path ...`, with its values"
         raise UserError(f"{file}: must be {wanted}{''.join(unset[:1])}")
     (at,) = programs
-    values = _options(words[:at]) | _options(words[at + 1 :])
+    values = dict(_options(words[:at])) | dict(_options(words[at + 1 :]))
     if (config := values.pop("config", None)) is not None:
         values = read_keys(Path(str(config))) | values
     name = Path(words[at]).stem
     return values if name == "train" else {"trainer": name, **values}
 
 
-def _options(words: Sequence[str]) -> dict[str, Any]:
+def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """``--key``, ``--key value ...``, ``--key=value`` and ``--no_key``."""
     found: dict[str, list[str]] = {}
     key = ""
@@ -74,11 +74,6 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
             found[key] = [value] if equals else []
         elif key:
             found[key].append(word)
-    values = {
-        key: [yaml.safe_load(word) if re.fullmatch(r"[\w.+-]+", word) else word for word in given]
-        for key, given in found.items()
-    }
-    return {
-        key.removeprefix("no_"): not key.startswith("no_") if not given else given[0] if len(given) == 1 else given
-        for key, given in values.items()
-    }
+    for key, given in found.items():
+        values = [yaml.safe_load(word) if re.fullmatch(r"[\w.+-]+", word) else word for word in given]
+        yield key.removeprefix("no_"), values if len(values) > 1 else values[0] if values else not key.startswith("no_")

@@ -34,11 +34,14 @@ NOT_UNDERSTOOD = "not understood"
 _FILE = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
 
 
-def keys_of(tool: str) -> tuple[dict[str, str], list[tuple[str, str]], dict[str, Any]]:
-    """A tool's keys -> ours; patterns of keys that are left, each with its reason; its defaults. transformers' are among them."""
-    parts = [TABLE[tool], *([TABLE["trainer"]] if tool != "axolotl" else [])]
-    keys, defaults = ({key: value for part in parts for key, value in part[of].items()} for of in ("keys", "defaults"))
-    return keys, _patterns(*parts), defaults
+def tables_of(tool: str) -> list[dict[str, Any]]:
+    """A tool's tables, and behind them those of transformers' arguments where it takes them."""
+    return [TABLE[tool], *([TABLE["trainer"]] if tool != "axolotl" else [])]
+
+
+def keys_of(tool: str, of: str = "keys") -> dict[str, Any]:
+    """Its keys -> ours, or of them the ``defaults``."""
+    return {key: value for table in tables_of(tool) for key, value in table[of].items()}
 
 
 def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
@@ -54,14 +57,12 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
     with writing(target, "name another directory or FILE.toml"):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
-    unknown = draft.left.get(NOT_UNDERSTOOD, [])
-    return [
-        f"{target}: {len(draft.values)} keys, made of a file of {draft.title}; "
-        f"{sum(map(len, draft.left.values()))} of its keys are named below them, with the reasons why they are not in the job",
-        *([f"{NOT_UNDERSTOOD}: {', '.join(unknown)}"] if unknown else []),
-        "Then:",
-        f"  hetero-mpi launch -np 3 -- train {shlex.quote(str(target))} --dry-run",
-    ]
+    unknown = [f"{NOT_UNDERSTOOD}: {', '.join(draft.left[NOT_UNDERSTOOD])}"] if NOT_UNDERSTOOD in draft.left else []
+    counted = (
+        f"{len(draft.values)} keys, made of a file of {draft.title}; below them those that are not in the job, and why"
+    )
+    program = f"hetero-mpi launch -np 3 -- train {shlex.quote(str(target))} --dry-run"
+    return [f"{target}: {counted} ({sum(map(len, draft.left.values()))})", *unknown, "Then:", f"  {program}"]
 
 
 class _Draft:
@@ -72,7 +73,7 @@ class _Draft:
         if not given.keys() & {"base_model", "model_name_or_path"}:
             tools = "axolotl (base_model), LLaMA-Factory and TRL (model_name_or_path)"
             raise UserError(f"{file}: names no model: init reads files of {tools}")
-        self.tool = max(TOOLS, key=lambda tool: len(given.keys() & keys_of(tool)[0].keys()))
+        self.tool = max(TOOLS, key=lambda tool: len(given.keys() & keys_of(tool).keys()))
         self.title = str(TABLE[self.tool]["title"])
         self.values: dict[str, tuple[Any, str]] = {}
         """Our key -> its value, and the keys of theirs that it comes from."""
@@ -81,11 +82,12 @@ class _Draft:
         self._parts: dict[str, tuple[str, Any]] = {}
         """Part of ``other_tools.toml`` -> their key, and its value."""
         self._used: set[str] = set()
-        self._keys, self._reasons, defaults = keys_of(self.tool)
+        self._keys, defaults = keys_of(self.tool), keys_of(self.tool, "defaults")
         for key, value in given.items():
             self._take(key, value)
-        if gpus is not None or "gpus" not in self._parts:
-            self._parts["gpus"] = f"{gpus or 1} GPU (init --gpus)", gpus or 1
+        for count in [count for count in ("gpus", "nodes") if gpus is not None and count in self._parts]:
+            self._leave(*self._parts.pop(count), "init --gpus says it")
+        self._parts.setdefault("gpus", (f"{gpus or 1} GPU (init --gpus)", gpus or 1))
         self.pairs = self._preference(given)
         for key, value in (defaults | TABLE[self.tool]["pairs"] if self.pairs else defaults).items():
             if not {self._keys[key], self._keys[key].lstrip("=")} & (self.values.keys() | self._parts.keys()):
@@ -106,7 +108,7 @@ class _Draft:
             for key, (value, source) in keys.items():
                 lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}" + (f"  # {source}" if source else ""))
         lines += ["", "# Not in the job, and why:"]
-        for reason, names in sorted(self.left.items()):
+        for reason, names in sorted((reason, names) for reason, names in self.left.items() if names):
             lines += textwrap.wrap(f"# * {reason}: {', '.join(sorted(names))}", 120, subsequent_indent="#   ")
         return "\n".join(lines) + "\n"
 
@@ -116,7 +118,7 @@ class _Draft:
         if value is None or value in ("", [], {}):
             self.left.setdefault("empty there", []).append(printable(key))
         elif ours is None:
-            self._leave(key, value, _reason(key, self._reasons))
+            self._leave(key, value, _reason(key, tables_of(self.tool)))
         elif ours.startswith("="):
             first = self._parts.get(ours[1:], (key, None))
             kept, other = (first, (key, value)) if first[1] else ((key + by, value), first)
@@ -131,8 +133,9 @@ class _Draft:
             self._leave(key, value, f"no {ours} of that name here, so it keeps its default")
 
     def _leave(self, key: str, value: Any, reason: str) -> None:
-        if not key.endswith(" by default"):
-            self.left.setdefault(reason, []).append(f"{printable(' '.join(key.split()))} = {as_toml(value)}")
+        names, text = self.left.setdefault(reason, []), f"{printable(' '.join(key.split()))} = {as_toml(value)}"
+        if not key.endswith(" by default") and text not in names:
+            names.append(text)
 
     def _of(self, part: str, otherwise: Any = None) -> Any:
         """The value of a part, a number where it is one."""
@@ -148,10 +151,8 @@ class _Draft:
         """Our word for the value of a part; "" where it is not given. Raises UserError: there is none."""
         words, value = TABLE["values"][f"={part}"], str(self._of(part, "")).lower()
         if value and value not in words:
-            known = ", ".join(words)
-            raise UserError(
-                f"{self.file}: {self._parts[part][0]} = {value}: not here, so no job was written; there is {known}"
-            )
+            known = f"not here, so no job was written; there is {', '.join(words)}"
+            raise UserError(f"{self.file}: {self._parts[part][0]} = {value}: {known}")
         return words.get(value, "")
 
     def _put(self, ours: str, value: Any, *parts: str) -> None:
@@ -161,19 +162,14 @@ class _Draft:
     def _put_steps(self, ours: str, part: str, *asked_by: str) -> None:
         """Steps, or a share of all where these are known."""
         value = self._count(part)
-        if value >= 1 or (value and "train.steps" in self.values):
-            self._put(
-                ours, int(value) if value >= 1 else math.ceil(value * self.values["train.steps"][0]), part, *asked_by
-            )
+        if steps := int(value) if value >= 1 else math.ceil(value * self.values.get("train.steps", (0, ""))[0]):
+            self._put(ours, steps, part, *asked_by)
 
     def _preference(self, given: Mapping[str, Any]) -> bool:
         """True: pairs of answers are learnt."""
         asked = sorted(given.keys() & {"beta", "precompute_ref_log_probs", "max_prompt_length"})
         if self.tool == "trl" and asked and "objective" not in self._parts:  # its YAML does not name the trainer
-            self._parts["objective"] = (
-                f"dpo because of {asked[0]}: for another `trl NAME --config FILE` in a text file",
-                "dpo",
-            )
+            self._parts["objective"] = f"{asked[0]}, a key of DPO", "dpo"
         kind = self._word("objective")
         if kind == "dpo":
             kind = self._word("loss") or kind
@@ -191,9 +187,9 @@ class _Draft:
         for ours in [ours for ours in self.values if ours.startswith(absent)]:
             value, key = self.values.pop(ours)
             self._leave(key, value, "applies to adapters, or to 4 bits, which are not asked for")
+        self._put("adapter.method", "lora" if is_lora else "none", "adapter")
         if not is_lora:
             return
-        self._put("adapter.method", "lora", "adapter")
         if in_four_bits:
             self._put("model.quantization", "nf4", "adapter", "four_bits")
         if self.tool == "llamafactory" and "adapter.alpha" not in self.values:
@@ -214,9 +210,7 @@ class _Draft:
         if not sets:
             raise UserError(f"{self.file}: names no data set, so no job was written")
         if texts:
-            self._leave(
-                "data sets", names, "text is learnt from files: write the texts into some, and name these in data.text"
-            )
+            self._leave("data sets", names, "text is learnt from files: write the texts into some, for data.text")
             stems = [re.sub(r"^hf:|:.*|(?<=\w)\.\w+$", "", name) for name in names]
             self._put("data.text", [f"{stem}/*.txt" for stem in stems], "texts", "datasets", "folder")
         else:
@@ -248,15 +242,17 @@ class _Draft:
             which = self._of("split" if split == "train" else "test_split")
             value = [{"path": value, "name": self._of("config_name"), "split": which}]
         elif isinstance(value, Mapping):  # of the alignment handbook: a mixture
+            for inner in value.keys() - {"datasets"}:
+                self._leave(f"{key}.{inner}", value[inner], _reason(inner, [TABLE["entries"]]))
             value = value.get("datasets")
         if not isinstance(value, list) or not all(
-            isinstance(entry, Mapping) and (entry.get("path") or entry.get("id")) for entry in value
+            isinstance(one, Mapping) and {*one} & {"path", "id"} for one in value
         ):
             raise UserError(f"{self.file}: {key} = {as_toml(value)}: must be a list of data sets, each with a path")
         return [(self._records(f"{key}[{at}]", entry, split), entry.get("type")) for at, entry in enumerate(value)]
 
     def _records(self, where: str, entry: Mapping[str, Any], otherwise: str) -> str:
-        path, name = str(entry.get("path") or entry["id"]), entry.get("name") or entry.get("config")
+        path, name = str(entry.get("path") or entry.get("id")), entry.get("name") or entry.get("config")
         files = entry.get("data_files")
         split = str(entry.get("split") or otherwise)
         whole = re.split(r"[\[+]", split)[0]
@@ -265,7 +261,7 @@ class _Draft:
             path, files, is_file = (files, None, True) if isinstance(files, str) else (str(files[0]), files[1:], True)
         for key, value in {**entry, "data_files": files, "split": split if split != whole else None}.items():
             if key not in ("path", "id", "name", "config") and value:
-                self._leave(f"{where}.{key}", value, _reason(key, _patterns(TABLE["entries"])))
+                self._leave(f"{where}.{key}", value, _reason(key, [TABLE["entries"]]))
         if is_file:
             return self._path(path) + ("/*" if Path(path).is_dir() else "")
         return f"hf:{path}" + (f"/{name}" if name else "") + (f":{whole}" if whole != "train" else "")
@@ -312,7 +308,8 @@ class _Draft:
         when, share = self._word("evaluation"), self._count("held_out")
         sets = self._sets("test_sets", "test")
         if self.tool == "trl" and when in ("steps", "epoch"):
-            sets = self._sets("datasets", "test")
+            learnt = self._sets("datasets")  # files, and data sets that name their split, have none for tests
+            sets = [one for one in self._sets("datasets", "test") if one not in learnt]
         if sets:
             self._put("data.evaluation", [name for name, _ in sets], "test_sets", "test_split")
         elif share < 1:
@@ -334,13 +331,11 @@ class _Draft:
             self._put("report.trackers", known, *known, *(["report_to"] if wanted == set(known) else []))
 
 
-def _patterns(*parts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(key, group["reason"]) for part in parts for group in part["left"] for key in group["keys"]]
-
-
-def _reason(key: str, patterns: list[tuple[str, str]]) -> str:
+def _reason(key: str, tables: list[dict[str, Any]]) -> str:
     """Why a key is left: by the first pattern that fits."""
-    return next((reason for pattern, reason in patterns if fnmatch.fnmatchcase(key, pattern)), NOT_UNDERSTOOD)
+    groups = [group for table in tables for group in table["left"]]
+    fits = (group["reason"] for group in groups if any(fnmatch.fnmatchcase(key, one) for one in group["keys"]))
+    return next(fits, NOT_UNDERSTOOD)
 
 
 def _number(value: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.commands.other_files import read_keys
-from hetero_mpi.commands.other_tools import NOT_UNDERSTOOD, TABLE, TOOLS, keys_of
+from hetero_mpi.commands.other_tools import NOT_UNDERSTOOD, TABLE, TOOLS, keys_of, tables_of
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.job.schema import TABLES
@@ -209,6 +209,27 @@ def test_gpus_and_the_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--from", str(file), "other"]) == 0 and Path("other/job.toml").exists()
 
 
+def test_keys_inside_of_keys_are_named() -> None:
+    made(FILES / "trl-handbook-qlora.yaml")
+    text = left_keys(Path("job.toml").read_text())
+    assert "dataset_mixture.test_split_size = 1000" in text and "dataset_mixture[0].weight = 1.0" in text
+
+
+def test_gpus_go_before_what_a_launcher_was_told() -> None:
+    assert made(FILES / "llamafactory-command.sh", "--gpus", "3").job.train.global_batch == 24
+    text = left_keys(Path("job.toml").read_text())
+    assert "nproc_per_node = 2" in text and "nnodes = 2" in text
+
+
+def test_training_data_do_not_become_held_out() -> None:
+    Path("file.yaml").write_text(
+        "model_name_or_path: a/b\ndataset_name: own.jsonl\neval_strategy: steps\neval_steps: 10\n"
+    )
+    job = made(Path("file.yaml")).job
+    assert (job.data.records, job.data.evaluation, job.train.evaluate_every) == (["own.jsonl"], None, 0)
+    assert "eval_steps = 10" in left_keys(Path("job.toml").read_text())
+
+
 def test_a_command_line_reads_its_config() -> None:
     Path("more.yaml").write_text("model_name_or_path: a/b\ndataset_name: a/c\nlearning_rate: 1e-3\n")
     Path("run.sh").write_text("trl orpo --config more.yaml --learning_rate 2e-6 --beta 0.5\n")
@@ -230,20 +251,23 @@ def test_data_sets_that_llama_factory_lists() -> None:
 
 def test_the_table_leads_to_keys_that_there_are() -> None:
     for tool in TOOLS:
-        keys, patterns, defaults = keys_of(tool)
+        keys, patterns = (
+            keys_of(tool),
+            [one for table in tables_of(tool) for group in table["left"] for one in group["keys"]],
+        )
         for ours in keys.values():
             table, _, key = ours.partition(".")
             assert (
                 ours.removeprefix("=") in TABLE["parts"] if ours.startswith("=") else key in TABLES[table].model_fields
             ), ours
-        assert defaults.keys() <= keys.keys() and len(dict(patterns)) == len(patterns), tool
+        assert keys_of(tool, "defaults").keys() <= keys.keys() and len({*patterns}) == len(patterns), tool
 
 
 @pytest.mark.slow
 def test_every_argument_of_trl_is_known() -> None:
     trl = pytest.importorskip("trl", reason="needs the extra trl")
-    keys, patterns, _ = keys_of("trl")
-    known = re.compile("|".join([*map(re.escape, keys), *(pattern.replace("*", ".*") for pattern, _ in patterns)]))
+    patterns = [one for table in tables_of("trl") for group in table["left"] for one in group["keys"]]
+    known = re.compile("|".join(one.replace("*", ".*") for one in [*keys_of("trl"), *patterns]))
     for kind in (trl.SFTConfig, trl.DPOConfig, trl.ModelConfig, trl.ScriptArguments, trl.DatasetMixtureConfig):
         unknown = [field.name for field in dataclasses.fields(kind) if not known.fullmatch(field.name)]
         assert unknown == [], kind
@@ -252,7 +276,7 @@ def test_every_argument_of_trl_is_known() -> None:
 @pytest.mark.slow
 def test_the_defaults_of_trl_are_those_of_the_package() -> None:
     trl = pytest.importorskip("trl", reason="needs the extra trl")
-    _, _, defaults = keys_of("trl")
+    defaults = keys_of("trl", "defaults")
     for kind, changed in ((trl.SFTConfig, {}), (trl.DPOConfig, TABLE["trl"]["pairs"])):
         own = {field.name: field.default for field in dataclasses.fields(kind)}
         own |= {field.name: field.default for field in dataclasses.fields(trl.ModelConfig)}
