@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import usable_devices
-from hetero_mpi.planning.memory import stage_memory, usable_bytes
+from hetero_mpi.planning.memory import host_state_bytes, stage_memory, streamed_memory, usable_bytes
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile
 
@@ -147,64 +147,108 @@ def stage_bytes(model: ModelCost, tokens: int, recompute: bool, pipelines: float
     """(bytes whatever the depth, bytes of every micro-batch in flight): ``stage_memory`` of every stage, where as many pipelines
     own as much each of the state. (That of adapters is too small to matter.)"""
     fixed, each = _stage_bytes(model, tokens, recompute)
-    if pipelines == 1 or not model.trained_whole:
-        return fixed, each
+    return fixed - _of_others(model, pipelines), each
+
+
+def _of_others(model: ModelCost, pipelines: float) -> Floats:
+    """[first, last]: bytes of a stage's state that other pipelines own."""
+    shared = 1 - 1 / pipelines if model.trained_whole else 0.0
     owned = np.cumsum([0.0, *(model.owned_bytes(i, i + 1) for i in range(len(model.layers)))])
-    return fixed - (1 - 1 / pipelines) * (owned[None, :] - owned[:, None]), each
+    return np.asarray(shared * (owned[None, :] - owned[:, None]))
 
 
 @lru_cache(maxsize=64)
-def _stage_bytes(model: ModelCost, tokens: int, recompute: bool) -> tuple[Floats, Floats]:
+def _stage_bytes(
+    model: ModelCost, tokens: int, recompute: bool, at_once: int | None = None, streamed_by: str = ""
+) -> tuple[Floats, Floats]:
+    """``at_once``: tokens of a slice; ``streamed_by``: a device with memory of its ``own``, or in its ``host``'s."""
     layers = len(model.layers)
     fixed = np.full((layers + 1, layers + 1), np.inf)
     per_micro_batch = np.zeros_like(fixed)
     known: dict[Hashable, tuple[int, int]] = {}
     for (a, b), alike in alike_stages(model).items():
         if alike not in known:
-            parts = stage_memory(model, a, b, tokens, 1, recompute)
+            if streamed_by:
+                parts = streamed_memory(model, a, b, tokens, 1, at_once or tokens, streamed_by == "host")
+            else:
+                parts = stage_memory(model, a, b, tokens, 1, recompute, 0, at_once)
             known[alike] = parts.total - parts.activations, parts.activations
         fixed[a, b], per_micro_batch[a, b] = known[alike]
     return fixed, per_micro_batch
 
 
+@lru_cache(maxsize=64)
+def _kept_in_host(model: ModelCost) -> Floats:
+    """[first, last]: bytes in host memory of a streamed stage of a device with memory of its own, where all weights are trained."""
+    count = len(model.layers) + 1
+    return np.array([[host_state_bytes(model, a, b) if a < b else 0 for b in range(count)] for a in range(count)])
+
+
+class Way(NamedTuple):
+    """How a rank holds a stage: see ``StagePlan``."""
+
+    recompute: bool = False
+    streamed: bool = False
+    slice_sequences: int | None = None
+
+
+class Room(NamedTuple):
+    """The memory for a stage."""
+
+    usable: float
+    """Bytes."""
+    ratio: float
+    """So many times the model's activation bytes are kept."""
+    relief: float
+    """Bytes of its part of the state that others have room for."""
+    in_host_memory: bool
+    """Does it compute there?"""
+    of_host: float
+    """Bytes of its host's memory for what is kept there."""
+
+
 class Stages:
     """The costs of holding layers [first, last), tabulated [first, last - first - 1] up to ``longest`` layers."""
 
-    def __init__(self, model: ModelCost, tokens: int, longest: int, pipelines: float) -> None:
-        self.model, self.tokens, self.pipelines, layers = model, tokens, pipelines, len(model.layers)
-        self.longest = min(longest, layers)
+    def __init__(
+        self, model: ModelCost, micro_batch: int, sequence_length: int, longest: int, pipelines: float
+    ) -> None:
+        self.model, self.sequence_length, self.pipelines, layers = model, sequence_length, pipelines, len(model.layers)
+        self.tokens, self.longest = micro_batch * sequence_length, min(longest, layers)
         first = np.arange(layers + 1)[:, None]
         self.last = np.minimum(first + np.arange(1, self.longest + 1)[None, :], layers)
         self.inside = first + np.arange(1, self.longest + 1)[None, :] <= layers
         self.first = np.broadcast_to(np.minimum(first, layers - 1), self.last.shape)
         self.count = np.maximum(1, self.last - first)
-        self.trainable = self.over(np.array([float(layer.trainable_parameters) for layer in model.layers]))
         shared = pipelines > 1 and model.trained_whole
         owned = [model.owned_bytes(i, i + 1) / pipelines if shared else 0.0 for i in range(layers)]
         self.owned = self.over(np.array(owned))
-        self._known: dict[tuple[float, bool], tuple[Floats, Floats]] = {}
 
-    def bytes(self, ratio: float, recompute: bool) -> tuple[Floats, Floats]:
-        """Bytes whatever the depth, and of every micro-batch in flight, on a device that keeps ``ratio`` times the model's
-        activation bytes."""
-        key = ratio, recompute
-        if key not in self._known:
-            model, first = self.model.keeping(ratio), np.arange(len(self.last))[:, None]
-            fixed, each = stage_bytes(model, self.tokens, recompute, self.pipelines)
-            self._known[key] = fixed[first, self.last], each[first, self.last]
-        return self._known[key]
+    def bytes(self, way: Way, ratio: float, in_host_memory: bool) -> tuple[Floats, Floats]:
+        """Bytes whatever the depth, and of every micro-batch in flight."""
+        model, first = self.model.keeping(ratio), np.arange(len(self.last))[:, None]
+        at_once = None if way.slice_sequences is None else way.slice_sequences * self.sequence_length
+        by = "" if not way.streamed else "host" if in_host_memory else "own"
+        fixed, each = _stage_bytes(model, self.tokens, way.recompute, at_once, by)
+        fixed = fixed if by == "own" else fixed - _of_others(model, self.pipelines)
+        return fixed[first, self.last], each[first, self.last]
 
     def over(self, seconds: Floats) -> Floats:
         """Sums of ``seconds`` [I] over every stage."""
         total = np.concatenate([[0.0], np.cumsum(seconds)])
         return np.asarray(total[self.last] - total[np.arange(len(self.last))[:, None]])
 
-    def deepest(self, usable: float, ratio: float, recompute: bool, relief: float = 0.0) -> Floats:
-        """Most micro-batches in flight with which every stage fits; negative: it does not at all. ``relief``: bytes of the device's
-        part of the state that others have room for."""
-        fixed, each = self.bytes(ratio, recompute)
+    def deepest(self, way: Way, room: Room) -> Floats:
+        """Most micro-batches in flight with which every stage fits; negative: it does not at all."""
+        fixed, each = self.bytes(way, room.ratio, room.in_host_memory)
+        kept = way.streamed and self.model.trained_whole and not room.in_host_memory
+        relief = 0.0 if kept else np.minimum(room.relief, self.owned)
         with np.errstate(invalid="ignore"):
-            most = np.floor((usable + np.minimum(relief, self.owned) - fixed) / np.maximum(each, 1e-9))
+            most = np.floor((room.usable + relief - fixed) / np.maximum(each, 1e-9))
+        if kept:
+            first = np.arange(len(self.last))[:, None]
+            there = (_kept_in_host(self.model) - _of_others(self.model, self.pipelines))[first, self.last]
+            most = np.where(there <= room.of_host, most, -1.0)
         return np.where(self.inside, most, -1.0)
 
 

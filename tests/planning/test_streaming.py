@@ -199,19 +199,12 @@ def test_stages_are_streamed_where_nothing_fits_otherwise() -> None:
     assert 0 < report.bound_step_s <= report.predicted_step_s
 
 
-def test_sizes_of_slices_that_begin_badly_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is found is as good as with a search for each."""
-    profile, asked, searched = heavy_cluster(200_000), request(micro_batch_choices=(1, 2, 4)), list[int]()
+def test_one_search_finds_the_slices_that_are_best() -> None:
+    """As good as with a search for each size."""
+    profile, asked = heavy_cluster(200_000), request(micro_batch_choices=(1, 2, 4))
     by_itself = [decide.decide(profile, replace(asked, micro_batch_choices=(size,))) for size in (1, 2, 4)]
-    search = decide._searched
-
-    def counted(view: ClusterProfile, request: PlanRequest) -> Plan | None:
-        searched.append(request.micro_batch_choices[0])
-        return search(view, request)
-
-    monkeypatch.setattr(decide, "_searched", counted)
     found = decide.decide(profile, asked)
-    assert found is not None and streamed_in(found.plan) > 0 and searched == [1]
+    assert found is not None and streamed_in(found.plan) > 0
     assert found.step_s <= min(one.step_s for one in by_itself if one is not None)
 
 

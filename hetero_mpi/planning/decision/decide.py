@@ -7,7 +7,7 @@ changed cluster asks here.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi import units
@@ -76,7 +76,7 @@ def _decided(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     busy = while_computing(profile, everyone)
     resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))
     timed = None if resident is None else (resident.plan, resident.step_s)
-    streamed = with_streamed_stages(busy, request, timed, _starts, _searched)
+    streamed = with_streamed_stages(busy, request, timed, _streamed)
     found = resident if streamed is None else Decision(*streamed)
     if found is None or busy is profile:
         return found
@@ -99,14 +99,21 @@ def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
     return None if decision is None else decision.plan
 
 
-def _resident(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    """The best plan in which every rank holds its stage."""
+def _streamed(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int]) -> Plan | None:
+    found = _resident(profile, request, slices)
+    return None if found is None else found.plan
+
+
+def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Decision | None:
+    """The best plan in which every rank holds one stage, or several; without ``slices`` none is streamed."""
     few = len(profile.devices) <= LAID_OUT
-    starts = [] if few else list(_starts(profile, request))
+    starts = [] if few else list(_starts(profile, request, slices))
     if len(profile.devices) > SEARCHED:
         return Decision(*min(starts, key=lambda one: one[1])) if starts else None
-    search = Search(profile, request)
-    best = search.best(starts) or (search.best(list(_roomiest(profile, request))) if few else None)
+    search = Search(profile, request, slices)
+    best = search.best(starts)
+    if best is None and few and not slices:
+        best = search.best(list(_roomiest(profile, request)))
     if best is None:
         return None
     plan, step_s = search.in_natural_order(best.plan, best.step_s)
@@ -181,16 +188,19 @@ def fits(profile: ClusterProfile, request: PlanRequest) -> bool:
     return profile.model.trained_whole and request.max_pipelines > 1 and any(_starts(profile, request))
 
 
-def _starts(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[Plan, float]]:
-    """Plans that fit, and their step times: of every promising number of pipelines; where there is none, the one that leaves most
-    memory free. With their backward split otherwise too."""
-    fitter = Fitter(profile, request)
-    found = [fitter.fitted(_scheduled(plan, request)) for _, plan in layouts.several(profile, request)]
-    for plan in found:
+def _starts(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Iterator[tuple[Plan, float]]:
+    """Plans that fit, and their step times: of every promising number of pipelines, or of more ranks than are searched the most
+    promising one; where there is none, the one that leaves most memory free. With their backward split otherwise too."""
+    fitter, some = Fitter(profile, request), False
+    for _, laid in layouts.several(profile, request, slices):
+        plan = fitter.fitted(_scheduled(laid, request))
         if plan is not None:
             otherwise = map(fitter.fitted, _otherwise_split(plan, profile, request))
             yield from ((one, fitter.step_s(one)) for one in (plan, *otherwise) if one is not None)
-    if not any(found):
+            some = True
+            if len(profile.devices) > SEARCHED:
+                return
+    if not some and not slices:
         yield from _roomiest(profile, request)
 
 

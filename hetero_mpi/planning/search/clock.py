@@ -36,7 +36,7 @@ class Clock:
 
     def _steps_s(self, fitting: Fitting, pipelines: int, coming: Mapping[int, float]) -> list[float]:
         line = fitting.line
-        steps = self.costs[line.micro_batch].steps_s(line, pipelines)
+        steps = self.costs[line.micro_batch].steps_s(line, fitting.ways, pipelines)
         return [
             own_s + (exposed_s(coming_s, forward_s, layers) if (coming_s := coming.get(rank, 0.0)) else 0.0)
             for own_s, rank, forward_s, layers in zip(

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_mpi.planning.search.costs import Costs
-from hetero_mpi.planning.tables import Floats, Indices
+from hetero_mpi.planning.tables import Floats, Indices, Room
 
 Column = tuple[int, ...]
 """Indices of ranks, one per pipeline."""
@@ -99,7 +99,12 @@ def in_columns(costs: Costs, members: Sequence[Column], shares: Floats | None = 
     weights = np.ones(pipelines) if shares is None else shares * pipelines
 
     def slowest(seconds: Floats) -> Floats:
-        return np.asarray((seconds[table] * weights[None, :, None]).max(axis=1))
+        return np.asarray((seconds[:, table] * weights[:, None]).max(axis=2))
+
+    def least(rooms: list[Room]) -> Room:
+        usable, ratio, _, in_host_memory, of_host = zip(*rooms, strict=True)
+        relief = sum(usable) / pipelines - min(usable)
+        return Room(min(usable), max(ratio), relief, all(in_host_memory), min(of_host))
 
     places, count = costs.place[table], len(members)
     latency_s, per_byte_s = np.zeros((count, count)), np.zeros((count, count))
@@ -107,20 +112,16 @@ def in_columns(costs: Costs, members: Sequence[Column], shares: Floats | None = 
         pair = np.ix_(places[:, p], places[:, p])
         np.maximum(latency_s, costs.latency_s[pair] * weights[p], out=latency_s)
         np.maximum(per_byte_s, costs.per_byte_s[pair] * weights[p], out=per_byte_s)
-    usable = costs.usable[table].min(axis=1)
     return replace(
         costs,
         host=costs.host[table[:, 0]],
-        usable=usable,
-        relief=costs.usable[table].mean(axis=1) - usable,
-        ratio=costs.ratio[table].max(axis=1),
+        rooms=[least([costs.rooms[rank] for rank in column]) for column in members],
         splits=[all(costs.splits[rank] for rank in column) for column in members],
         forward_s=slowest(costs.forward_s),
         backward_s=slowest(costs.backward_s),
-        repeated_s=slowest(costs.repeated_s),
         overhead_s=slowest(costs.overhead_s),
         step_fixed_s=costs.step_fixed_s[table].max(axis=1),
-        step_per_parameter_s=costs.step_per_parameter_s[table].max(axis=1) / pipelines,
+        step_per_parameter_s=costs.step_per_parameter_s[:, table].max(axis=2) / pipelines,
         place=np.arange(count),
         latency_s=latency_s,
         per_byte_s=per_byte_s,
@@ -159,7 +160,7 @@ class _Held(NamedTuple):
     """The costs of every stage on one column."""
 
     ways: list[tuple[Floats, Floats]]
-    """Without and with forwards repeated: seconds of a micro-batch, and the most of them in flight."""
+    """Of every way: seconds of a micro-batch, and the most of them in flight."""
     backward_s: Floats
     tail_s: Floats
     """Of the sums, what the last backward does not hide."""
@@ -182,15 +183,13 @@ class Chains:
     def of(self, column: int) -> _Held:
         if column not in self.known:
             columns, stages, over = self.columns, self.stages, self.stages.over
-            forward = over(columns.forward_s[column]) + columns.overhead_s[column, 0]
-            backward = over(columns.backward_s[column]) + columns.overhead_s[column, 1]
-            sums = self.sum_s[column]
-            tails = np.maximum(sums[stages.first], over(sums) - backward + backward / stages.count)
+            both_s, overhead_s = columns.forward_s + columns.backward_s, columns.overhead_s[:, column]
             ways = [
-                (forward + backward + again * over(columns.repeated_s[column]), stages.deepest(*room, again, relief))
-                for again in sorted(set(columns.request.recompute_choices))
-                for room, relief in [((columns.usable[column], columns.ratio[column]), columns.relief[column])]
+                (over(both_s[place, column]) + overhead_s[place].sum(), stages.deepest(way, columns.rooms[column]))
+                for place, way in enumerate(columns.ways)
             ]
+            sums, backward = self.sum_s[column], over(columns.backward_s[0, column]) + overhead_s[0, 1]
+            tails = np.maximum(sums[stages.first], over(sums) - backward + backward / stages.count)
             self.known[column] = _Held(ways, backward, tails)
         return self.known[column]
 

@@ -12,20 +12,30 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from hetero_mpi.planning.bounds import cycle_bound_s
-from hetero_mpi.planning.durations import repeated_s, summed_bytes, value_bytes
+from hetero_mpi.planning.durations import (
+    host_optimizer_s,
+    offload_s,
+    repeated_s,
+    summed_bytes,
+    value_bytes,
+    weights_s,
+)
+from hetero_mpi.planning.memory import usable_bytes
 from hetero_mpi.planning.orders.warm_up import paced_each, period_s, scheduled_depths
 from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, LineTimes, falling
 from hetero_mpi.planning.tables import (
     FEW,
     Floats,
     Indices,
+    Room,
     Stages,
+    Way,
     in_own_order,
     levels,
     may_split,
@@ -50,20 +60,19 @@ class Costs:
     micro_batch: int
     devices: list[DeviceProfile]
     host: Indices
-    usable: Floats
-    """Bytes."""
-    relief: Floats
-    """Bytes of the state that it would own which others have room for."""
-    ratio: Floats
+    rooms: list[Room]
     splits: list[bool]
+    ways: list[Way]
+    """To hold a stage, the quickest first."""
     forward_s: Floats
-    """[rank, layer]"""
+    """[way, rank, layer]"""
     backward_s: Floats
-    repeated_s: Floats
+    """Where the way asks for it with the forward repeated."""
     overhead_s: Floats
-    """[rank, forward and backward]"""
+    """[way, rank, forward and backward]"""
     step_fixed_s: Floats
     step_per_parameter_s: Floats
+    """[way, rank]"""
     place: Indices
     latency_s: Floats
     """[place, place]"""
@@ -72,17 +81,22 @@ class Costs:
     """Where columns take the place of ranks (``columns.in_columns``): the ranks of ``base`` in each."""
     base: Costs | None = None
     tables: dict[tuple[int, float], Stages] = field(default_factory=dict)
-    _bytes: dict[tuple[float, bool], tuple[list[list[float]], ...]] = field(default_factory=dict, init=False)
-    """By device and whether forwards are repeated, [first][layers - 1]: bytes whatever the depth, bytes of each micro-batch in
-    flight; where others own the state."""
-    _times: dict[tuple[tuple[int, ...], ...], LineTimes] = field(default_factory=dict, init=False)
-    """By ranks, layers and whether forwards are repeated, of every stage."""
+    _bytes: dict[tuple[Any, ...], tuple[list[list[float]], ...]] = field(default_factory=dict, init=False)
+    """By way and room, [first][layers - 1]: bytes whatever the depth, bytes of each micro-batch in flight; where others own the
+    state."""
+    _times: dict[tuple[Any, ...], LineTimes] = field(default_factory=dict, init=False)
+    """By ranks, layers and ways, of every stage."""
     _paced: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict, init=False)
-    """By ranks, layers, sequences, allowance and whether forwards are repeated for depth alone."""
+    """By ranks, layers, sequences, allowance and whether other ways are taken for depth alone."""
 
     @property
     def count(self) -> int:
-        return len(self.usable)
+        return len(self.rooms)
+
+    @cached_property
+    def usable(self) -> Floats:
+        """Bytes."""
+        return np.array([room.usable for room in self.rooms])
 
     @property
     def model(self) -> ModelCost:
@@ -112,7 +126,7 @@ class Costs:
     @cached_property
     def speed(self) -> Floats:
         """Sequences per second of each rank, were it alone with a memory that holds everything."""
-        return np.asarray(self.micro_batch / (self.forward_s.sum(axis=1) + self.backward_s.sum(axis=1)))
+        return np.asarray(self.micro_batch / (self.forward_s[0].sum(axis=1) + self.backward_s[0].sum(axis=1)))
 
     @property
     def unlinked(self) -> bool:
@@ -160,22 +174,22 @@ class Costs:
     def stages(self, pipelines: float) -> Stages:
         """Tables of all stages that fit on some rank, where so many pipelines share the state."""
         longest, pipelines, most_bytes = 1, self.sharing(pipelines), float(self.usable.max())
-        for recompute in set(self.request.recompute_choices):
+        for recompute in {way.recompute for way in self.ways}:
             fixed, each = stage_bytes(self.model, self.tokens, recompute, pipelines)
             fits = np.argwhere(fixed + each <= most_bytes)
             longest = max([longest, *(fits[:, 1] - fits[:, 0]).tolist()])
-        key = longest, pipelines
+        key = self.layer_count if any(way.streamed for way in self.ways) else longest, pipelines
         if key not in self.tables:
-            self.tables[key] = Stages(self.model, self.tokens, *key)
+            self.tables[key] = Stages(self.model, self.micro_batch, self.request.sequence_length, *key)
         return self.tables[key]
 
     @cached_property
-    def deepest(self) -> dict[bool, list[list[list[int]]]]:
-        """Forwards are repeated or not -> [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
+    def deepest(self) -> dict[Way, list[list[list[int]]]]:
+        """Way -> [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
         return self.unshared
 
     @cached_property
-    def unshared(self) -> dict[bool, list[list[list[int]]]]:
+    def unshared(self) -> dict[Way, list[list[list[int]]]]:
         return self._deepest(1)
 
     def of(self, pipelines: float) -> Costs:
@@ -186,39 +200,32 @@ class Costs:
         other = copy.copy(self)
         other.deepest, other._paced = deepest, {}
         if pipelines == math.inf:
-            stages, ways = self.stages(pipelines), itertools.product(set(self.ratio.tolist()), deepest)
-            other._bytes = {way: tuple(table.tolist() for table in stages.bytes(*way)) for way in ways}
+            stages, kinds = self.stages(pipelines), {(room.ratio, room.in_host_memory) for room in self.rooms}
+            keys = ((way, *kind) for way, kind in itertools.product(deepest, kinds))
+            other._bytes = {key: tuple(table.tolist() for table in stages.bytes(*key)) for key in keys}
         return other
 
-    def _deepest(self, pipelines: float) -> dict[bool, list[list[list[int]]]]:
-        choices = sorted(set(self.request.recompute_choices))
-        return {again: self._depths_of(again, pipelines) for again in choices}
-
-    def _depths_of(self, recompute: bool, pipelines: float) -> list[list[list[int]]]:
-        stages, known = self.stages(pipelines), dict[tuple[float, ...], list[list[int]]]()
-        rooms = list(zip(self.usable.tolist(), self.ratio.tolist(), self.relief.tolist(), strict=True))
-        for usable, ratio, relief in set(rooms):
-            deepest = stages.deepest(usable, ratio, recompute, relief)
-            known[usable, ratio, relief] = np.clip(deepest, 0, self.request.global_batch).astype(int).tolist()
-        return [known[room] for room in rooms]
+    def _deepest(self, pipelines: float) -> dict[Way, list[list[list[int]]]]:
+        stages, most, found = self.stages(pipelines), self.request.global_batch, {}
+        for way in self.ways:
+            known = {room: np.clip(stages.deepest(way, room), 0, most).astype(int).tolist() for room in set(self.rooms)}
+            found[way] = [known[room] for room in self.rooms]
+        return found
 
     # Single figures
 
-    def _summed(self, table: Floats) -> list[list[float]]:
-        """[rank][layer]: seconds of all layers before."""
-        return [[0.0, *itertools.accumulate(row)] for row in table.tolist()]
+    def _summed(self, table: Floats) -> dict[Way, list[list[float]]]:
+        """Way -> [rank][layer]: seconds of all layers before."""
+        sums = zip(self.ways, np.cumsum(table, axis=2).tolist(), strict=True)
+        return {way: [[0.0, *row] for row in rows] for way, rows in sums}
 
     @cached_property
-    def forward(self) -> list[list[float]]:
+    def forward(self) -> dict[Way, list[list[float]]]:
         return self._summed(self.forward_s)
 
     @cached_property
-    def backward(self) -> list[list[float]]:
+    def backward(self) -> dict[Way, list[list[float]]]:
         return self._summed(self.backward_s)
-
-    @cached_property
-    def repeated(self) -> list[list[float]]:
-        return self._summed(self.repeated_s)
 
     @cached_property
     def trainable(self) -> list[float]:
@@ -226,63 +233,63 @@ class Costs:
         return [0.0, *itertools.accumulate(float(layer.trainable_parameters) for layer in self.model.layers)]
 
     @cached_property
+    def overhead(self) -> dict[Way, list[tuple[float, float]]]:
+        return dict(zip(self.ways, self.overhead_s.tolist(), strict=True))
+
+    @cached_property
     def _lists(self) -> tuple[Any, ...]:
-        arrays = self.overhead_s, self.place, self.latency_s, self.per_byte_s, self.message_bytes
-        return tuple(array.tolist() for array in arrays)
+        return tuple(array.tolist() for array in (self.place, self.latency_s, self.per_byte_s, self.message_bytes))
 
     @cached_property
-    def _steps(self) -> tuple[list[float], list[float]]:
-        return self.step_fixed_s.tolist(), self.step_per_parameter_s.tolist()
-
-    @cached_property
-    def _rooms(self) -> tuple[list[float], list[float]]:
-        return self.usable.tolist(), self.ratio.tolist()
+    def _steps(self) -> tuple[list[float], dict[Way, list[float]]]:
+        each_s = dict(zip(self.ways, self.step_per_parameter_s.tolist(), strict=True))
+        return self.step_fixed_s.tolist(), each_s
 
     def fitted(self, line: Line) -> Fitting | None:
-        """``line``, no deeper than memory allows, forwards repeated where it asks for that; None: it does not fit."""
-        flying, recompute, cuts = [], [], line.cuts
+        """``line``, no deeper than memory allows, held in the quickest way that is as deep; None: it does not fit."""
+        flying, ways, cuts = [], [], line.cuts
         most = line.micro_batches
         for place, rank in enumerate(line.ranks):
             most = min(most, line.flying[place])
-            deepest, repeated = 0, False
-            for again, tables in self.deepest.items():
+            deepest, held = 0, self.ways[0]
+            for way, tables in self.deepest.items():
                 depth = _room(tables[rank][cuts[place]], line.counts[place])
                 if depth > deepest:
-                    deepest, repeated = depth, again
+                    deepest, held = depth, way
                 if deepest >= most:
                     break
             most = min(most, deepest)
             if most < 1:
                 return None
             flying.append(most)
-            recompute.append(repeated)
-        return self.timed(line._replace(flying=tuple(flying)), tuple(recompute))
+            ways.append(held)
+        return self.timed(line._replace(flying=tuple(flying)), tuple(ways))
 
-    def timed(self, line: Line, recompute: tuple[bool, ...]) -> Fitting:
+    def timed(self, line: Line, ways: tuple[Way, ...]) -> Fitting:
         """``line`` with its times, whatever memory says."""
-        times, bound_s = self.times(line, recompute), 0.0
+        times, bound_s = self.times(line, ways), 0.0
         if not line.is_split:
             bound_s = cycle_bound_s(*times, [depth - 1 for depth in line.flying], line.micro_batches)
-        bound_s = (bound_s + max(self.steps_s(line, math.inf))) * (1 - ROUNDING)
-        return Fitting(line, recompute, times, bound_s, self._spare_bytes(line, recompute))
+        bound_s = (bound_s + max(self.steps_s(line, ways, math.inf))) * (1 - ROUNDING)
+        return Fitting(line, ways, times, bound_s, self._spare_bytes(line, ways))
 
-    def _spare_bytes(self, line: Line, recompute: Sequence[bool]) -> float:
+    def _spare_bytes(self, line: Line, ways: Sequence[Way]) -> float:
         """Bytes that its ranks have left for state, where others own all that they hold; infinite: that was not asked."""
         if not self._bytes:
             return math.inf
-        spare, (usable, ratio) = 0.0, self._rooms
-        stages = zip(line.ranks, line.cuts, line.counts, line.flying, recompute, strict=False)
-        for rank, first, count, flying, again in stages:
-            fixed, each = self._bytes[ratio[rank], again]
-            spare += usable[rank] - fixed[first][count - 1] - each[first][count - 1] * flying
+        spare = 0.0
+        for rank, first, count, flying, way in zip(line.ranks, line.cuts, line.counts, line.flying, ways, strict=False):
+            room = self.rooms[rank]
+            fixed, each = self._bytes[way, room.ratio, room.in_host_memory]
+            spare += room.usable - fixed[first][count - 1] - each[first][count - 1] * flying
         return spare
 
     def holds(self, fitting: Fitting) -> bool:
         """Whether its ranks have memory for all the state of what they hold."""
         line = fitting.line
-        stages = zip(fitting.recompute, line.ranks, line.cuts, line.counts, line.flying, strict=False)
+        stages = zip(fitting.ways, line.ranks, line.cuts, line.counts, line.flying, strict=False)
         return self.deepest is self.unshared or all(
-            _room(self.unshared[again][rank][first], count) >= flying for again, rank, first, count, flying in stages
+            _room(self.unshared[way][rank][first], count) >= flying for way, rank, first, count, flying in stages
         )
 
     def paced(self, line: Line, allowance: float, repeat: bool) -> Line:
@@ -299,16 +306,21 @@ class Costs:
         return line._replace(flying=self._paced[key])
 
     def _depths(self, line: Line, allowance: float, repeat: bool) -> tuple[int, ...]:
-        times = self.times(line, (False,) * len(line.ranks))
+        held, most = list[Way](), list[int]()
+        for rank, first, count in zip(line.ranks, line.cuts, line.counts, strict=False):
+            rooms = ((way, _room(tables[rank][first], count)) for way, tables in self.deepest.items())
+            way, depth = next((one for one in rooms if one[1] > 0), (self.ways[0], 0))
+            held.append(way)
+            most.append(depth)
+        times = self.times(line, tuple(held))
         compute = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
         hops = [out + back for out, back in zip(times.out, times.back, strict=True)]
         warm_up = paced_each(compute, hops, period_s(compute, hops), allowance)
         flying = [min(line.micro_batches, depth + 1) for depth in warm_up]
-        if repeat or len(self.deepest) < 2:
+        if repeat or len(self.ways) < 2:
             return tuple(flying)
-        for place, (rank, first) in enumerate(zip(line.ranks, line.cuts, strict=False)):
-            plain = _room(self.deepest[False][rank][first], line.counts[place])
-            flying[place] = min(flying[place], plain) if plain >= len(line.ranks) - place else flying[place]
+        for place, depth in enumerate(most):
+            flying[place] = min(flying[place], depth) if depth >= len(most) - place else flying[place]
         return falling(flying)
 
     def hops_s(self) -> Floats:
@@ -316,19 +328,17 @@ class Costs:
         away = (self.latency_s + self.message_bytes[0] * self.per_byte_s)[self.place][:, self.place]
         return np.where(np.eye(self.count, dtype=bool), 0.0, away + away.T)
 
-    def times(self, line: Line, recompute: tuple[bool, ...]) -> LineTimes:
-        key = line.ranks, line.counts, recompute
+    def times(self, line: Line, ways: tuple[Way, ...]) -> LineTimes:
+        key = line.ranks, line.counts, ways
         if key in self._times:
             return self._times[key]
-        overheads, places, latency, per_byte, message = self._lists
+        places, latency, per_byte, message = self._lists
         (forward_s, backward_s, out_s, back_s), cuts, previous = ([], [], [], []), line.cuts, -1
-        for place, rank in enumerate(line.ranks):
-            first, last = cuts[place], cuts[place + 1]
-            forward, backward, overhead = self.forward[rank], self.backward[rank], overheads[rank]
-            again = self.repeated[rank][last] - self.repeated[rank][first] if recompute[place] else 0.0
+        for place, (rank, way) in enumerate(zip(line.ranks, ways, strict=True)):
+            first, last, here = cuts[place], cuts[place + 1], places[rank]
+            forward, backward, overhead = self.forward[way][rank], self.backward[way][rank], self.overhead[way][rank]
             forward_s.append(forward[last] - forward[first] + overhead[0])
-            backward_s.append(backward[last] - backward[first] + overhead[1] + again)
-            here = places[rank]
+            backward_s.append(backward[last] - backward[first] + overhead[1])
             if place:
                 size = message[first - 1]
                 out_s.append(latency[previous][here] + size * per_byte[previous][here])
@@ -340,36 +350,39 @@ class Costs:
     def whole_s(self, fitting: Fitting) -> list[float]:
         """When every layer's gradients are whole, where they are held."""
         line, begun, cuts, found = fitting.line, fitting.spans_s[0], fitting.line.cuts, list[float]()
-        overheads = self._lists[0]
-        for place, rank in enumerate(line.ranks):
-            first, last = cuts[place], cuts[place + 1]
-            backward, repeated = self.backward[rank], self.repeated[rank]
-            end_s = begun[place] + overheads[rank][1] + backward[last]
-            if fitting.recompute[place]:
-                end_s += repeated[last]
-                found += [end_s - repeated[layer] - backward[layer] for layer in range(first, last)]
-            else:
-                found += [end_s - seconds for seconds in backward[first:last]]
+        for place, (rank, way) in enumerate(zip(line.ranks, fitting.ways, strict=True)):
+            backward, first, last = self.backward[way][rank], cuts[place], cuts[place + 1]
+            end_s = begun[place] + self.overhead[way][rank][1] + backward[last]
+            found += [end_s - seconds for seconds in backward[first:last]]
         return found
 
-    def steps_s(self, line: Line, pipelines: float) -> list[float]:
+    def steps_s(self, line: Line, ways: Sequence[Way], pipelines: float) -> list[float]:
         """Every stage's optimizer, where as many pipelines own as much each; of a tied model, whose ends count their matrix
         otherwise, nothing."""
         if self.model.tied:
             return [0.0] * len(line.ranks)
         trained, (fixed, per_parameter) = [self.trainable[cut] for cut in line.cuts], self._steps
         return [
-            fixed[rank] + per_parameter[rank] * (after - before) / pipelines
-            for rank, before, after in zip(line.ranks, trained, trained[1:], strict=False)
+            fixed[rank] + per_parameter[way][rank] * (after - before) / pipelines
+            for rank, way, before, after in zip(line.ranks, ways, trained, trained[1:], strict=False)
         ]
 
 
-def costs_by_size(profile: ClusterProfile, request: PlanRequest) -> dict[int, Costs]:
-    """Micro-batch size -> costs, the smallest first; ranks in an order that does not depend on their numbers."""
+def _ways(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> list[Way]:
+    """``slices``: sequences of a slice, where stages may be streamed: in any of these; resident ones in the smallest."""
+    parts = [None, *sorted({size for size in slices if size < micro_batch})]
+    resident = [Way(again, False, part) for part in parts[:2] for again in sorted(set(request.recompute_choices))]
+    return resident + [Way(False, True, part) for part in parts if part is not None or micro_batch in slices]
+
+
+def costs_by_size(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> dict[int, Costs]:
+    """Micro-batch size -> costs, the smallest first; ranks in an order that does not depend on their numbers. ``slices``: sequences
+    of a slice, in any of which stages may be streamed."""
     sizes = sorted(set(request.micro_batch_choices))
-    devices = in_own_order(profile, sizes[0] * request.sequence_length)
-    first = tabulated(profile, request, sizes[0], devices)
-    return {size: first if size == sizes[0] else tabulated(profile, request, size, devices, first) for size in sizes}
+    devices, found = in_own_order(profile, sizes[0] * request.sequence_length), dict[int, Costs]()
+    for size in sizes:
+        found[size] = tabulated(profile, request, size, devices, slices, found.get(sizes[0]))
+    return found
 
 
 def tabulated(
@@ -377,43 +390,85 @@ def tabulated(
     request: PlanRequest,
     micro_batch: int,
     devices: list[DeviceProfile],
+    slices: Sequence[int] = (),
     like: Costs | None = None,
 ) -> Costs:
     """``devices``: the usable ones, in the order in which they are to be counted. ``like``: costs of these at another micro-batch,
     whose links need not be looked up again."""
-    kinds, tokens = list(dict.fromkeys(x.kind for x in profile.model.layers)), micro_batch * request.sequence_length
-    place = np.array([kinds.index(layer.kind) for layer in profile.model.layers])
-    kinds_s = [
-        [
-            (t.forward_s.at(tokens), t.backward_s.at(tokens), repeated_s(t, tokens))
-            for t in (device.layers[kind] for kind in kinds)
-        ]
-        for device in devices
-    ]
-    forward_s, backward_s, repeats_s = np.array(kinds_s)[:, place].transpose(2, 0, 1).copy()
-    repeats_s[:, [0, -1]] = 0.0
     names = list(dict.fromkeys(device.host for device in devices))
     host = np.array([names.index(device.host) for device in devices])
-    usable = np.array([float(rank_usable_bytes(profile, one.rank, request.memory_reserve)) for one in devices])
     linked = _links(profile, devices, host) if like is None else (like.place, like.latency_s, like.per_byte_s)
+    ways = _ways(request, micro_batch, slices)
+    seconds = [_way_s(profile.model, devices, way, micro_batch, request.sequence_length) for way in ways]
+    forward_s, backward_s, overhead_s, step_s = map(np.array, zip(*seconds, strict=True))
+    quickest = np.argsort((forward_s + backward_s).sum(axis=(1, 2)) + overhead_s.sum(axis=(1, 2)), kind="stable")
     return Costs(
         profile,
         request,
         micro_batch,
         devices,
         host,
-        usable,
-        np.maximum(0.0, usable.mean() - usable),
-        np.array([device.activation_ratio for device in devices]),
+        _rooms(profile, request, devices) if like is None else like.rooms,
         [may_split(profile, device.rank) for device in devices],
-        forward_s,
-        backward_s,
-        repeats_s,
-        np.array([(one.forward_overhead_s, one.backward_overhead_s) for one in devices]),
+        [ways[place] for place in quickest.tolist()],
+        forward_s[quickest],
+        backward_s[quickest],
+        overhead_s[quickest],
         np.array([one.optimizer_fixed_s for one in devices]),
-        np.array([one.optimizer_s_per_parameter for one in devices]),
+        step_s[quickest],
         *linked,
     )
+
+
+def _rooms(profile: ClusterProfile, request: PlanRequest, devices: list[DeviceProfile]) -> list[Room]:
+    usable = [float(rank_usable_bytes(profile, one.rank, request.memory_reserve)) for one in devices]
+    mean, rooms = sum(usable) / len(usable), []
+    for own, device in zip(usable, devices, strict=True):
+        host = profile.host(device.rank)
+        here = sum(one.host == device.host and not one.shares_host_memory for one in profile.devices)
+        of_host = math.inf if host is None else usable_bytes(host.memory_bytes, request.memory_reserve) / max(1, here)
+        room = Room(own, device.activation_ratio, max(0.0, mean - own), device.shares_host_memory, of_host)
+        rooms.append(room)
+    return rooms
+
+
+def _way_s(
+    model: ModelCost, devices: list[DeviceProfile], way: Way, micro_batch: int, sequence_length: int
+) -> tuple[list[list[float]], list[list[float]], list[tuple[float, float]], list[float]]:
+    """Seconds of a micro-batch: [rank][layer] of forward and backward, [rank] of what comes on top; of a trained parameter's step.
+
+    A streamed layer is called by itself, repeats its forward, and takes no less than its copies do."""
+    part, ends = way.slice_sequences or micro_batch, len(model.layers) - 1
+    parts = [min(part, micro_batch - begin) * sequence_length for begin in range(0, micro_batch, part)]
+    kinds = {layer.kind: index for index, layer in enumerate(model.layers)}
+    forward_s, backward_s, overhead_s, step_s = [], [], [], []
+    for device in devices:
+        calls_s = len(parts) * device.forward_overhead_s, len(parts) * device.backward_overhead_s
+        seconds = dict[str, tuple[float, float]]()
+        for kind, index in kinds.items():
+            times = device.layers[kind]
+            there_s, back_s, again_s = (
+                sum(of(tokens) for tokens in parts)
+                for of in (times.forward_s.at, times.backward_s.at, partial(repeated_s, times))
+            )
+            if way.streamed:
+                least_s = _copies_s(device, model, index)
+                there_s, back_s = there_s + calls_s[0], back_s + again_s + sum(calls_s)
+                seconds[kind] = max(least_s[0], there_s), max(least_s[1], back_s)
+            else:
+                seconds[kind] = there_s, back_s + again_s * (way.recompute and 0 < index < ends)
+        forward_s.append([seconds[layer.kind][0] for layer in model.layers])
+        backward_s.append([seconds[layer.kind][1] for layer in model.layers])
+        overhead_s.append((0.0, 0.0) if way.streamed else calls_s)
+        kept = way.streamed and model.trained_whole and not device.shares_host_memory
+        step_s.append(host_optimizer_s(device) if kept else device.optimizer_s_per_parameter)
+    return forward_s, backward_s, overhead_s, step_s
+
+
+def _copies_s(device: DeviceProfile, model: ModelCost, layer: int) -> tuple[float, float]:
+    """Seconds of copies that a streamed layer's forward and its backward cannot be faster than."""
+    weight_s, coming = weights_s(device, model.streamed_bytes(layer)), model.trained_whole * model.gradient_bytes(layer)
+    return weight_s, max(weight_s, offload_s(device, model, layer) + weights_s(device, coming))
 
 
 def _links(profile: ClusterProfile, devices: list[DeviceProfile], host: Indices) -> tuple[Indices, Floats, Floats]:

@@ -85,18 +85,18 @@ class _Found:
         return [
             columns.base.timed(
                 line._replace(ranks=tuple(columns.members[k][p] for k in line.ranks), sequences=share),
-                self.chain.recompute,
+                self.chain.ways,
             )
             for p, share in enumerate(sequences)
         ]
 
 
-def several(profile: ClusterProfile, request: PlanRequest) -> list[tuple[float, Plan]]:
+def several(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> list[tuple[float, Plan]]:
     """A plan of every promising number of pipelines, best first; empty: none fits. Deterministic. Their pipelines are cut alike.
 
     Each with the seconds of its step: what ``simulate`` says, or a little more where like columns hold unlike ranks.
     """
-    by_size = costs_by_size(profile, request)
+    by_size = costs_by_size(profile, request, slices)
     clock, found = Clock(by_size), dict[int, _Found]()
     for one in _sized(by_size):
         found.setdefault(one.chains.pipelines, one)
@@ -129,10 +129,10 @@ def _numbers(costs: Costs) -> list[int]:
     shares = request.global_batch // costs.micro_batch  # of one micro-batch at least
 
     def held(number: int) -> bool:
-        tables = (
-            stage_bytes(costs.model, costs.tokens, way, costs.sharing(number)) for way in request.recompute_choices
+        tables = (stage_bytes(costs.model, costs.tokens, way.recompute, costs.sharing(number)) for way in costs.ways)
+        return (
+            any(way.streamed for way in costs.ways) or number * min(float(fixed[0, -1]) for fixed, _ in tables) <= room
         )
-        return number * min(float(fixed[0, -1]) for fixed, _ in tables) <= room
 
     most = min(request.max_pipelines, costs.count, shares)
     while most and not held(most):
@@ -183,7 +183,7 @@ def _worthwhile(costs: Costs, members: list[Column]) -> Chains:
     if len(members) <= MOST_COLUMNS:
         return chains
     whole_s = 2 * costs.request.global_batch / float(costs.speed.sum())
-    speed = 1 / (chains.columns.forward_s + chains.columns.backward_s).sum(axis=1)
+    speed = 1 / (chains.columns.forward_s + chains.columns.backward_s)[0].sum(axis=1)
     worth = speed * np.maximum(0.0, whole_s - chains.sum_s.max(axis=1))
     kept = np.sort(np.argsort(-worth, kind="stable")[:MOST_COLUMNS])
     return Chains(in_columns(costs, [members[k] for k in kept.tolist()]))
@@ -205,7 +205,7 @@ def _lines(chains: Chains, most: int) -> list[ColumnOrder]:
     columns = chains.columns
     assert columns.base is not None
     worth = {
-        "speed": -(columns.forward_s + columns.backward_s).sum(axis=1),
+        "speed": -(columns.forward_s + columns.backward_s)[0].sum(axis=1),
         "memory": columns.usable,
         "outward": columns.base.outward_level[np.array(columns.members)].min(axis=1),
         "sums": -chains.sum_s.max(axis=1),

@@ -73,17 +73,21 @@ class Orders:
         own = [costs[size] for size in self.sizes.tolist()]
         first, self.layers = own[0], own[0].layer_count
         self.count, self.request = first.count, first.request
-        ways = sorted(first.deepest)
+        most = max(len(each.ways) for each in own)
         self.most = min(self.request.global_batch, MOST_IN_FLIGHT * self.count + 4)
-        self.overhead = np.array([each.overhead_s.sum(axis=1) for each in own])
         self.hop = np.array([each.hops_s() for each in own])
-        whole = np.array([np.array(each.forward) + np.array(each.backward) for each in own])
-        again = np.array([each.repeated for each in own])
-        self.seconds = np.stack([whole + again if way else whole for way in ways], axis=1)
-        """[size, way, rank, layer]: seconds of a micro-batch in all layers before."""
-        self.room = np.array([[self._rooms(each.deepest[way]) for way in ways] for each in own])
-        """[size, way, rank, first, micro-batches in flight]: most layers that memory holds."""
-        self.fixed = first.step_fixed_s + first.step_per_parameter_s * first.trainable[-1] / self.count
+        seconds = [np.cumsum(each.forward_s + each.backward_s, axis=2) for each in own]
+        whole = [np.pad(each, [(0, 0), (0, 0), (1, 0)]) for each in seconds]
+        tables = [[self._rooms(own_way) for own_way in each.deepest.values()] for each in own]
+        # Some sizes have fewer ways: the last one stands for those they lack.
+        self.overhead, self.seconds, self.room = (
+            np.array([[each[min(way, len(each) - 1)] for way in range(most)] for each in by_size])
+            for by_size in ([each.overhead_s.sum(axis=2) for each in own], whole, tables)
+        )
+        """[size, way, rank] seconds of a micro-batch; [size, way, rank, layer] those in all layers before; [size, way, rank, first,
+        micro-batches in flight] most layers that memory holds."""
+        each_s = first.step_per_parameter_s[0]
+        self.fixed = first.step_fixed_s + each_s * first.trainable[-1] / self.count
         self._gap = float(self.seconds.max() * 1.001 + 1e-9)
         rows = self.seconds.reshape(-1, self.layers + 1)
         self._rows, self._rising = rows, (rows + self._gap * np.arange(len(rows))[:, None]).ravel()
@@ -119,7 +123,6 @@ class Orders:
         filling = (count - 1) * (1 - (1 - 1 / count) ** after)
         base, ways = size * (self.seconds.shape[1] * n) + who, self.seconds.shape[1]
         left_s = np.where(these.pipeline < P, time - self.fixed[who], -1.0)
-        overhead = self.overhead[size, who]
         counts, flying = np.zeros((K, N), dtype=np.int64), np.ones((K, N), dtype=np.int64)
         first, passed = np.zeros(N, dtype=np.int64), np.zeros(N)
         for k in range(K):
@@ -131,14 +134,15 @@ class Orders:
             for way in range(ways):
                 row = base[k] + way * n
                 begun = self._rows[row, first]
-                until = begun + (pace - overhead[k]) + row * self._gap
+                overhead = self.overhead[size[k], way, who[k]]
+                until = begun + (pace - overhead) + row * self._gap
                 end = np.searchsorted(self._rising, until, side="right") - 1 - row * (self.layers + 1)
                 room = np.minimum(first + self.room[size[k], way, who[k], first, held], self.layers)
                 end = np.clip(end, first, room)
                 more = end > last
-                busy, last = np.where(more, self._rows[row, end] - begun, busy), np.where(more, end, last)
+                busy, last = np.where(more, self._rows[row, end] - begun + overhead, busy), np.where(more, end, last)
             counts[k] = last - first
-            passed = passed + np.where(counts[k] > 0, busy + overhead[k] + hops[k], 0.0)
+            passed = passed + np.where(counts[k] > 0, busy + hops[k], 0.0)
             first = last
         placed = np.zeros((P + 1, N), dtype=np.int64)
         np.add.at(placed, (these.pipeline, column), counts)
@@ -154,7 +158,9 @@ class Orders:
         """The least time [N] by which all layers find a place, to half a per cent; infinite: none was found."""
         column, power = np.arange(these.who.shape[1]), np.zeros(these.size.shape)
         size = these.size[these.pipeline, column]
-        np.add.at(power, (these.pipeline, column), 1 / (self.seconds[:, 0, :, -1] + self.overhead)[size, these.who])
+        np.add.at(
+            power, (these.pipeline, column), 1 / (self.seconds[..., -1] + self.overhead).min(axis=1)[size, these.who]
+        )
         lower = (these.sequences // self.sizes[these.size] / np.maximum(power, 1e-12))[:-1].max(axis=0)
         upper, found = lower * span, np.full(len(lower), math.inf)
         for _ in range(steps):
@@ -197,7 +203,7 @@ class Orders:
 
     # To begin with
 
-    def begin(self, pipelines: int, draw: np.random.Generator) -> Candidates:
+    def begin(self, pipelines: int, draw: np.random.Generator, depth: float = 1.0) -> Candidates:
         """The best of many unlike candidates: ranks by host, speed or memory, or by chance, for one pipeline after the other, or
         dealt out to all of them in turn or to and fro."""
         K, N = self.count, WIDTH * WIDER
@@ -227,7 +233,7 @@ class Orders:
                 order, of[:, c] = order[at], place[at]
             who[:, c] = order
         these = self._shared(who, of, pipelines, draw.integers(len(self.sizes), size=N))
-        return these.at(np.argsort(self.least(these, 1.0), kind="stable")[:WIDTH])
+        return these.at(np.argsort(self.least(these, depth), kind="stable")[:WIDTH])
 
     def _shared(self, who: Indices, of: Indices, pipelines: int, sizes: Indices) -> Candidates:
         """Each with shares of the batch by its pipelines' speed. Where a micro-batch is too large for a share each, it has the

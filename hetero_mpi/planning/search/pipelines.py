@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hetero_mpi.planning.simulator import spans_of_many_s
+from hetero_mpi.planning.tables import Way
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 
 ROUNDING = 1e-9
@@ -56,7 +57,8 @@ class Fitting:
     """A line that memory holds."""
 
     line: Line
-    recompute: tuple[bool, ...]
+    ways: tuple[Way, ...]
+    """Of every stage."""
     times: LineTimes
     bound_s: float
     """Its step takes no less."""
@@ -72,8 +74,9 @@ class Fitting:
         """``ranks``: the job's, by the cluster's; ``fixed``: are depths those of a schedule, also of one stage, which waits for
         nobody?"""
         line, cuts, several = self.line, self.line.cuts, fixed or len(self.line.ranks) > 1
+        warm_up = [depth - 1 if several else 0 for depth in line.flying]
         stages = tuple(
-            StagePlan((ranks[rank],), cuts[i], cuts[i + 1], line.flying[i] - 1 if several else 0, self.recompute[i])
+            StagePlan((ranks[rank],), cuts[i], cuts[i + 1], warm_up[i], **self.ways[i]._asdict())
             for i, rank in enumerate(line.ranks)
         )
         return PipelinePlan(stages, line.micro_batch, line.sequences, line.is_split)

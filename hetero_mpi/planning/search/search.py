@@ -68,11 +68,12 @@ class Best(NamedTuple):
 class Search:
     """Searches plans of one profile and request."""
 
-    def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
+    def __init__(self, profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> None:
+        """``slices``: sequences of a slice, where stages may be streamed."""
         self.profile, self.request = profile, request
         self.layer_count = len(profile.model.layers)
         self.fitter = Fitter(profile, request)
-        self.costs = costs_by_size(profile, request)
+        self.costs = costs_by_size(profile, request, slices)
         sizes = list(self.costs)
         self.ranks = [device.rank for device in self.costs[sizes[0]].devices]
         self.clock, self.is_plain = Clock(self.costs), is_plain(profile)
@@ -87,7 +88,7 @@ class Search:
         self.actions = times * ACTIONS / (NICS if shares_nics(profile) else 1)
         self._known: dict[Lines, float] = {}
         self._orders: dict[tuple[int, ...], Orders] = {}
-        self._candidates: dict[int, tuple[list[Found], Candidates]] = {}
+        self._candidates: dict[int, tuple[list[Found], Candidates, float]] = {}
 
     def best(self, starts: Sequence[tuple[Plan, float]] = ()) -> Best | None:
         """The best start, or better. Ranks leave the order that they stand in only for more than the request is indifferent to."""
@@ -128,34 +129,39 @@ class Search:
             own = rounds.of(number).requiring(rounds.least)
             more = [start for one in begun if len(one[0]) == number for start in own.begun([one[0]], 2, self.actions)]
             starts = [one for one in starts if used(one[0]) >= rounds.least]
-            known[number] = best_of([*starts, *more, *self._priced(self._begun(number), own, 1.0)])
+            found, _, depth = self._begun(number)
+            known[number] = best_of([*starts, *more, *self._priced(found, own, depth)])
         known = {number: starts for number, starts in known.items() if starts}
-        found = {number: starts[0] for number, starts in known.items()}
-        close = sorted(found, key=lambda number: (found[number][1], number))
+        best = {number: starts[0] for number, starts in known.items()}
+        close = sorted(best, key=lambda number: (best[number][1], number))
         few = len(self.ranks) <= FEW
-        close = sorted(found) if few else close[: NUMBERS_IN_BRIEF if self.request.brief else MOST_NUMBERS]
+        close = sorted(best) if few else close[: NUMBERS_IN_BRIEF if self.request.brief else MOST_NUMBERS]
         least_s = math.inf
         for number in close:
             if known[number][0][1] <= SLOWER * least_s:
                 own = rounds.of(number).requiring(rounds.least)
-                found[number] = self._improved(known[number], number, own)
-                least_s = min(least_s, found[number][1])
-        return found
+                best[number] = self._improved(known[number], number, own)
+                least_s = min(least_s, best[number][1])
+        return best
 
-    def _begun(self, number: int) -> list[Found]:
-        """Promising candidates of so many pipelines."""
+    def _begun(self, number: int) -> tuple[list[Found], Candidates, float]:
+        """Promising candidates of so many pipelines, where all of them stand, and their depth: the least where no other fits."""
         if number not in self._candidates:
             orders = self.orders(number)
-            draw = np.random.default_rng(number)
-            self._candidates[number] = orders.improved(orders.begin(number, draw), SHORT, 1.0, draw, KEPT)
-        return self._candidates[number][0]
+            for depth in (1.0, 0.0):
+                draw = np.random.default_rng(number)
+                found, state = orders.improved(orders.begin(number, draw, depth), SHORT, depth, draw, KEPT)
+                if found:
+                    break
+            self._candidates[number] = found, state, depth
+        return self._candidates[number]
 
     def _improved(self, starts: list[Start], number: int, rounds: Rounds) -> Start:
         """The best of what comes of these plans and of further candidates."""
-        state, starts = self._candidates[number][1], list(starts)
-        for place, depth in enumerate(DEPTHS):
+        _, state, begun = self._begun(number)
+        for place, depth in enumerate(DEPTHS if begun else (begun,)):
             found, _ = self.orders(number).improved(state, LONG, depth, np.random.default_rng(place), KEPT)
-            starts += self._priced(found, rounds, depth)
+            starts = [*starts, *self._priced(found, rounds, depth)]
         alive = best_of(starts)[:STARTS]
         if len(self.ranks) == 1:
             return alive[0]

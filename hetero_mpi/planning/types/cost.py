@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value in each compute dtype."""
@@ -118,7 +118,7 @@ class ModelCost:
     wire: str | None = None
     """``int8``: so activations and gradients travel from stage to stage; None: as they are computed."""
 
-    @property
+    @cached_property
     def trained_whole(self) -> bool:
         """True where layers are trained themselves, rather than adapters over them."""
         return any(2 * layer.trainable_parameters > layer.parameters for layer in self.layers)
