@@ -196,6 +196,15 @@ class MpiTransport(Transport):
         """A counter that grows whenever a request is posted or completed."""
         return self._posted + self._progress.completed
 
+    def sending(self) -> dict[str, list[int]]:
+        """Rank -> [messages, bytes] handed to MPI for it that are not yet sent. From any thread."""
+        found: dict[str, list[int]] = {}
+        for request in list(self._progress.requests):
+            if isinstance(request, Message) and request.kind == "send":
+                own = found.setdefault(str(request.peer), [0, 0])
+                own[0], own[1] = own[0] + 1, own[1] + request.buffer.nbytes
+        return found
+
     def close(self) -> None:
         """Sends that are still pending may run on for ``CLOSE_S``."""
         self._close(CLOSE_S)

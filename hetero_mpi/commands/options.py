@@ -67,11 +67,15 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-class _Schedule(argparse._AppendAction):
-    """``--schedule`` is short for a key of the job."""
+class _Key(argparse._AppendAction):
+    """An option that is short for a key of the job."""
+
+    def __init__(self, key: str, **named: Any) -> None:
+        super().__init__(**{**named, "dest": "overrides", "default": argparse.SUPPRESS})
+        self._key = key
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option: Any = None) -> None:
-        super().__call__(parser, namespace, f"plan.schedule={value}", option)
+        super().__call__(parser, namespace, f"{self._key}={'true' if value is True else value}", option)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -144,8 +148,7 @@ def _add_schedule(add: Add) -> None:
     from hetero_mpi.planning.orders import SCHEDULES
 
     text = f"instead of [plan] schedule: {', '.join(SCHEDULES)}"
-    given: dict[str, Any] = {"dest": "overrides", "action": _Schedule, "default": argparse.SUPPRESS}
-    add("--schedule", choices=list(SCHEDULES), metavar="NAME", help=text, **given)
+    add("--schedule", action=_Key, key="plan.schedule", choices=list(SCHEDULES), metavar="NAME", help=text)
 
 
 def _add_train(commands: Commands) -> None:
@@ -168,6 +171,8 @@ def _add_train(commands: Commands) -> None:
     add("--reprofile", action="store_true", help="measure anew, whatever was measured before")
     add("--dry-run", action="store_true", help="validate, profile, plan and predict, then stop")
     add("--verbose", action="store_true", help="show the whole profile and plan, with the reasons")
+    page = "serve a page on rank 0's machine that shows the run (behind the job file; default: port 8642)"
+    add("--watch", action=_Key, key="report.watch", nargs="?", const=True, type=int, metavar="PORT", help=page)
     _add_schedule(add)
 
 
@@ -194,14 +199,18 @@ def _add_serve(commands: Commands) -> None:
     text = "answer over HTTP as OpenAI's API does; under mpirun the model is split over the ranks"
     add = _command(commands, "serve", "cli:serve", text).add_argument
     _add_source(add)
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="of rank 0 to listen on (default %(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="(default %(default)s; 0: any free one)")
     token = "clients must show it; needed for other addresses than this machine's own (or HETERO_MPI_TOKEN)"
-    add("--token", metavar="TEXT", help=token)
+    _add_listening(add, "of rank 0 to listen on (default %(default)s)", token)
     most = "tokens of a request with its answer (default: what the model's positions and the memory allow)"
     add("--context", type=int, metavar="N", help=most)
     side = "so many answers are written side by side at most (default %(default)s)"
     add("--parallel", type=int, default=8, metavar="N", help=side)
+
+
+def _add_listening(add: Add, address: str, token: str) -> None:
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help=address)
+    add("--token", metavar="TEXT", help=token)
     other = "a name under which it may be asked beside this machine's own, as behind a proxy; may be repeated"
     add("--allow-host", action="append", default=[], metavar="NAME", help=other)
 
@@ -325,6 +334,14 @@ def _add_looking_back(commands: Commands) -> None:
     add("-o", "--output", type=Path, metavar="FILE", help="(default: RUN/report.html)")
     share = "for others: without names of hosts and users, without absolute paths (RUN/report-shared.html)"
     add("--share", action="store_true", help=share)
+
+    text = "serve the live page of a run that goes on or is over, from its directory"
+    add = _command(commands, "watch", "report.page.live_page:watch", text).add_argument
+    add("run_dir", type=Path, metavar="RUN", help="run directory")
+    add("--port", type=int, metavar="N", help="(default 8642, or where that is taken any; 0: any)")
+    _add_listening(
+        add, "to listen on (default %(default)s)", "(default: a random one, which is in the printed address)"
+    )
 
     text = "show runs side by side; jobs, plans, speed, loss after equally many tokens"
     add = _command(commands, "compare", "commands.run_commands:compare", text).add_argument

@@ -80,7 +80,7 @@ COMMANDS_HEADER = """\
 | --- | --- |
 | on all ranks, under `mpirun` or `launch` | `train`, `profile`, `mesh verify`; `generate`, `serve` and `doctor` also alone |
 | on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `serve`, `export`, `cache` |
-| anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `compare`, `baseline`, `init` |
+| anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `watch`, `compare`, `baseline`, `init` |
 | anywhere, for the program itself | `reference`, `completion` |
 
 """
@@ -89,7 +89,7 @@ ENVIRONMENT = {
     "HETERO_MPI_DEVICE": "device of this rank, `cuda` or `cuda:1`, say; goes before `[cluster] device`",
     "HETERO_MPI_MPIEXEC": "path of the launcher that `launch` takes, instead of the one it finds",
     "HETERO_MPI_SELF_TEST": "0: this rank's GPU is not tested at the start ([devices.md](devices.md#the-self-test))",
-    "HETERO_MPI_TOKEN": "what clients of `serve` must show ([serving.md](serving.md#who-may-ask))",
+    "HETERO_MPI_TOKEN": "what clients of `serve` must show ([serving.md](serving.md#who-may-ask)), and of the live page",
     "XDG_CACHE_HOME": "where token ids of data and what devices were measured to do are kept, instead of `~/.cache`",
 }
 """Environment variables that a person may set -> what they do. Those of MPI, torch and Hugging Face have their effects too."""

@@ -142,6 +142,22 @@ class Accelerator(Backend):
     def peak_bytes(self) -> int:
         return int(self.module().max_memory_allocated(self.device))
 
+    def used_bytes(self) -> int:
+        return int(self.module().memory_allocated(self.device))
+
+    def sensors(self) -> dict[str, float]:
+        found, milli = {}, 1e-3 if self.name == "cuda" else 1.0
+        for name, function, unit in (
+            ("busy", "utilization", 0.01),
+            ("watts", "power_draw", milli),
+            ("celsius", "temperature", 1.0),
+        ):
+            with contextlib.suppress(
+                Exception
+            ):  # no pynvml or amdsmi, no such function of this vendor, a slice of a GPU
+                found[name] = unit * getattr(self.module(), function)(self.device)
+        return found
+
     def free_unused(self) -> None:
         super().free_unused()
         self.module().empty_cache()  # other ranks and programs may need it
@@ -335,7 +351,10 @@ class MpsBackend(Backend):
 
     def _look(self) -> None:
         """Metal tells what is in use now only; every action of a step ends with ``synchronize``."""
-        self._peak_bytes = max(self._peak_bytes, int(torch.mps.driver_allocated_memory()))
+        self._peak_bytes = max(self._peak_bytes, self.used_bytes())
+
+    def used_bytes(self) -> int:
+        return int(torch.mps.driver_allocated_memory())
 
     def free_unused(self) -> None:
         super().free_unused()

@@ -218,6 +218,14 @@ class Backend:
         """Highest memory since ``begin_peak``: resident set of the process on the CPU, allocated device memory elsewhere."""
         return _peak_resident_bytes()
 
+    def used_bytes(self) -> int:
+        """The same memory now. From any thread."""
+        return int(psutil.Process().memory_info().rss)
+
+    def sensors(self) -> dict[str, float]:
+        """``busy`` (a share), ``watts`` and ``celsius`` of an accelerator, as far as its vendor's library tells."""
+        return {}
+
     def free_unused(self) -> None:
         """Give memory that nobody refers to any more back to the system.
 

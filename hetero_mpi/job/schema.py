@@ -350,8 +350,11 @@ class ReportTable(JobTable):
     """Files that a run leaves to be looked at."""
 
     write: bool = True
-    """Write ``architecture.png`` and ``.svg`` before the first step, ``report.html`` and ``trace.json`` after the last one. The
-    command ``report`` writes the report of any run."""
+    """Write ``architecture.png`` and ``.svg`` before the first step, ``report.html`` and ``trace.json`` after the last one; while
+    the run goes on and is not watched, ``report.html`` every 5 minutes. The command ``report`` writes the report of any run."""
+    watch: bool | Annotated[int, Field(ge=0, lt=2**16)] = False
+    """Serve the live page of the run on rank 0's machine, to its user: true, on port 8642, or where that is taken any; or on this
+    port. ``watch RUN`` serves the page of any run."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Programs that get the metrics, too, on rank 0: "tensorboard" (event files in ``tensorboard/`` of the run directory), "wandb",
     "trackio". Each needs the package of its name; their own environment variables (such as ``WANDB_MODE``) hold."""

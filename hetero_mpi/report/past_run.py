@@ -26,6 +26,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
 from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, objects
 from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, measured_step_s, read_metrics, warm_steps
+from hetero_mpi.report.run_files.present import Present, read_present
 from hetero_mpi.report.run_files.rank_steps import RankStep, read_rank_steps
 from hetero_mpi.report.run_files.run_directory import RUN_NAME, SAMPLE_NAME, run_json, run_starts, run_table
 from hetero_mpi.shipped import USED_PROFILE
@@ -46,6 +47,8 @@ class Happening:
     text: str
     step: int | None = None
     """Number of steps taken before it; None: not known."""
+    ranks: tuple[int, ...] = ()
+    """Those that died."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,28 @@ class PastRun:
     place: str = ""
     """The directory as a person may type it."""
     job_file: str = ""
+    present: Present | None = None
+    """The ranks' work, now or when they were last heard of; None: not known."""
+    last_step: int | None = None
+    """The step after which training is over, as far as is known."""
 
     @property
     def plan(self) -> Plan | None:
         """The newest plan."""
         return self.report.plan if self.report is not None else None
+
+    @property
+    def over(self) -> bool:
+        """Whether its last step is taken."""
+        return bool(self.last_step and self.metrics.steps and self.metrics.steps[-1].step >= self.last_step)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The ranks that have died since it last went on."""
+        found = frozenset[int]()
+        for one in self.happenings:
+            found = found | set(one.ranks) if one.event == "ranks-lost" else found if one.step is None else frozenset()
+        return found
 
     @property
     def emulated(self) -> bool:
@@ -131,7 +151,7 @@ def read_run(directory: Path) -> PastRun:
             f"give the one that `train` wrote, such as runs/quickstart"
         )
     told = run_json(directory / RUN_NAME)
-    metrics, sample = directory / METRICS_NAME, directory / SAMPLE_NAME
+    metrics, sample, last_step = directory / METRICS_NAME, directory / SAMPLE_NAME, told.get("last_step")
     require_regular(sample)
     report, profile = _report_and_profile(directory)
     return PastRun(
@@ -149,6 +169,8 @@ def read_run(directory: Path) -> PastRun:
         speeds=_speeds(directory, told),
         checkpoints=_checkpoints(directory / "checkpoints"),
         sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else "",
+        present=read_present(directory),
+        last_step=last_step if type(last_step) is int else None,
     )
 
 
@@ -174,8 +196,10 @@ def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:
         skipped = f", {start['skipped_records']} bad records skipped" if start.get("skipped_records") else ""
         found.append(Happening(start["unix_s"], "training", f"{what} on {ranks}{skipped}", start["step"]))
     for values in _events(directory):
-        step = values.get("step")
-        found.append(Happening(values["unix_s"], values["event"], values["text"], step if type(step) is int else None))
+        step, listed = values.get("step"), values.get("ranks")
+        dead = tuple(rank for rank in listed if type(rank) is int) if isinstance(listed, list) else ()
+        known = step if type(step) is int else None
+        found.append(Happening(values["unix_s"], values["event"], values["text"], known, dead))
     return found
 
 
@@ -244,7 +268,7 @@ def anonymous(run: PastRun) -> PastRun:
             )
         return value
 
-    shown = ("place", "name", "job_file", "job", "report", "profile", "happenings")
+    shown = ("place", "name", "job_file", "job", "report", "profile", "happenings", "present")
     return replace(run, **{name: of(getattr(run, name), "") for name in shown})
 
 

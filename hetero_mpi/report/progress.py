@@ -16,6 +16,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.plan_text import stages_text
 from hetero_mpi.report.run_files.metrics import StepMetrics
+from hetero_mpi.report.run_files.present import Standing
 from hetero_mpi.terminal import is_terminal, write_text
 
 if TYPE_CHECKING:
@@ -47,17 +48,7 @@ class Overview:
     ranks: tuple[RankRow, ...] = ()
 
 
-@dataclass(frozen=True)
-class Now:
-    """The present work of a rank, as far as it is known."""
-
-    text: str
-    """Such as ``waits for rank 0 to send``."""
-    computed: float | None = None
-    """Share of its last step in which it computed."""
-
-
-Standings = Callable[[], Mapping[int, Now]]
+Standings = Callable[[], Mapping[int, Standing]]
 """A function: rank -> what it is doing. Called by the thread that draws."""
 
 
@@ -146,7 +137,7 @@ class ProgressDisplay:
         ranks = [
             (row.rank, row.holds, now.computed, row.predicted, now.text)
             for row in self.overview.ranks
-            for now in [standings.get(row.rank, Now(""))]
+            for now in [standings.get(row.rank, Standing(""))]
         ]
         return view(self.overview.title, (step, self.total_steps), left, self._speed_text(), ranks, rows)
 

@@ -263,7 +263,8 @@ def next_steps(run: PastRun) -> list[tuple[str, str]]:
     written = any((run.directory / name).is_dir() for name in ("model", "adapter"))
     done, wanted = run.metrics.steps[-1].step if run.metrics.steps else 0, run.setting("train", "steps")
     found = []
-    if isinstance(wanted, int) and done < wanted and run.checkpoints:
+    goes_on = run.present is not None and run.present.alive and not run.over
+    if isinstance(wanted, int) and done < wanted and run.checkpoints and not goes_on:
         resume = f"{program} train {shlex.quote(run.job_file)} --run-dir {place} --resume"
         what = f"behind mpirun or launch, on any ranks: goes on after step {run.checkpoints[-1].step:,}"
         found.append((resume, what))

@@ -7,7 +7,7 @@
     loss 5.1234   5,242 tokens/s   391 ms per step, 291 ms predicted (+34 %)
 
     rank  holds                  computes         predicted  now
-       0  embedding, blocks 0-1  ━━━━━━━━   82 %       91 %  computes 0F3
+       0  embedding, blocks 0-1  ━━━━━━━━   82 %       91 %  forward 3
        1  blocks 2-5, head       ━━━━━━━    74 %       80 %  waits for rank 0 to send
 
 A thread draws it twice a second. Callers only store what is to be shown. Where no person watches, this module is not loaded.

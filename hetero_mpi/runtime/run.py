@@ -31,6 +31,7 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter
 from hetero_mpi.report.run_files.run_directory import holds_run, is_used
+from hetero_mpi.runtime.live_view import LiveView
 from hetero_mpi.runtime.loop import Loop, Training
 from hetero_mpi.runtime.rebalance import rebalancer_of
 from hetero_mpi.runtime.reconfigure import change
@@ -71,11 +72,13 @@ def run_job(world: World, options: TrainOptions) -> TrainResult | None:
     """Run a job and return its result on every rank (None for a dry run). Collective. Raises UserError: an error the user can
     correct; the same on all ranks.
     """
-    with StopRequest() as stop:
-        return outlive(world, lambda history: _attempt(world, options, stop, history))
+    with StopRequest() as stop, LiveView(world) as live:
+        return outlive(world, lambda history: _attempt(world, options, stop, history, live))
 
 
-def _attempt(world: World, options: TrainOptions, stop: StopRequest, history: RunHistory) -> TrainResult | None:
+def _attempt(
+    world: World, options: TrainOptions, stop: StopRequest, history: RunHistory, live: LiveView
+) -> TrainResult | None:
     """One attempt at the whole run, with what earlier attempts have left in ``history``."""
     loaded, run_dir = history.job_of(world, lambda: read_job(world, options))
     with claimed(world, run_dir):
@@ -89,10 +92,12 @@ def _attempt(world: World, options: TrainOptions, stop: StopRequest, history: Ru
         threaded = loaded.job.cluster.communication_thread
         with MpiTransport(world.comm, threaded=threaded, hosts=world.hosts) as transport:
             context = history.context_of(world, transport, lambda: set_up(world, transport, loaded, run_dir))
-            return _train(context, options, stop, history)
+            return _train(context, options, stop, history, live)
 
 
-def _train(context: RunContext, options: TrainOptions, stop: StopRequest, history: RunHistory) -> TrainResult | None:
+def _train(
+    context: RunContext, options: TrainOptions, stop: StopRequest, history: RunHistory, live: LiveView
+) -> TrainResult | None:
     world, pending, start = context.world, Pending(), StartState()
     if not options.dry_run:
         start, past = find_start(context, history, options, pending)
@@ -119,12 +124,13 @@ def _train(context: RunContext, options: TrainOptions, stop: StopRequest, histor
     history.state = state
     metadata = {**_metadata(context), "run": history.token, "begun": history.begun} if world.rank == 0 else {}
     keep_profile(context)
-    with reported(context), contextlib.ExitStack() as stack:
+    with reported(context, live), contextlib.ExitStack() as stack:
         stack.enter_context(stop.noting())
         rebalancer = rebalancer_of(context, options.plan is not None)
         if rebalancer is not None:
             stack.callback(rebalancer.close)
         shown = _open_display(context, state, stack)
+        live.begin(context.job.report, context.run_dir, shown[1])
         others = OtherPrograms()
         training = Training(context, metadata, lambda: stop() or world.asked(), rebalancer, *shown)
         share, state = _train_to_the_end(training, history, share, state)

@@ -8,7 +8,6 @@ of the cores is measured while the run computes, as it is no part of a profile.
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,19 +15,18 @@ from pathlib import Path
 
 import psutil
 
-from hetero_mpi import units
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.emulation.emulated_cluster import punctuality_lines
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.errors import UserError
 from hetero_mpi.host_limits import own_cores
 from hetero_mpi.job.load import job_to_dict
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.progress import Now, ProgressDisplay, overview
+from hetero_mpi.report.progress import ProgressDisplay, overview
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, Trackers, measured_step_s
@@ -36,17 +34,14 @@ from hetero_mpi.report.run_files.run_directory import REPORT_NAME, TRACE_NAME, d
 from hetero_mpi.report.run_text import final_lines
 from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.runtime.generate.generate import write_sample
+from hetero_mpi.runtime.live_view import LiveView
 from hetero_mpi.runtime.result import TrainResult
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.data_setup import base_name
-from hetero_mpi.runtime.watchdog import Standing, Watchdog
+from hetero_mpi.runtime.watchdog import Watchdog
 from hetero_mpi.shipped import USED_PROFILE
 from hetero_mpi.state.results import save_adapter, save_model
 from hetero_mpi.state.training_state import TrainingState
-
-_COMPUTING = re.compile(r"\d+[FBIW]\d+")
-_LONG_S = 10.0
-"""Seconds in one place after which a rank's line shows the time."""
 
 
 def draw_plan(context: RunContext, report: PlanReport) -> None:
@@ -96,18 +91,18 @@ def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, 
     """Show a plan on the screen before it is run, and what each rank does (where there is a watchdog)."""
     if display is None:
         return
-    standings = (lambda: _now(watchdog.standings())) if watchdog is not None else dict
+    standings = watchdog.standings if watchdog is not None else dict
     display.show(overview(plan, context.profile, context.loaded.name), standings)
 
 
 @contextlib.contextmanager
-def reported(context: RunContext) -> Iterator[None]:
-    """A block after which ``report.html`` and ``trace.json`` are written, if the run ends normally or by a signal."""
+def reported(context: RunContext, live: LiveView) -> Iterator[None]:
+    """A block after which ``report.html`` and ``trace.json`` are written, if it ends on all ranks together."""
     try:
         yield
     except CollectiveUserError as error:
-        if error.exit_code == ExitCode.STOPPED:
-            write_files(context)
+        live.end(str(error))
+        write_files(context)
         raise
     write_files(context)
 
@@ -206,17 +201,6 @@ def _say_end(
         )
     if state.skipped:
         say(f"{state.skipped} steps were skipped, since their gradients were not finite")
-
-
-def _now(standings: dict[int, Standing]) -> dict[int, Now]:
-    return {rank: Now(_words(standing), standing.computed) for rank, standing in standings.items()}
-
-
-def _words(standing: Standing) -> str:
-    place = standing.at.rsplit(", ", 1)[-1]
-    text = f"computes {place}" if _COMPUTING.fullmatch(place) else place
-    text = f"waits for {standing.waits_for}" if standing.waits_for else text
-    return f"{text}, for {units.seconds(standing.still_s)}" if standing.still_s >= _LONG_S else text
 
 
 NOTABLE = 0.25

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from hetero_mpi.comm.transport import Exchange, Message
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.schedule import busy
+from hetero_mpi.report.run_files.present import Standing
 from hetero_mpi.runtime.setup.context import RunContext, Share
 
 _TAG = 1
@@ -130,25 +131,6 @@ def limit_s(wanted: float | str, predicted_step_s: float) -> float:
     return max(SHORTEST_S, STEPS * predicted_step_s) if isinstance(wanted, str) else float(wanted)
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Where a rank stands, as it reports it."""
-
-    at: str
-    """Activity and action, such as ``training step 18, 1RECV_F2``."""
-    still_s: float
-    """Seconds without a change."""
-    waits_for: str | None
-    busy: bool
-    """It is in a block that may last long (``World.busy``)."""
-    computed: float | None = None
-    """Share of its last step in which it computed; None: not known."""
-
-    def line(self) -> str:
-        waits = f", waits for {self.waits_for}" if self.waits_for else ""
-        return f"{self.at}, {'at work' if self.busy else 'there'} for {units.seconds(self.still_s)}{waits}"
-
-
 def watched(context: RunContext, share: Share) -> contextlib.AbstractContextManager[Watchdog | None]:
     """The watchdog of steps under a plan; none where the job or the MPI library has it so. Made by every active rank."""
     assert share.members is not None and share.trainer is not None
@@ -179,7 +161,9 @@ class Lookout:
         if seen != self._seen:
             self._seen, self._since_s = seen, now
         at = f"{activity.text}, {action}" if action else activity.text
-        return Standing(at, round(now - self._since_s, 1), self._waits_for(), activity.busy > 0, self._computed())
+        still_s, backend = round(now - self._since_s, 1), self._trainer.backend
+        figures = backend.used_bytes(), backend.sensors(), self._transport.sending()
+        return Standing(at, still_s, self._waits_for(), activity.busy > 0, self._computed(), *figures)
 
     def forgive(self, pause_s: float) -> None:
         """Do not count ``pause_s``, for which this process was stopped."""
@@ -232,9 +216,14 @@ class Watchdog:
             self._heartbeat.close()
 
     def standings(self) -> dict[int, Standing]:
-        """The newest standings, by the ranks' numbers in the job; on rank 0."""
+        """The newest standings, by the ranks' numbers in the job; on rank 0. None after the block."""
+        if self._stop.is_set():
+            return {}
         numbers = self.world.numbers or range(self.world.size)
-        return {numbers[index]: Standing(**word) for index, word in list(self._heartbeat.words.items())}
+        return {
+            numbers[index]: Standing(**{**word, "silent_s": self._heartbeat.silent_s(index)})
+            for index, word in list(self._heartbeat.words.items())
+        }
 
     def _run(self) -> None:
         # The main thread hears of a death too, and whoever survives it begins with another watchdog.

@@ -19,9 +19,10 @@ from rich.console import Console
 
 from hetero_mpi import units
 from hetero_mpi.launch.launcher.command_line import build_command
-from hetero_mpi.report.progress import Now, Overview, ProgressDisplay, RankRow
+from hetero_mpi.report.progress import Overview, ProgressDisplay, RankRow
 from hetero_mpi.report.run_files.logs import write_line
 from hetero_mpi.report.run_files.metrics import StepMetrics
+from hetero_mpi.report.run_files.present import Standing
 from hetero_mpi.report.screen import Screen
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.processes import end_tree
@@ -76,7 +77,7 @@ step  3/40 ━━                               8 %, 3:05 left
 loss 2.5000   8,192 tokens/s   1.00 s per step, 1.10 s predicted (-9.1 %)
 
 rank  holds                  computes          predicted  now
-   0  blocks 2-5, head       ━━━━━━━╸    75 %       80 %  computes 1F3
+   0  blocks 2-5, head       ━━━━━━━╸    75 %       80 %  forward 3
    1  embedding, blocks 0-1                         90 %  waits for rank 0 to send"""
 
 
@@ -95,7 +96,7 @@ def test_a_calm_screen_on_a_terminal() -> None:
     """What a person sees: drawn in place, and left standing at the end; more ranks than lines are counted."""
     stream, clock = Terminal(), Clock()
     with ProgressDisplay(40, 2, stream, clock, OVERVIEW) as progress:
-        progress.standings = lambda: {0: Now("computes 1F3", 0.75), 1: Now("waits for rank 0 to send")}
+        progress.standings = lambda: {0: Standing("1F3", computed=0.75), 1: Standing("1RECV_F3", waits_for="rank 0 to send")}
         clock.s += 5.0
         progress.update(metrics(3, loss=2.5))
         assert "\n".join(drawn(progress, 100, 30)) == SCREEN

@@ -262,5 +262,21 @@ def a_held_send_holds_up_no_other(make: MakeTransport, rank: int) -> None:
         assert never.completed and "closed" in error_of(transport, never)
 
 
-HELD_CASES = {"a_held_send_holds_up_no_other": a_held_send_holds_up_no_other}
+def what_is_under_way_is_told(make: MakeTransport, rank: int) -> None:
+    """A long message stays with its sender until the receive is posted."""
+    with make() as transport:
+        if rank == 0:
+            sends = [transport.send(1, 5, pattern(8 << 20, seed)) for seed in range(2)]
+            assert transport.sending() == {"1": [2, 16 << 20]}  # type: ignore[attr-defined]
+            transport.wait(transport.send(1, 6, pattern(1, 0)))
+            for send in sends:
+                transport.wait(send)
+            assert transport.sending() == {}  # type: ignore[attr-defined]
+        else:
+            transport.wait(transport.post_receive(0, 6, np.zeros(1, np.uint8)))
+            for _ in range(2):
+                transport.wait(transport.post_receive(0, 5, np.zeros(8 << 20, np.uint8)))
+
+
+HELD_CASES = {case.__name__: case for case in (a_held_send_holds_up_no_other, what_is_under_way_is_told)}
 """Over MPI only: between threads the sender waits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -15,23 +16,33 @@ from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.report.figures.style import palette_css
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.past_run import PastRun
+from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.run_files.rank_steps import newest_step, on_one_clock
 from hetero_mpi.report.table import unbroken
 
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("hetero_mpi.report", "page"), autoescape=True, undefined=jinja2.StrictUndefined
+)
+"""Every text is escaped, so names of devices and jobs cannot become markup."""
+TEMPLATES.filters["unbroken"] = unbroken
+
+
+def part(name: str, *values: Any) -> Markup:
+    """A part of the page, by the macro of ``parts.html`` that draws it."""
+    told = {"units": units, "moment": sections.moment, "place_text": place_text}
+    return Markup(getattr(TEMPLATES.get_template("parts.html", globals=told).module, name)(*values))
+
 
 def report_html(run: PastRun, linked: bool = False) -> str:
-    """The page of a run, as self-contained HTML. Every text is escaped, so names of devices and jobs cannot become markup.
-    ``linked``: it lies beside the run's files."""
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("hetero_mpi.report", "page"), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    templates.filters["unbroken"] = unbroken
+    """The page of a run, as self-contained HTML. ``linked``: it lies beside the run's files."""
     told = [section for section in (*page_sections(run), sections.files(run, linked)) if section.told]
-    return templates.get_template("report.html").render(
+    return TEMPLATES.get_template("report.html").render(
         name=run.name,
-        about=_about(run),
+        header=part("header", run, about(run)),
+        goes_on=run.present is not None and run.present.alive and not run.over,
         emulated=run.emulated,
-        tiles=key_figures(run),
+        now_part=part("now", run),
+        tiles=part("tiles", key_figures(run)),
         sections=told,
         palette=Markup(palette_css()),
         version=hetero_mpi.__version__,
@@ -68,7 +79,7 @@ def page_sections(run: PastRun) -> list[sections.Section]:
     ]
 
 
-def _about(run: PastRun) -> str:
+def about(run: PastRun) -> str:
     facts = []
     if run.profile is not None:
         model = run.profile.model
@@ -93,6 +104,12 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
     """(what, figure, remark) of the figures at the top."""
     found = []
     steps, evaluations = run.metrics.steps, run.metrics.evaluations
+    if steps and run.last_step and not run.over:
+        step_s, scale = run.median_step_s(), run.setting("cluster", "time_scale") if run.emulated else 1.0
+        left_s = (run.last_step - steps[-1].step) * (step_s or 0.0) * (scale or 1.0)
+        found.append(
+            ("step", f"{steps[-1].step:,} of {run.last_step:,}", f"about {units.clock(left_s)} left" if left_s else "")
+        )
     if steps:
         found.append(("loss", f"{steps[-1].loss:.4f}", f"from {steps[0].loss:.4f} at step {steps[0].step}"))
     if evaluations:
@@ -109,6 +126,8 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
         if run.report is not None:
             predicted_s = run.report.predicted_step_s
             remark = f"{units.seconds(predicted_s)} predicted ({units.change(seconds / predicted_s - 1)})"
+            tried_s = run.report.tried_step_s
+            remark += f", {units.seconds(tried_s)} tried" if tried_s is not None else ""
         found.append(("time per step", units.seconds(seconds), remark))
     if steps:
         total_s = sum(step.step_s for step in steps)

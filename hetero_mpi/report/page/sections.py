@@ -297,13 +297,13 @@ def _reasons(report: PlanReport) -> list[str]:
 
 def checkpoints(run: PastRun) -> Section:
     """The checkpoints that a run can be resumed from."""
-    columns = Column("after step"), Column("size", units.size), Column("written", _moment, left=True)
+    columns = Column("after step"), Column("size", units.size), Column("written", moment, left=True)
     return Section("Checkpoints", table=Table(columns, [(one.step, one.bytes, one.unix_s) for one in run.checkpoints]))
 
 
 def happenings(run: PastRun) -> Section:
     """Starts, recoveries, changes of plan and restarts, by time."""
-    columns = Column("when", _moment, left=True), Column("what"), Column("")
+    columns = Column("when", moment, left=True), Column("what"), Column("")
     return Section("What happened", table=Table(columns, [(one.unix_s, one.event, one.text) for one in run.happenings]))
 
 
@@ -327,5 +327,5 @@ def _picture(figure: Figure | None, label: str) -> Markup | None:
     return Markup(svg(figure, label, page=True)) if figure is not None else None
 
 
-def _moment(unix_s: float) -> str:
+def moment(unix_s: float) -> str:
     return datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")

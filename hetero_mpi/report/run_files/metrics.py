@@ -125,16 +125,16 @@ def read_metrics(path: str | Path) -> Metrics:
     return Metrics(tuple(steps), tuple(evaluations))
 
 
+_ALLOWED = {"float": (int, float), "float | None": (int, float, type(None)), "int": (int,), "bool": (bool,)}
+
+
 def _numbers(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluation]) -> dict[str, Any] | None:
     """The values for the fields of ``kind``; None where one is missing or is no number."""
     found: dict[str, Any] = {}
     for field in fields(kind):
         value = values.get(field.name, field.default)
         value = math.nan if value is None and field.type == "float" else value
-        allowed = {"float": (int, float), "float | None": (int, float, type(None)), "int": (int,), "bool": (bool,)}[
-            str(field.type)
-        ]
-        if type(value) not in allowed or (type(value) is int and abs(value) >= 2**63):
+        if type(value) not in _ALLOWED[str(field.type)] or (type(value) is int and abs(value) >= 2**63):
             return None
         found[field.name] = value
     return found

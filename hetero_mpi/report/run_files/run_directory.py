@@ -24,6 +24,7 @@ from hetero_mpi.disk import lock, require_regular, write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, LineFile, objects
 from hetero_mpi.report.run_files.logs import write_line
+from hetero_mpi.report.run_files.present import PRESENT_NAME
 from hetero_mpi.shipped import USED_PROFILE
 from hetero_mpi.terminal import write_text
 
@@ -38,8 +39,8 @@ _WRITTEN = ("", "adapter", "checkpoints", "copies", "logs", "model", "tensorboar
 _PLANNED = ("profile.toml", "plan.toml", "architecture.png", "architecture.svg")
 _LOGS = "logs"
 _MOVED = (
-    "adapter", "model", SAMPLE_NAME, "simulation", "tensorboard", "wandb", REPORT_NAME, TRACE_NAME, USED_PROFILE, STEPS_NAME,
-    EVENTS_NAME, RUN_NAME, METRICS_NAME, "checkpoints",
+    "adapter", "model", SAMPLE_NAME, "simulation", "tensorboard", "wandb", REPORT_NAME, TRACE_NAME, USED_PROFILE, PRESENT_NAME,
+    STEPS_NAME, EVENTS_NAME, RUN_NAME, METRICS_NAME, "checkpoints",
 )  # fmt: skip
 
 

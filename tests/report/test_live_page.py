@@ -1,0 +1,287 @@
+"""The page of a run that goes on: the state of the run and of its ranks, who may see what, and what many viewers cost; and what
+rank 0 writes for it."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from hetero_mpi.cli import main
+from hetero_mpi.commands.options import parser
+from hetero_mpi.device.accelerators import CudaBackend
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.schema import ReportTable
+from hetero_mpi.report.page import live_page
+from hetero_mpi.report.page.document import key_figures, report_html
+from hetero_mpi.report.page.live_page import LiveServer, watch
+from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.progress import ProgressDisplay
+from hetero_mpi.report.run_files import present
+from hetero_mpi.report.run_files.metrics import MetricsWriter
+from hetero_mpi.report.run_files.present import Present, Standing, read_present, write_present
+from hetero_mpi.runtime import live_view
+from hetero_mpi.runtime.live_view import LiveView
+from hetero_mpi.web.server import Names, bound_socket
+from tests.support.past_runs import JOB, cluster, make_run, metrics, planned
+
+RANKS = {
+    "0": Standing("training step 61, 0F3", computed=0.82, memory_bytes=1_200_000_000, sending={"1": [2, 3_100_000]}),
+    "1": Standing("step 61, 1RECV_F2", 12.0, "rank 0 to send", sensors={"busy": 0.97, "watts": 310.4, "celsius": 61.0}),
+    "2": Standing("training step 61, 2B1", silent_s=7.0),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """60 of 100 steps, on three ranks, that goes on."""
+    profile = cluster(3)
+    job = {**JOB, "train": {**JOB["train"], "steps": 100}}
+    directory = make_run(tmp_path / "home" / "secret-folder", planned(profile), profile, job=job)
+    write_present(directory, Present(time.time(), "training step 61", ranks=RANKS))
+    (directory / "logs").mkdir()
+    (directory / "logs" / "rank-0001.log").write_text("host0: reads /home/ada/corpus.txt\nthe last line\n")
+    return directory
+
+
+def happened(run: Path, **event: Any) -> None:
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"unix_s": time.time(), **event}) + "\n")
+
+
+def test_a_run_that_goes_on_says_what_its_ranks_do(run: Path) -> None:
+    page = report_html(read_run(run))
+    assert (
+        "It goes on: training step 61." in page and '<p class="sub">As of ' in page and 'http-equiv="refresh"' in page
+    )
+    for text in (
+        "forward 3",
+        "waits for rank 0 to send, for 12.0 s",
+        "not heard of for 7.00 s; before that: backward 1",
+    ):
+        assert f"<span>{text}</span>" in page
+    assert '<meter value="0.820"></meter> 82 %' in page and '<meter value="0.970"></meter> 97 %' in page
+    assert "310 W" in page and "61 °C" in page and "→ 2 messages, 3.10 MB" in page and "1.20 GB of " in page
+    figures = {what: (figure, remark) for what, figure, remark in key_figures(read_run(run))}
+    assert figures["step"][0] == "60 of 100" and figures["step"][1].startswith("about ")
+
+
+def test_a_run_that_is_over_is_a_report(run: Path) -> None:
+    with MetricsWriter(run / "metrics.jsonl", 60) as writer:
+        for step in range(61, 101):
+            writer.step(metrics(step))
+    page = report_html(read_run(run))
+    assert "Training is over after 100 steps." in page and "<h2>Now" not in page and "refresh" not in page
+
+
+def test_a_run_that_broke_off_tells_its_last_word(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(present, "LIFELESS_S", 0.0)
+    page = report_html(read_run(run))
+    assert "No sign of life since " in page and "Its last word: training step 61." in page and "forward 3" in page
+    write_present(run, Present(time.time(), "saving", "step 61: the loss is <nan>", RANKS))
+    assert "The run ended after 60 steps. step 61: the loss is &lt;nan&gt;" in report_html(read_run(run))
+    for damaged in (
+        "{",
+        '{"unix_s": 1}',
+        '{"ranks": {"0": 1}}',
+        '{"unix_s": "x", "doing": ""}',
+        '{"unix_s": 1, "doing": "", "ranks": {"0": {}}}',
+    ):
+        (run / "now.json").write_text(damaged)
+        assert read_present(run) is None
+
+
+def test_a_dead_rank_is_dead_until_the_run_goes_on(run: Path) -> None:
+    happened(run, event="ranks-lost", text="Died: rank 2 on host1", ranks=[2], left=2)
+    page = report_html(read_run(run))
+    assert page.count('class="rank dead"') == 1 and "<span>dead</span>" in page and "Died: rank 2 on host1</li>" in page
+    happened(run, event="recovered", text="1.06 s after it was noticed", step=61)
+    assert 'class="rank dead"' not in report_html(read_run(run))
+
+
+# ------------------------------------------------------------------------------------------------------------------ who sees what
+
+
+@contextmanager
+def served(run: Path, host: str = "127.0.0.1") -> Iterator[LiveServer]:
+    server = LiveServer(bound_socket(host, 0), run, Names.of(host), "key")
+    try:
+        yield server
+    finally:
+        server.stop(0.0)
+
+
+def asked(
+    server: LiveServer, path: str, token: str | None = "key", method: str = "GET", **headers: str
+) -> tuple[int, str]:
+    url = f"http://127.0.0.1:{server.server_address[1]}{path}"
+    headers |= {"Authorization": f"Bearer {token}"} if token is not None else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers, method=method), timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_without_the_token_nothing_of_the_run_is_told(run: Path) -> None:
+    with served(run) as server:
+        for path in ("/", "/live.js"):
+            status, text = asked(server, path, None)
+            assert status == 200 and "secret" not in text and "host0" not in text
+        for path in ("/changes", "/log/0001", "/metrics.jsonl"):
+            assert asked(server, path, None)[0] == asked(server, path, "wrong")[0] == 401
+        assert asked(server, "/changes")[0] == 200
+        assert asked(server, "/changes", method="POST")[0] == 405
+        assert asked(server, "/changes", Host="evil.example")[0] == 403
+        assert asked(server, "/changes", Origin="http://evil.example")[0] == 403
+
+
+def test_the_browser_may_load_and_run_nothing_else(run: Path) -> None:
+    with served(run) as server, urllib.request.urlopen(server.url, timeout=60) as answer:
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "script-src 'self'" in policy and "connect-src 'self'" in policy
+        page = answer.read().decode()
+    assert (
+        "http" not in page.replace('http-equiv="', "")
+        and page.count("<script") == 1
+        and '<script src="live.js"' in page
+    )
+
+
+def test_only_logs_of_the_run_directory_itself_are_shown(run: Path) -> None:
+    (run / "logs" / "rank-0002.log").symlink_to(run / "plan.toml")
+    with served(run) as server:
+        assert asked(server, "/log/0001") == (200, "host0: reads /home/ada/corpus.txt\nthe last line\n")
+        for path in ("/log/0002", "/log/0003", "/log/1", "/log/..%2f..%2fplan", "/log/../plan.toml", "/now.json"):
+            assert asked(server, path)[0] == 404, path
+
+
+def test_others_see_no_names_no_paths_and_no_logs(run: Path) -> None:
+    write_present(run, Present(time.time(), f"reading {run}/corpus.txt", ranks=RANKS))
+    happened(run, event="silent", text=f"no word from host1, see {run}/logs", hosts=["host1"])
+    with served(run) as own, served(run, "0.0.0.0") as others:
+        names = "host0", "host1", "secret-folder/"
+        drawn = dict[bool, str]()
+        for server in (own, others):
+            deadline = time.monotonic() + 60
+            while "where-everything-is" not in (text := asked(server, "/changes")[1]) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            drawn[server is own] = text
+        assert all(name in drawn[True] for name in names) and 'data-log=\\"0001\\"' in drawn[True]
+        assert not any(name in drawn[False] for name in names) and "data-log" not in drawn[False]
+        assert "host 0" in drawn[False] and "reading .../corpus.txt" in drawn[False]
+        assert asked(others, "/log/0001")[0] == 404
+
+
+def test_only_what_has_changed_is_sent_and_figures_are_drawn_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[int]()
+    sections = live_page.page_sections
+    monkeypatch.setattr(live_page, "page_sections", lambda one: drawn.append(1) or sections(one))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(live_page, "LOOK_S", 0.0)
+    monkeypatch.setattr(live_page, "_REST", 0.0)
+
+    def changes(after: int) -> dict[str, Any]:
+        return dict(json.loads(asked(server, f"/changes?after={after}")[1]))
+
+    with served(run) as server:
+        with ThreadPoolExecutor(20) as pool:
+            first = list(pool.map(changes, [0] * 20))
+        assert all({"header", "tiles", "now", "logs"} <= one["parts"].keys() for one in first)
+        seen, deadline = first[0], time.monotonic() + 60
+        while "learning" not in seen["order"] and time.monotonic() < deadline:
+            seen = changes(0)
+        assert (
+            seen["order"][:3] == ["header", "tiles", "now"] and "<svg" in seen["parts"]["learning"] and len(drawn) == 1
+        )
+        while (more := changes(seen["version"]))["parts"]:
+            seen = more
+        write_present(run, Present(time.time(), "training step 62", ranks=RANKS))
+        while not (more := changes(seen["version"]))["parts"]:
+            assert time.monotonic() < deadline
+        assert more["parts"].keys() == {"header"}, "the ranks stand where they stood"
+        assert changes(10**17)["parts"] == {}
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path)]) == UserError.exit_code
+    assert "not the directory of a run" in capsys.readouterr().err
+
+
+def test_the_address_has_the_token_behind_the_hash(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HETERO_MPI_TOKEN", raising=False)
+    with bound_socket("127.0.0.1", 0) as taken:
+        monkeypatch.setattr(live_page, "USUAL_PORT", taken.getsockname()[1])
+        lines = [next(watch(run)), next(watch(run, token="mine"))]
+        with pytest.raises(UserError, match="cannot be had"):
+            next(watch(run, port=live_page.USUAL_PORT))
+    assert lines[0].startswith("Watch this run at http://127.0.0.1:") and len(lines[0].partition("/#")[2]) >= 16
+    assert lines[1].endswith("/#mine")
+
+
+# ------------------------------------------------------------------------------------------------------------------------ rank 0
+
+
+def test_rank_0_writes_what_the_ranks_do_and_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "TELL_S", 0.01)
+    world: Any = SimpleNamespace(doing="training step 3")
+    display = ProgressDisplay(10)
+    display.standings = lambda: {0: Standing("training step 3, 0F1", computed=0.5)}
+
+    def shown(ended: bool) -> Present:
+        deadline = time.monotonic() + 60
+        while (found := read_present(tmp_path)) is None or (found.ended is not None) != ended:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return found
+
+    with pytest.raises(ZeroDivisionError), LiveView(world) as live:
+        live.begin(ReportTable(), tmp_path, None)
+        assert not list(tmp_path.iterdir()), "on another rank"
+        live.begin(ReportTable(), tmp_path, display)
+        told = shown(False)
+        assert told.alive and told.doing == "training step 3" and told.ranks["0"].text == "forward 1"
+        raise ZeroDivisionError("of a test")
+    assert shown(True).ended == "ZeroDivisionError: of a test" and not shown(True).alive
+    with LiveView(world) as live:
+        live.begin(ReportTable(), tmp_path, display)
+        shown(False)
+        live.end("step 3: the loss is nan")
+        live.end("")
+    assert shown(True).ended == "step 3: the loss is nan", "it is told once"
+    with LiveView(world) as live:
+        live.begin(ReportTable(), tmp_path, display)
+    assert shown(True).ended == ""
+
+
+def test_the_option_is_short_for_the_key() -> None:
+    words = ["train", "job.toml", "--watch"]
+    assert parser().parse_args(words).overrides == ["report.watch=true"]
+    assert parser().parse_args([*words, "8650", "--set", "a.b=1"]).overrides == ["report.watch=8650", "a.b=1"]
+    assert ReportTable(watch=True).watch is True and ReportTable(watch=0).watch == 0 and ReportTable().watch is False
+    for wrong in (-1, 65536, "yes"):
+        with pytest.raises(ValueError, match="watch"):
+            ReportTable.model_validate({"watch": wrong})
+
+
+def test_a_device_tells_what_its_vendor_s_library_does() -> None:
+    class Card(CudaBackend):
+        def module(self) -> Any:
+            def none(device: Any) -> float:
+                raise RuntimeError("a slice of a GPU has no power of its own")
+
+            return SimpleNamespace(utilization=lambda device: 97, power_draw=none, temperature=lambda device: 61)
+
+    assert Card().sensors() == {"busy": 0.97, "celsius": 61.0}
+    assert Backend().sensors() == {}
+    assert 0.5 < Backend().used_bytes() / psutil.Process().memory_info().rss < 2
