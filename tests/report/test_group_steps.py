@@ -80,9 +80,9 @@ def test_what_is_exchanged_counts_neither_as_computing_nor_twice(step: Simulated
         waited_s = causes[rank].total_s
         assert own_s + waited_s == pytest.approx(step.step_s) and step.use[rank] == pytest.approx(own_s / step.step_s)
     assert causes[0].group_s > causes[1].group_s > 0 == causes[2].group_s
-    assert "its group" in "\n".join(idling_lines(step, causes, (), {}))
+    assert "its group" in "\n".join(idling_lines(step, causes, ()))
     whole = simulate(replace(plan, pipelines=(PipelinePlan((StagePlan((0,), 0, LAYERS, 0),), 1, 4),)), grouped()[1])
-    assert "its group" not in "\n".join(idling_lines(whole, {0: replace(causes[2])}, (), {}))
+    assert "its group" not in "\n".join(idling_lines(whole, {0: replace(causes[2])}, ()))
 
 
 def test_the_rest_of_an_exchange_is_waiting(step: SimulatedStep) -> None:
