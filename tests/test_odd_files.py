@@ -89,7 +89,7 @@ def test_readers_of_models_and_data(reader: str, odd: Odd, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("odd", [device, pipe])
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "run.json", "plan.toml", "profile.toml", "events.jsonl", "sample.txt"]
+    "name", ["metrics.jsonl", "run.json", "plan.toml", "profile.toml", "events.jsonl", "sample.txt", "now.json"]
 )
 def test_files_of_a_run(name: str, odd: Odd, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = cluster(2)

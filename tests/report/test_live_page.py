@@ -3,7 +3,11 @@ rank 0 writes for it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -34,6 +39,7 @@ from hetero_mpi.report.run_files.present import Present, Standing, read_present,
 from hetero_mpi.runtime import live_view
 from hetero_mpi.runtime.live_view import LiveView
 from hetero_mpi.web.server import Names, bound_socket
+from tests.support.mpi import ROOT
 from tests.support.past_runs import JOB, cluster, make_run, metrics, planned
 
 RANKS = {
@@ -262,6 +268,62 @@ def test_rank_0_writes_what_the_ranks_do_and_how_it_ended(tmp_path: Path, monkey
     with LiveView(world) as live:
         live.begin(ReportTable(), tmp_path, display)
     assert shown(True).ended == ""
+
+
+BESIDE = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from hetero_mpi.job.schema import ReportTable
+from hetero_mpi.report.progress import ProgressDisplay
+from hetero_mpi.runtime import live_view
+
+live_view.REPORT_EVERY_S = 0.0
+with live_view.LiveView(SimpleNamespace(doing="training step 61")) as live:
+    live.begin(ReportTable(watch=0 if "watch" in sys.argv else False), Path(sys.argv[1]), ProgressDisplay(100))
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def beside(run: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that shows a run as rank 0 does."""
+    words = [sys.executable, "-c", BESIDE, str(run), *more]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_the_page_ends_with_rank_0_however_that_ends(run: Path) -> None:
+    with beside(run, "watch") as rank_0:
+        assert rank_0.stdout is not None
+        port = urlsplit(rank_0.stdout.readline().split()[-1]).port
+        with socket.create_connection(("127.0.0.1", port or 0), timeout=60):
+            rank_0.kill()
+        deadline = time.monotonic() + 60
+        while True:
+            assert time.monotonic() < deadline, "its page is still served"
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port or 0)):
+                time.sleep(0.1)
+                continue
+            break
+    assert not (run / "report.html").exists(), "of a run that is watched none is written"
+
+
+@pytest.mark.slow
+def test_the_report_of_a_run_that_is_not_watched_is_written_now_and_then(run: Path) -> None:
+    with beside(run):
+        deadline = time.monotonic() + 120
+        for _ in range(2):
+            while not (run / "report.html").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            page = (run / "report.html").read_text()
+            assert "It goes on: training step 61." in page and '<p class="sub">As of ' in page
+            (run / "report.html").unlink()
 
 
 def test_the_option_is_short_for_the_key() -> None:

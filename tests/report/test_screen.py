@@ -96,7 +96,10 @@ def test_a_calm_screen_on_a_terminal() -> None:
     """What a person sees: drawn in place, and left standing at the end; more ranks than lines are counted."""
     stream, clock = Terminal(), Clock()
     with ProgressDisplay(40, 2, stream, clock, OVERVIEW) as progress:
-        progress.standings = lambda: {0: Standing("1F3", computed=0.75), 1: Standing("1RECV_F3", waits_for="rank 0 to send")}
+        progress.standings = lambda: {
+            0: Standing("1F3", computed=0.75),
+            1: Standing("1RECV_F3", waits_for="rank 0 to send"),
+        }
         clock.s += 5.0
         progress.update(metrics(3, loss=2.5))
         assert "\n".join(drawn(progress, 100, 30)) == SCREEN

@@ -56,10 +56,10 @@ class Browser:
         ActionChains(self.driver).send_keys(*keys).perform()
 
     def requested(self) -> set[str]:
-        """The addresses that were asked for since the last call."""
+        """The addresses of the network that were asked for since the last call."""
         entries = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = {one["params"]["request"]["url"] for one in entries if one["method"] == "Network.requestWillBeSent"}
-        return {url for url in sent if not url.startswith(("chrome:", "data:", "about:"))}
+        return {url for url in sent if url.startswith(("http", "ws", "ftp"))}
 
     def errors(self) -> list[str]:
         """What the page's script or the content policy complained of since the last call."""

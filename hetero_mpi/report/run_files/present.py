@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from hetero_mpi import units
-from hetero_mpi.disk import write_whole
+from hetero_mpi.disk import require_regular, write_whole
 
 PRESENT_NAME = "now.json"
 NICENESS = 10
@@ -93,7 +93,8 @@ def write_present(directory: Path, present: Present) -> None:
 
 
 def read_present(directory: Path) -> Present | None:
-    """None: there is none, or it is of another form."""
+    """None: there is none, or it is of another form. Raises UserError: it is no regular file."""
+    require_regular(directory / PRESENT_NAME)
     with contextlib.suppress(OSError, ValueError):
         return TypeAdapter(Present).validate_json((directory / PRESENT_NAME).read_bytes())
     return None
