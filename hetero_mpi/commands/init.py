@@ -28,6 +28,7 @@ def _listed() -> list[str]:
         "Jobs to start from (init NAME [DIR]):",
         *(f"  {name:<{width}}  {_purpose(name)}" for name in _names()),
         "Every key of a job: `hetero-mpi reference`.",
+        "A file of axolotl, LLaMA-Factory or TRL becomes a job: `hetero-mpi init --from FILE`.",
     ]
 
 

@@ -179,6 +179,8 @@ def test_an_installation_has_jobs_and_profiles(installed: Path, tmp_path: Path) 
     assert f"{installed} -m hetero_mpi launch" in done.stdout, "the command as it can be typed here"
     done = run([program, "plan", "jobs/llama8b_alpaca.toml", "--profile", HOMELAB], tmp_path)
     assert done.returncode == 0 and "RTX 5090" in done.stdout, done.stderr
+    done = run([program, "init", "--from", ROOT / "tests/commands/other_tools/axolotl-orpo.yml"], tmp_path)
+    assert done.returncode == 0 and (tmp_path / "job.toml").exists(), done.stderr
     code = "from hetero_mpi.comm.ranks.versions import own_source; from hetero_mpi import shipped\n"
     code += "print(shipped.shipped_folder('jobs')); print(shipped.pip_argument()); print(own_source())"
     folder, argument, source = run([installed, "-c", code], tmp_path).stdout.splitlines()
