@@ -226,7 +226,7 @@ class _Draft:
         elif self.tool == "llamafactory" and not (texts or self._of("neat")):
             self._put("data.isolate", False, "packing")
         if not (texts or self.pairs):
-            prompts = self._of("everything") is True
+            prompts = self._of("everything") is True or self._of("completions") is False
             self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
             if self.tool == "trl" and self._of("answers") is not True:
                 reason = "TRL learns the questions of chats too, here only answers are learnt: see data.train_on_prompt"

@@ -209,6 +209,13 @@ def test_gpus_and_the_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--from", str(file), "other"]) == 0 and Path("other/job.toml").exists()
 
 
+@pytest.mark.parametrize("only", [True, False])
+def test_prompts_are_learnt_where_trl_learns_them(only: bool) -> None:
+    text = f"trl sft --model_name_or_path a/b --dataset_name a/c --completion_only_loss {only}"
+    Path("run.txt").write_text(text)
+    assert made(Path("run.txt")).job.data.train_on_prompt is not only
+
+
 def test_keys_inside_of_keys_are_named() -> None:
     made(FILES / "trl-handbook-qlora.yaml")
     text = left_keys(Path("job.toml").read_text())
