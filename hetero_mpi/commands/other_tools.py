@@ -149,7 +149,8 @@ class _Draft:
 
     def _word(self, part: str) -> str:
         """Our word for the value of a part; "" where it is not given. Raises UserError: there is none."""
-        words, value = TABLE["values"][f"={part}"], str(self._of(part, "")).lower()
+        words, value = TABLE["values"][f"={part}"], self._of(part, "")
+        value = str(value[0] if isinstance(value, list) and len(value) == 1 else value).lower()
         if value and value not in words:
             known = f"not here, so no job was written; there is {', '.join(words)}"
             raise UserError(f"{self.file}: {self._parts[part][0]} = {value}: {known}")

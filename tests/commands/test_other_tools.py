@@ -178,6 +178,7 @@ def test_what_is_left_has_its_value_and_its_reason() -> None:
         ("model_name_or_path: a/b\nstage: sft\nfinetuning_type: freeze\ndataset: x\n", "finetuning_type = freeze"),
         ("trl grpo --model_name_or_path a/b --dataset_name a/c", "trainer = grpo"),
         ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type ipo", "loss_type = ipo"),
+        ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type sigmoid bco_pair", "loss_type = "),
         ("python train_mine.py --model_name_or_path a/b --dataset_name a/c", "trainer = train_mine"),
         ("trl sft --model_name_or_path $MODEL --dataset_name a/c", "$MODEL has none"),
         ("base_model: a/b\nlearning_rate: 1e-4\nlearning_rate: 2e-4\n", "learning_rate stands twice"),
@@ -214,6 +215,11 @@ def test_prompts_are_learnt_where_trl_learns_them(only: bool) -> None:
     text = f"trl sft --model_name_or_path a/b --dataset_name a/c --completion_only_loss {only}"
     Path("run.txt").write_text(text)
     assert made(Path("run.txt")).job.data.train_on_prompt is not only
+
+
+def test_a_list_of_one_loss_is_that_loss() -> None:
+    Path("pairs.yaml").write_text("model_name_or_path: a/b\ndataset_name: a/c\nbeta: 0.2\nloss_type: [sigmoid]\n")
+    assert made(Path("pairs.yaml")).job.train.preference == "dpo"
 
 
 def test_keys_inside_of_keys_are_named() -> None:
