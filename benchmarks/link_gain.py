@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from harness import parser_of  # noqa: E402
 
 from hetero_mpi.commands.plan_commands import ask  # noqa: E402
-from hetero_mpi.planning.decision.alone import best_alone  # noqa: E402
+from hetero_mpi.planning.decision.decide import best_alone  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 
 PROFILES = ("homelab-5090-strix-halo", "homelab-m4max-2titanx", "zorse-2xa6000-2xw6800", "zorse-2xl4-a6000-p40")

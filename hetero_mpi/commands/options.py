@@ -335,7 +335,7 @@ def _add_looking_back(commands: Commands) -> None:
     share = "for others: without names of hosts and users, without absolute paths (RUN/report-shared.html)"
     add("--share", action="store_true", help=share)
 
-    text = "serve the live page of a run that goes on or is over, from its directory"
+    text = "show a run in a browser while it goes on, or when it is over"
     add = _command(commands, "watch", "report.page.live_page:watch", text).add_argument
     add("run_dir", type=Path, metavar="RUN", help="run directory")
     add("--port", type=int, metavar="N", help="(default 8642, or where that is taken any; 0: any)")

@@ -32,7 +32,15 @@ from hetero_mpi.profiling.benchmark_spec import (
     light,
     sampled_rows,
 )
-from hetero_mpi.profiling.timings import LONGEST_S, Seconds, TimedPart, TimingRounds, TimingSamples, Way, layer_times
+from hetero_mpi.profiling.timings import (
+    LONGEST_S,
+    Seconds,
+    TimedPart,
+    TimedWay,
+    TimingRounds,
+    TimingSamples,
+    layer_times,
+)
 
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
 """Benches, sequences per micro-batch, where the times go."""
@@ -155,7 +163,7 @@ class DeviceBenchmark:
         for bench in benches:
             bench.stage.forget()
 
-    def _time(self, ways: Sequence[Way]) -> None:
+    def _time(self, ways: Sequence[TimedWay]) -> None:
         TimingRounds(self._clock, warms_up=self.backend.name != "cpu").time(ways)
 
     def _clock(self) -> float:
@@ -163,7 +171,7 @@ class DeviceBenchmark:
         self.backend.synchronize()
         return time.thread_time() if self.backend.name == "cpu" else time.perf_counter()
 
-    def _whole(self, benches: Sequence[Bench], samples: TimingSamples) -> list[Way]:
+    def _whole(self, benches: Sequence[Bench], samples: TimingSamples) -> list[TimedWay]:
         """Layers as a stage holds them, without and with recompute."""
         return [
             self._way(benches, self._pass, samples, self.repeats, ends=False),
@@ -172,17 +180,17 @@ class DeviceBenchmark:
 
     def _others(
         self, group: Group, samples: TimingSamples, of_members: Mapping[StageGroup, TimingSamples]
-    ) -> Iterator[Callable[[], list[Way]]]:
+    ) -> Iterator[Callable[[], list[TimedWay]]]:
         """Ways that take stages of their own: a backward in two parts, which all but the first of a pipeline may do, and members of
         groups."""
 
-        def split() -> list[Way]:
+        def split() -> list[TimedWay]:
             benches = [Bench(self.subject, self.backend, *layers, split=True) for layers in group if layers[0] > 0]
             for bench in benches:
                 self._note(self._deferred, bench.deferred_bytes(self.rows[0]))
             return [self._way(benches, self._split_pass, samples, self.few)] if benches else []
 
-        def member(member_of: StageGroup) -> list[Way]:
+        def member(member_of: StageGroup) -> list[TimedWay]:
             benches = [Bench(self.subject, self.backend, *layers, group=member_of) for layers in group]
             return [self._way(benches, self._pass, of_members[member_of], self.few)]
 
@@ -191,13 +199,15 @@ class DeviceBenchmark:
         for member_of in of_members:
             yield partial(member, member_of)
 
-    def _way(self, benches: Sequence[Bench], run: Pass, samples: TimingSamples, repeats: int, ends: bool = True) -> Way:
+    def _way(
+        self, benches: Sequence[Bench], run: Pass, samples: TimingSamples, repeats: int, ends: bool = True
+    ) -> TimedWay:
         def forget() -> None:
             for bench in benches:
                 bench.stage.forget()
             self.backend.free_unused()
 
-        return Way(partial(run, benches), forget, self.rows, samples, repeats, ends)
+        return TimedWay(partial(run, benches), forget, self.rows, samples, repeats, ends)
 
     def _first_pass(self, benches: Sequence[Bench]) -> tuple[TimingSamples, float]:
         """The smallest micro-batch once, its activations noted: its times, and the seconds of all."""

@@ -172,7 +172,7 @@ def layer_times(samples: TimingSamples, kind: str, sequence_length: int) -> Laye
 
 
 @dataclass(frozen=True)
-class Way:
+class TimedWay:
     """One way to run layers: whole or as a member of a group, with recompute, with a split backward."""
 
     run: Callable[[int, TimingSamples], None]
@@ -190,7 +190,7 @@ class Way:
 
 @dataclass
 class _Lap:
-    way: Way
+    way: TimedWay
     rows: int
     pass_s: float
     """Seconds of one repetition."""
@@ -218,7 +218,7 @@ class TimingRounds:
     def __init__(self, clock: Callable[[], float], warms_up: bool) -> None:
         self._clock, self._warms_up = clock, warms_up
 
-    def time(self, ways: Sequence[Way]) -> None:
+    def time(self, ways: Sequence[TimedWay]) -> None:
         """Fill the samples of ``ways``. Numbers of sequences for which the device has no memory are left out.
 
         :raises RuntimeError, MemoryError: there is none for the smallest.
@@ -228,7 +228,7 @@ class TimingRounds:
             for lap in laps:
                 lap.count(self._seconds(lap.way, lap.rows, lap.way.samples) is not None)
 
-    def _begun(self, way: Way) -> list[_Lap]:
+    def _begun(self, way: TimedWay) -> list[_Lap]:
         """One lap for each number of sequences that is timed, after a repetition that warms up."""
         laps: list[_Lap] = []
         for rows in way.rows:
@@ -253,7 +253,7 @@ class TimingRounds:
                 laps[-1].count(True)
         return laps
 
-    def _seconds(self, way: Way, rows: int, samples: TimingSamples) -> float | None:
+    def _seconds(self, way: TimedWay, rows: int, samples: TimingSamples) -> float | None:
         """Seconds of one repetition; None where memory was short for more than the smallest number of sequences."""
         begin = self._clock()
         try:

@@ -208,7 +208,9 @@ def test_only_what_has_changed_is_sent_and_figures_are_drawn_once(run: Path, mon
         while "learning-and-speed" not in seen["order"] and time.monotonic() < deadline:
             seen = changes(0)
         assert (
-            seen["order"][:3] == ["header", "tiles", "now"] and "<svg" in seen["parts"]["learning-and-speed"] and len(drawn) == 1
+            seen["order"][:3] == ["header", "tiles", "now"]
+            and "<svg" in seen["parts"]["learning-and-speed"]
+            and len(drawn) == 1
         )
         while (more := changes(seen["version"]))["parts"]:
             seen = more
