@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from hetero_mpi.comm.ranks.leave import end_all
 from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Exchange, Message
+from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.schedule import busy
@@ -148,6 +150,8 @@ class Lookout:
 
     def __init__(self, world: World, trainer: Trainer, transport: MpiTransport) -> None:
         self._world, self._trainer, self._transport = world, trainer, transport
+        self.sensors: dict[str, float] = {}
+        """Of the rank's device; whoever makes the lookout keeps them new."""
         self._seen: Any = None
         self._since_s = time.monotonic()
 
@@ -162,7 +166,7 @@ class Lookout:
             self._seen, self._since_s = seen, now
         at = f"{activity.text}, {action}" if action else activity.text
         still_s, backend = round(now - self._since_s, 1), self._trainer.backend
-        figures = backend.used_bytes(), backend.sensors(), self._transport.sending()
+        figures = backend.used_bytes(), dict(self.sensors), self._transport.sending()
         return Standing(at, still_s, self._waits_for(), activity.busy > 0, self._computed(), *figures)
 
     def forgive(self, pause_s: float) -> None:
@@ -196,7 +200,7 @@ class Watchdog:
     def __init__(self, world: World, limit_s: float, trainer: Trainer, transport: MpiTransport) -> None:
         self.world, self.limit_s = world, limit_s
         self._lookout = Lookout(world, trainer, transport)
-        self._heartbeat = Heartbeat(world)
+        self._backend, self._heartbeat = trainer.backend, Heartbeat(world)
         self._stop = threading.Event()
         self._watching: Background[None] | None = None
         self._main = threading.main_thread().ident
@@ -204,6 +208,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._watching = Background("watching for a hang", self._run)
+        Background("reading the device's sensors", partial(_sense, self._backend, self._lookout.sensors, self._stop))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -273,6 +278,12 @@ class Watchdog:
         text = report(self.world, self.limit_s, self._heartbeat)
         _LOG.error("%s", text)
         end_all(self.world, text, ExitCode.HUNG)
+
+
+def _sense(backend: Backend, figures: dict[str, float], stop: threading.Event) -> None:
+    """Keep ``figures`` new, on a thread of its own: a driver that hangs may never answer, and that is what the watchdog is for."""
+    while not stop.wait(_LOOK_S):
+        figures.update(backend.sensors())
 
 
 def report(world: World, limit: float, heartbeat: Heartbeat) -> str:

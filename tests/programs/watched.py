@@ -19,6 +19,7 @@ import numpy as np
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.device.backend import Backend
 from hetero_mpi.runtime.watchdog import Lookout, Watchdog
 
 LIMIT_S = 3.0
@@ -73,7 +74,7 @@ WAYS: dict[str, Callable[[World, MpiTransport], None]] = {
 
 
 def main(world: World) -> int:
-    trainer: Any = SimpleNamespace(executor=None, latest=None)
+    trainer: Any = SimpleNamespace(executor=None, latest=None, backend=Backend())
     with MpiTransport(world.comm) as transport:
         broken = sys.argv[1] == "unwatched" and world.rank == 1
         failing = mock.patch.object(Lookout, "look", side_effect=ZeroDivisionError)
