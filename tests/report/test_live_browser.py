@@ -83,7 +83,9 @@ def test_it_follows_the_run_and_asks_for_nothing_else(watched: Watched) -> None:
     seen = set[str]()
     page.wait_for("different work", lambda: seen.add(watched.ranks()["1"].splitlines()[0]) or len(seen) > 1)
     assert "MB of" in watched.ranks()["0"] and "busy" in watched.ranks()["0"]
-    page.wait_for("the curves", lambda: page.value("document.querySelectorAll('#part-learning svg').length") >= 3)
+    page.wait_for(
+        "the curves", lambda: page.value("document.querySelectorAll('#part-learning-and-speed svg').length") >= 3
+    )
     page.wait_for("the held-out loss", lambda: "held-out loss" in page.text())
     assert "It goes on: " in page.text() and page.value("document.title") == "job"
     address = watched.url.partition("#")[0]
@@ -101,7 +103,7 @@ def test_it_fits_the_window_light_and_dark(watched: Watched, width: int, scheme:
     page = watched.browser
     page.look(width, scheme=scheme, mobile=width < 600)
     page.wait_for("the ranks", watched.ranks)
-    page.wait_for("the curves", lambda: page.value("document.querySelectorAll('#part-learning svg').length"))
+    page.wait_for("the curves", lambda: page.value("document.querySelectorAll('#part-learning-and-speed svg').length"))
     assert page.value("document.documentElement.scrollWidth") <= width, "nothing but what says so scrolls sideways"
     box = "[...document.querySelectorAll('.rank')].every(one => one.getBoundingClientRect().right <= window.innerWidth)"
     assert page.value(box)

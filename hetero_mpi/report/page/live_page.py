@@ -107,7 +107,7 @@ class Parts:
             "tiles": part("tiles", key_figures(run)),
             "now": part("now", run),
             **self._figures,
-            **_markup(run, [sections.happenings(run), sections.checkpoints(run)]),
+            **_markup(run, [sections.next_commands(run), sections.happenings(run), sections.checkpoints(run)]),
             "logs": part("logs", logs),
         })  # fmt: skip
 
