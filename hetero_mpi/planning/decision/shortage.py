@@ -3,7 +3,6 @@ micro-batches in flight."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -17,9 +16,6 @@ from hetero_mpi.planning.tables import in_own_order, rank_usable_bytes, shared_m
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-
-LOOKS, STARTS = 200, 3
-"""Orders looked at besides those sorted by memory, and how many of these are changed."""
 
 Order = tuple[int, ...]
 """Kinds of ranks, by stage."""
@@ -103,38 +99,11 @@ class _Shortages:
             yield tuple(largest[:count])
             yield tuple(largest[:count][::-1])
 
-    def near(self, order: Order) -> set[Order]:
-        """Orders one change away: two ranks exchanged, one moved, left out, put to work, or replaced."""
-        spare = [kind for kind, members in enumerate(self.ranks) if order.count(kind) < len(members)]
-        count, found = len(order), set[Order]()
-        for i in range(count):
-            without = order[:i] + order[i + 1 :]
-            found |= {without} if count > self.shortest else set()
-            found |= {(*order[:i], kind, *order[i + 1 :]) for kind in spare}
-            found |= {(*without[:j], order[i], *without[j:]) for j in range(count)}
-            found |= {(*order[:j], order[i], *order[j + 1 : i], order[j], *order[i + 1 :]) for j in range(i)}
-        if count < self.longest:
-            found |= {(*order[:i], kind, *order[i:]) for i in range(count + 1) for kind in spare}
-        return found - {order}
-
 
 def closest(profile: ClusterProfile, request: PlanRequest) -> Closest:
-    """Over orders sorted by memory, and what local search makes of the best of them: the first change that helps is taken."""
+    """Over orders sorted by memory."""
     shortages = _Shortages(profile, request)
-    best = sorted(set(shortages.starts()), key=shortages.ranking)
-    known, left = set(best), LOOKS
-    for start in best[:STARTS]:
-        here: Order | None = start
-        while here is not None and left > 0:
-            new = itertools.islice((there for there in sorted(shortages.near(here)) if there not in known), left)
-            now, here = shortages.ranking(here), None
-            for there in new:
-                known.add(there)
-                left -= 1
-                if shortages.ranking(there) < now:
-                    here = there
-                    break
-    return shortages.closest(min(known, key=shortages.ranking))
+    return shortages.closest(min(set(shortages.starts()), key=shortages.ranking))
 
 
 def with_hosts_divided(profile: ClusterProfile) -> Iterator[ClusterProfile]:
