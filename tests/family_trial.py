@@ -515,7 +515,7 @@ transformers' `Trainer` with batches of one sequence computes the same, but its 
 * The loss in the log, in `metrics.jsonl` and of evaluations is the sum of both parts, as `Trainer` shows it.
   `router_loss` in `metrics.jsonl` is the mean of the sequences' router losses (transformers' `aux_loss`).
 * Their sums travel in fp32 behind the hidden states, also where activations travel as int8.
-* `[train] preference` is refused.
+* Of preferences (`[train] preference`) the last token of an answer counts, too, as in TRL.
 * Families without this note refuse `output_router_logits = true`.
   transformers has no such loss for them, or (doge) computes another one.
 

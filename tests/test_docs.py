@@ -395,7 +395,8 @@ def test_every_number_of_the_job_has_its_unit() -> None:
     plain = {
         ("adapter", "rank"), ("adapter", "alpha"), ("train", "seed"), ("train", "learning_rate"), ("train", "weight_decay"),
         ("train", "beta1"), ("train", "beta2"), ("train", "epsilon"), ("train", "clip_norm"), ("sample", "temperature"),
-        ("train", "preference_beta"), ("report", "watch"),
+        ("train", "preference_beta"), ("train", "preference_margin"), ("train", "desirable_weight"),
+        ("train", "undesirable_weight"), ("report", "watch"),
     }  # fmt: skip
     numbers = {
         (table, key)

@@ -95,7 +95,7 @@ ENVIRONMENT = {
 """Environment variables that a person may set -> what they do. Those of MPI, torch and Hugging Face have their effects too."""
 
 _KEYS_IN = {
-    "share": "adapter.dropout data.held_out plan.memory_reserve sample.top_p",
+    "share": "adapter.dropout train.preference_smoothing data.held_out plan.memory_reserve sample.top_p",
     "shares": "data.weights",
     "entries": "tokenizer.train_vocab_size",
     "records": "data.skip_bad",

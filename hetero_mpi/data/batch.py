@@ -1,4 +1,4 @@
-"""A step's batch: its sequences, the pairs of answers that it compares, and which samples they are.
+"""A step's batch: its sequences, the answers that it compares, and which samples they are.
 
 The samples of a step are a function of the step alone, so that a resumed run needs no state to go on.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,27 +23,34 @@ PADDED_TO = 8
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """The pairs of answers that a batch of preferences compares. Within a row records alternate: chosen, rejected."""
+class Compared:
+    """The answers that a batch of preferences compares. Of pairs records alternate within a row: chosen, rejected."""
 
     answers: npt.NDArray[np.uint8]
-    """[B, T], 1 where the target belongs to an answer that is compared."""
+    """[B, T], above 0 where the target belongs to an answer that is compared: 1 in a pair; by itself 2 (desirable) or 3 (not)."""
     reference: npt.NDArray[np.float32]
-    """[B, K], of each pair: how much likelier the chosen answer is to the reference model, as a difference of logarithms."""
+    """[B, R], of each record: the log-likelihood of its answer by the reference model."""
+    chosen: int
+    """Chosen, or desirable, answers of the whole batch."""
+    rejected: int
     count: int
-    """Pairs of the whole batch: what the summed loss is divided by."""
+    """Pairs, or answers by themselves, of the whole batch: what the summed loss is divided by."""
     likelihood_weight: float
     """Pairs of the whole batch by targets of its chosen records."""
+    point: float | None = None
+    """KTO's reference point: how much likelier the model finds answers of other prompts than the reference does, or 0."""
 
     @classmethod
-    def of(cls, batch: Batch, answers: npt.NDArray[np.uint8], reference: npt.NDArray[np.float32]) -> Pairs:
-        """The pairs of a whole batch, which has positions."""
+    def of(cls, batch: Batch, answers: npt.NDArray[np.uint8], reference: npt.NDArray[np.float32]) -> Compared:
+        """The answers of a whole batch, which has positions."""
         assert batch.positions is not None
         of_chosen = ((batch.positions == 0).cumsum(axis=1) % 2 == 1) & (batch.targets != IGNORED)
-        count = int(pair_counts(answers).sum())
-        return cls(answers, reference, count, count / max(1, int(of_chosen.sum())))
+        in_pairs, good, bad = (int(answer_counts(answers == mark).sum()) for mark in (1, 2, 3))
+        chosen, rejected = good + in_pairs // 2, bad + in_pairs // 2
+        count, weight = good + bad + in_pairs // 2, chosen / max(1, int(of_chosen.sum()))
+        return cls(answers, reference, chosen, rejected, count, weight)
 
-    def rows(self, index: npt.NDArray[np.intp]) -> Pairs:
+    def rows(self, index: npt.NDArray[np.intp]) -> Compared:
         return replace(self, answers=self.answers[index], reference=self.reference[index])
 
 
@@ -56,28 +64,30 @@ class Batch:
     """Number of targets that count."""
     positions: Tokens | None = None
     """[B, T]: each token's place in its own record, which sees no other one of its sequence. None: a sequence is one text."""
-    pairs: Pairs | None = None
+    compared: Compared | None = None
     """None: it is no batch of preferences."""
     numbers: Indices | None = None
     """[B], of the rows in their dataset, where it is one of preferences."""
 
     @property
     def divisor(self) -> int:
-        """Divisor of the summed loss: the targets that count, or the pairs."""
-        return max(1, self.target_tokens if self.pairs is None else self.pairs.count)
+        """Divisor of the summed loss: the targets that count, or the pairs or answers that are compared."""
+        return max(1, self.target_tokens if self.compared is None else self.compared.count)
 
     @property
     def lengths(self) -> Indices:
-        """[B]: each row's tokens up to the last after which something is learnt; 0 where nothing is."""
+        """[B]: each row's tokens up to the last after which something is learnt; 0 where nothing is. Of preferences also the
+        answer's own last token, which TRL gives to the routers, too."""
         learnt = self.targets[:, ::-1] != IGNORED
-        return np.where(learnt.any(axis=1), learnt.shape[1] - learnt.argmax(axis=1), 0)
+        ends = learnt.shape[1] - learnt.argmax(axis=1) + (self.compared is not None)
+        return np.where(learnt.any(axis=1), np.minimum(ends, learnt.shape[1]), 0)
 
     def rows(self, chosen: Sequence[int]) -> Batch:
         """A copy of some of the sequences. What the loss is divided by stays that of all."""
         index = np.array(chosen, np.intp)
         positions = None if self.positions is None else self.positions[index]
-        pairs = None if self.pairs is None else self.pairs.rows(index)
-        return Batch(self.tokens[index], self.targets[index], self.target_tokens, positions, pairs)
+        compared = None if self.compared is None else self.compared.rows(index)
+        return Batch(self.tokens[index], self.targets[index], self.target_tokens, positions, compared)
 
     def trimmed(self, multiple: int = PADDED_TO) -> Batch:
         """Without the last columns, in which no row learns anything, but for as many as make the length a ``multiple``.
@@ -85,16 +95,17 @@ class Batch:
         What is left out comes after everything that is learnt, and a causal model does not look ahead: the loss is the same.
         """
         used = np.flatnonzero((self.targets != IGNORED).any(axis=0))
-        length = multiple * (-(-(int(used[-1]) + 1) // multiple)) if len(used) else multiple
+        used = used[-1:] + 1 + (self.compared is not None)
+        length = multiple * (-(-int(used[-1]) // multiple)) if len(used) else multiple
         positions = None if self.positions is None else self.positions[:, :length]
-        pairs = None if self.pairs is None else replace(self.pairs, answers=self.pairs.answers[:, :length])
-        return Batch(self.tokens[:, :length], self.targets[:, :length], self.target_tokens, positions, pairs)
+        compared = None if self.compared is None else replace(self.compared, answers=self.compared.answers[:, :length])
+        return Batch(self.tokens[:, :length], self.targets[:, :length], self.target_tokens, positions, compared)
 
 
-def pair_counts(answers: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Pairs of each row, [N]: every record has one answer, and a prompt before it."""
-    begun = np.diff(answers.astype(np.int8), axis=1, prepend=0) > 0
-    return np.asarray(begun.sum(axis=1) // 2)
+def answer_counts(answers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Answers of each row, [N]: every record has one, and a prompt before it. ``answers``: [N, T], not 0 in them."""
+    begun = np.diff((answers != 0).astype(np.int8), axis=1, prepend=0) > 0
+    return np.asarray(begun.sum(axis=1))
 
 
 Parts = tuple[tuple[int, int], ...]

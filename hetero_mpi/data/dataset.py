@@ -18,12 +18,12 @@ import numpy.typing as npt
 from hetero_mpi.data.batch import (
     IGNORED,
     Batch,
+    Compared,
     Indices,
-    Pairs,
     Parts,
     Tokens,
+    answer_counts,
     batch_indices,
-    pair_counts,
     parts_of,
     permutation,
 )
@@ -65,7 +65,9 @@ class Rows:
     positions: Tokens | None = None
     """int32 [N, T]; see ``Batch``."""
     answers: npt.NDArray[np.uint8] | None = None
-    """[N, T], of preferences; see ``Pairs``."""
+    """[N, T], of preferences; see ``Compared``."""
+    lanes: int = 1
+    """2: behind each row comes one with its prompts and the answers of other records, by which KTO finds its reference point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +117,10 @@ class Dataset(Rows):
         return float(-(shares_of * np.log(shares_of)).sum())
 
     @functools.cached_property
-    def pairs_per_row(self) -> int:
-        """Pairs K that a row holds at most."""
+    def records_per_row(self) -> int:
+        """Records R that are compared in a row at most."""
         assert self.answers is not None
-        return int(pair_counts(self.answers).max())
+        return int(answer_counts(self.answers).max())
 
     @property
     def padded(self) -> bool:
@@ -154,8 +156,8 @@ class Dataset(Rows):
         batch = Batch(self.tokens[chosen], targets, int(np.count_nonzero(targets != IGNORED)), positions)
         if self.answers is None:
             return batch
-        reference = np.zeros((len(chosen), self.pairs_per_row), np.float32)
-        return replace(batch, pairs=Pairs.of(batch, self.answers[chosen], reference), numbers=chosen)
+        reference = np.zeros((len(chosen), self.records_per_row), np.float32)
+        return replace(batch, compared=Compared.of(batch, self.answers[chosen], reference), numbers=chosen)
 
 
 def share_out(rows: Rows, settings: SequenceSettings, what: str, advice: str) -> Dataset:
@@ -165,8 +167,8 @@ def share_out(rows: Rows, settings: SequenceSettings, what: str, advice: str) ->
     """
     share = ", one to train on and one held out (data.held_out)" if settings.held_out > 0 else ""
     _require(rows, 2 if settings.held_out > 0 else 1, what, share, advice)
-    train, aside = shares(len(rows.tokens), settings.held_out, settings.seed)
-    return Dataset(**vars(rows), train=train, held_out=aside, seed=settings.seed)
+    train, aside = shares(len(rows.tokens) // rows.lanes, settings.held_out, settings.seed)
+    return Dataset(**vars(rows), train=rows.lanes * train, held_out=rows.lanes * aside, seed=settings.seed)
 
 
 def shares(count: int, held_out: float, seed: int) -> tuple[Indices, Indices]:
@@ -222,16 +224,17 @@ def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: 
 def join_evaluation(dataset: Dataset, evaluation: Rows, what: str, advice: str, folder: Path | None = None) -> Dataset:
     """The dataset, which holds nothing out, with ``evaluation`` to evaluate on. Raises as :func:`share_out`."""
     _require(evaluation, 1, f"{what} of data.evaluation", "", advice)
+    count = len(evaluation.tokens) // evaluation.lanes
     return replace(
         dataset,
         **_columns([dataset, evaluation], folder),
-        held_out=len(dataset.tokens) + permutation(len(evaluation.tokens), dataset.seed, HELD_OUT_STREAM),
+        held_out=len(dataset.tokens) + evaluation.lanes * permutation(count, dataset.seed, HELD_OUT_STREAM),
         notes=(*dataset.notes, *(f"evaluation: {note}" for note in evaluation.notes)),
     )
 
 
 def _require(rows: Rows, needed: int, what: str, share: str, advice: str) -> None:
-    count, length = rows.tokens.shape
+    count, length = len(rows.tokens) // rows.lanes, rows.tokens.shape[1]
     if count < needed:
         raise UserError(
             f"{what} must give at least {needed} sequence(s) of {length} tokens{share}; it gives {count}, from "

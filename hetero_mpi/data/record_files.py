@@ -30,7 +30,8 @@ A file holds JSON lines, JSON, or the rows of a parquet file: records in these s
   chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
   chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
   prompt/completion  {"prompt": "...", "completion": "..."}
-  preference         {"prompt": "...", "chosen": "...", "rejected": "..."}, for [train] preference; texts, or lists of messages"""
+  preference         {"prompt": "...", "chosen": "...", "rejected": "..."}, for [train] preference; texts, or lists of messages
+  labelled           any of those before with "label": true (desirable) or false, for [train] preference = "kto"; or preference"""
 
 SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Key of a chat -> keys of its messages."""
@@ -41,8 +42,10 @@ PAIRS: dict[Shape, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Shape -> (keys of what is asked, keys of the answer); the first that a record has counts."""
 PREFERENCE = ("chosen", "rejected")
+Compared = Literal["pairs", "labels"]
+"""How preferences are told: by two answers to a prompt, or by a label of one."""
 SYSTEM = ("system", "system_prompt")
-FURTHER = ("input", "history", "tools", "functions", *SYSTEM, *PREFERENCE)
+FURTHER = ("input", "history", "tools", "functions", "label", *SYSTEM, *PREFERENCE)
 """Keys that are used beside those."""
 
 

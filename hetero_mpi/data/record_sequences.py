@@ -14,7 +14,7 @@ from hetero_mpi.data.answers import ChatTemplate
 from hetero_mpi.data.batch import IGNORED, Tokens
 from hetero_mpi.data.chat_template import Tokenized, tokenize_records
 from hetero_mpi.data.dataset import Dataset, Rows, SequenceSettings, join_evaluation, mix, share_out
-from hetero_mpi.data.record_files import BadRecords
+from hetero_mpi.data.record_files import BadRecords, Compared
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.tokenizer import pad_token
 from hetero_mpi.errors import UserError
@@ -43,8 +43,8 @@ class RecordSequences:
     train_on_prompt: bool = False
     isolate: bool = True
     """Packed ones get positions."""
-    preference: bool = False
-    """Records are pairs, chosen and rejected in turn, of which each stays in one sequence, isolated."""
+    preference: Compared | None = None
+    """Records are isolated. Pairs are chosen and rejected in turn, and each stays in one sequence."""
     ends: Collection[int] = ()
     """Tokens at which the model stops."""
 
@@ -55,10 +55,10 @@ class RecordSequences:
         """
         tokenized = tokenize_records(self.tokenizer, self.template, records, bad, self.ends)
         # A sequence of T inputs with targets one further is T + 1 tokens.
-        width, what = self.settings.length + 1, "pairs" if self.preference else "records"
+        width, what = self.settings.length + 1, "pairs" if self.preference == "pairs" else "records"
         kept: list[tuple[_Part, ...]] = []
         longest, dropped = 0, []
-        for entry in _pairs(tokenized, width) if self.preference else _singles(tokenized, width, self.train_on_prompt):
+        for entry in self._entries(tokenized, width):
             longest = max(longest, sum(part.uncut for part in entry))
             if all(part.answer.any() for part in entry):
                 kept.append(entry)
@@ -72,28 +72,36 @@ class RecordSequences:
                 f"before their first answer, such as {dropped[0]}. Raise data.sequence_length: the longest record has "
                 f"{longest:,} tokens."
             )
-        rows = self._filled(kept)
+        rows = self._filled(kept if self.preference != "labels" else _with_mismatched(kept, width))
         notes = _notes(what, kept, dropped, rows.targets)
         return replace(rows, found=f"{len(kept)} {what}", notes=notes)
 
+    def _entries(self, tokenized: Iterable[Tokenized], width: int) -> Iterator[tuple[_Part, ...]]:
+        """Records, or pairs, that stay together."""
+        if self.preference == "pairs":
+            return _pairs(tokenized, width)
+        if self.preference == "labels":
+            return _labelled(tokenized, width)
+        return _singles(tokenized, width, self.train_on_prompt)
+
     def _filled(self, kept: Sequence[tuple[_Part, ...]]) -> Rows:
         """The sequences with these records, or pairs, in them."""
-        width, packing = self.settings.length + 1, self.settings.packing
-        lengths = [sum(len(part.ids) for part in entry) for entry in kept]
+        width, packing, lanes = self.settings.length + 1, self.settings.packing, 2 if self.preference == "labels" else 1
+        lengths = [max(sum(len(part.ids) for part in entry[lane::lanes]) for lane in range(lanes)) for entry in kept]
         groups = pack(lengths, width) if packing else [[index] for index in range(len(kept))]
-        tokens = np.full((len(groups), width), pad_token(self.tokenizer), dtype=np.int32)
-        labels = np.full((len(groups), width), IGNORED, dtype=np.int32)
+        tokens = np.full((len(groups) * lanes, width), pad_token(self.tokenizer), dtype=np.int32)
+        labels = np.full(tokens.shape, IGNORED, dtype=np.int32)
         places, answers = np.zeros_like(tokens), np.zeros(tokens.shape, np.uint8)
-        for row, group in enumerate(groups):
-            end = 0
-            for part in (part for index in group for part in kept[index]):
+        for row in range(len(tokens)):
+            end, lane = 0, row % lanes
+            for part in (part for index in groups[row // lanes] for part in kept[index][lane::lanes]):
                 own = slice(end, end + len(part.ids))
-                tokens[row, own], labels[row, own], answers[row, own] = part.ids, part.labels, part.answer
+                tokens[row, own], labels[row, own], answers[row, own] = part.ids, part.labels, part.mark * part.answer
                 places[row, own], end = np.arange(len(part.ids)), own.stop
             places[row, end:] = np.arange(width - end)
         positions = places[:, :-1] if (packing and self.isolate) or self.preference else None
         compared = answers[:, 1:] if self.preference else None
-        return Rows(tokens[:, :-1], labels[:, 1:], positions=positions, answers=compared)
+        return Rows(tokens[:, :-1], labels[:, 1:], positions=positions, answers=compared, lanes=lanes)
 
 
 def build_record_sequences(
@@ -137,6 +145,8 @@ class _Part:
     forgotten: bool
     """Thoughts of its earlier answers are left out."""
     source: str
+    mark: int = 1
+    """Of its answer in ``Compared.answers``."""
 
 
 def _singles(tokenized: Iterable[Tokenized], capacity: int, train_on_prompt: bool) -> Iterator[tuple[_Part]]:
@@ -159,6 +169,25 @@ def _pairs(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_Par
         first = _part(chosen, room, answers[0], np.ones_like(answers[0]))
         yield first, _part(rejected, capacity - len(first.ids), answers[1], answers[1])
         chosen = None
+
+
+def _labelled(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_Part]]:
+    for entry in tokenized:
+        answer = _last_run(entry.answer)
+        yield (replace(_part(entry, capacity, answer, answer), mark=2 if entry.record.desirable else 3),)
+
+
+def _with_mismatched(kept: Sequence[tuple[_Part, ...]], capacity: int) -> list[tuple[_Part, _Part]]:
+    """Each record, and its prompt with the answer of the record before it (the first one: of the last), as TRL takes them."""
+    found = []
+    for (before,), (own,) in zip([*kept[-1:], *kept[:-1]], kept, strict=True):
+        prompt = own.ids[: int(np.flatnonzero(own.answer)[0])]
+        ids = np.concatenate([prompt, before.ids[before.answer]])[:capacity]
+        answer = np.arange(len(ids)) >= len(prompt)
+        found.append(
+            (own, replace(own, ids=ids, answer=answer, labels=np.where(answer, ids, IGNORED).astype(np.int32)))
+        )
+    return found
 
 
 def _part(entry: Tokenized, room: int, answer: npt.NDArray[np.bool_], learnt: npt.NDArray[np.bool_]) -> _Part:

@@ -23,6 +23,7 @@ from hetero_mpi.data.record_files import (
     SYSTEM,
     BadRecord,
     BadRecords,
+    Compared,
     Shape,
     is_chat,
     keys_named,
@@ -43,6 +44,8 @@ class Record:
     """Where it stands, for messages to a person: ``data/a.jsonl, line 7``."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions that the assistant may call, for the chat template."""
+    desirable: bool = True
+    """False: its answer is not (``label``)."""
 
     def needs_tools(self) -> bool:
         return bool(self.tools) or any(message.role == "tool" or message.calls() for message in self.messages)
@@ -58,8 +61,8 @@ class Records:
     """Sources of the records that were left out because an answer is missing or empty."""
     untrained: tuple[str, ...] = ()
     """Sources of the records that were left out because all of their answers say ``train: false``."""
-    preference: bool = False
-    """Records are pairs: chosen, rejected, chosen, ..."""
+    preference: Compared | None = None
+    """Pairs: records are chosen, rejected, chosen, ..."""
     unread: Mapping[str, int] = field(default_factory=dict)
     """Key that nobody reads -> number of records, or pairs, that have it; ``messages[].key``: of their messages."""
 
@@ -67,7 +70,11 @@ class Records:
         """Counts of what was found, for a person. ``template``: the chat template, which may read keys of messages."""
         shapes = Counter(record.shape for record in self.records)
         found = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
-        what = f"{len(self.records) // 2:,} pairs of answers" if self.preference else f"{len(self.records):,} records"
+        what = (
+            f"{len(self.records) // 2:,} pairs of answers"
+            if self.preference == "pairs"
+            else f"{len(self.records):,} records"
+        )
         lines = [f"{what} from {self.files:,} files ({found})"]
         left_out = {"without an answer": self.unanswered, "without an answer to learn (train = false)": self.untrained}
         for why, sources in left_out.items():
@@ -77,7 +84,9 @@ class Records:
         unread = [(key, count) for key, count in self.unread.items() if key.partition("[].")[2] not in read]
         if unread:
             (key, count), *further = sorted(unread, key=lambda entry: (-entry[1], entry[0]))
-            kind, total = ("pairs", len(self.records) // 2) if self.preference else ("records", len(self.records))
+            kind, total = "records", len(self.records)
+            if self.preference == "pairs":
+                kind, total = "pairs", total // 2
             named = [f"{count:,} of {total:,} {kind} have `{key}`", *(f"{count:,} `{key}`" for key, count in further)]
             lines.append(f"{', '.join(named)}, which {'are' if further else 'is'} not learnt")
         return lines
@@ -87,13 +96,13 @@ def read_records(
     patterns: Sequence[str],
     key: str = "data.records",
     bad: BadRecords | None = None,
-    preference: bool = False,
+    preference: Compared | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Records:
     """Read all records of the files that match the glob patterns of the job's ``key`` (see :func:`matching_files`).
 
     Records with nothing to learn (an answer is missing or empty, or all say ``train: false``) are left out and listed; bad
-    ones go to ``bad``. With ``preference`` each holds a chosen and a rejected answer and becomes two records, in this order. Raises
+    ones go to ``bad``. With ``preference`` a record that holds a chosen and a rejected answer becomes two, in this order. Raises
     UserError when nothing matches, when a file is empty or unreadable, when no record has an answer, and with all bad records (the
     first few by name) at once where there are more than may be skipped.
     """
@@ -106,7 +115,10 @@ def read_records(
             if isinstance(value, BadRecord):
                 raise value
             fields = _Fields(value)
-            found = _pair_of(fields, source) if preference else [_record(fields, source)]
+            if preference == "labels":
+                found = _labelled(fields, source)
+            else:
+                found = _pair_of(fields, source) if preference else [_record(fields, source)]
         except BadRecord as problem:
             bad.add(source, problem)
             continue
@@ -221,6 +233,20 @@ def _pair_of(fields: _Fields, source: str) -> list[Record | None]:
             "'chosen' and 'rejected' must be answers to one prompt: all their messages but the last are the same"
         )
     return found
+
+
+def _labelled(fields: _Fields, source: str) -> list[Record | None]:
+    """The record of these fields with its label; a pair is two. Raises BadRecord."""
+    if all(key in fields.values for key in PREFERENCE):
+        found = zip(_pair_of(fields, source), (True, False), strict=True)
+        return [one and replace(one, desirable=desirable) for one, desirable in found]
+    label = fields.get("label")
+    if label not in (True, False):
+        raise BadRecord(
+            f"'label' must be true (a desirable answer) or false; the record has {keys_named(fields.values)}"
+        )
+    record = _record(fields, source)
+    return [record and replace(record, desirable=bool(label))]
 
 
 _SPEAKERS: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}

@@ -16,9 +16,9 @@ from hetero_mpi.engine.channel import BACKWARD, EVALUATION, FORWARD, Inbox, Outb
 from hetero_mpi.engine.placement import Placement
 from hetero_mpi.engine.rank_setup import RankSetup
 from hetero_mpi.engine.wire_format import NEAREST, WireFormat
+from hetero_mpi.model.layer.comparison import Comparison
 from hetero_mpi.model.layer.gradients import Finished
 from hetero_mpi.model.layer.loss import Routed
-from hetero_mpi.model.layer.micro_batch import Comparison
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, Op, holdings
@@ -143,6 +143,7 @@ class _StageLinks:
 
     def begin(self, data: StepData) -> None:
         """Be ready for what may come early."""
+        self.stage.rewards.clear()
         if self.stage.routers is not None:
             self.stage.routers.seen.clear()
         for op, inbox in self.inboxes.items():
@@ -295,6 +296,7 @@ class Executor:
         All batches pass one stage of the rank, then all the next one: no rank waits for what waits for itself.
         """
         for own in self.stages.values():
+            own.stage.rewards.clear()
             if own.evaluation_in is not None:
                 own.evaluation_in.begin(own.packed_shapes(data, Op.RECV_F))
         found: list[torch.Tensor] = []
@@ -310,9 +312,8 @@ class Executor:
         found: list[torch.Tensor] = []
         stage = own.stage
         for index in range(len(data.sizes)):
-            x, part = self._evaluation_input(own, data, index, before), data.micro_batch(index)
-            targets = data.targets_of(index) if stage.is_last else None
-            y = stage.evaluate(x, targets, part.positions, part.comparison, part.routed)
+            x, targets = self._evaluation_input(own, data, index, before), data.targets_of(index)
+            y = stage.evaluate(x, targets if stage.is_last else None, data.micro_batch(index))
             self.evaluated += 1
             if own.evaluation_in is not None:
                 own.evaluation_in.release()

@@ -97,8 +97,8 @@ def training_share(plan: Plan, pipeline: int, batch: Batch) -> BatchShare:
     sizes = [max(0, min(own.size(m), len(rows) - m * own.micro_batch)) for m in range(own.micro_batches)]
     share = batch.rows([*rows, *[0] * sizes.count(0)])
     share.targets[len(rows) :] = IGNORED
-    if share.pairs is not None:
-        share.pairs.answers[len(rows) :] = 0
+    if share.compared is not None:
+        share.compared.answers[len(rows) :] = 0
     starts = tuple(first + m * own.micro_batch for m in range(own.micro_batches))
     return BatchShare(share, tuple(size or 1 for size in sizes), starts)
 

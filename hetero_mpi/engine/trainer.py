@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.data.batch import Batch, Pairs
+from hetero_mpi.data.batch import Batch, Compared
 from hetero_mpi.engine.executor import Executor, StepData
 from hetero_mpi.engine.memory_trial import Nowhere, UpdateAlone, memory_explained
 from hetero_mpi.engine.placement import (
+    BatchShare,
     Placement,
     divided_tensors,
     evaluation_shares,
@@ -27,9 +28,9 @@ from hetero_mpi.engine.placement import (
 from hetero_mpi.engine.rank_setup import BuildStage, RankSetup
 from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, TiedMatrix, shared_layers
 from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared
+from hetero_mpi.model.layer.comparison import REWARDS, Comparison
 from hetero_mpi.model.layer.interface import as_input
 from hetero_mpi.model.layer.loss import Routed
-from hetero_mpi.model.layer.micro_batch import Comparison, Method
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.planning.schedule import Event, Schedule
@@ -102,10 +103,10 @@ class Trainer:
             sum(micro_batches),
             self.chain.routers is not None,
             {name: len(one.ranks) for name, one in self.divided.items() if one.cut},
+            0 if train.preference == "none" else REWARDS,
         )
         self.places = places_of(self.rank, plan)
         self.pipeline = self.places[0].pipeline if self.places else None
-        self.preference: Method | None = None if train.preference == "none" else train.preference
         self.dtype = setup.dtype
         self.loss_scale = loss_scale or LossScale.of(self.dtype)
         self.owner = parameter_owners(self.tuning, plan)
@@ -203,18 +204,21 @@ class Trainer:
         with memory_explained(lambda: str(executor.current), self.memory, self.backend), apart:
             executor.run(self.step_data(0, batch), UpdateAlone(self.optimizer))
 
-    def evaluate(self, held_out: Batch) -> float:
-        """Sum of the losses of all targets of held-out sequences, or samples; that of routers counts as in training. Collective.
+    def evaluate(self, held_out: Batch) -> list[float]:
+        """Sums over held-out sequences, or samples: of the losses of all targets, where that of routers counts as in training; and
+        of preferences what a comparison sums beside. Collective.
 
-        Every pipeline takes its share of the rows; losses are added in fp64 in the order of the rows.
+        Every pipeline takes its share of the rows; numbers are added in fp64 in the order of the rows.
         """
         shares = evaluation_shares(self.plan, len(held_out.tokens))
-        losses = np.zeros(sum(len(sizes) for _, sizes in shares))
-        own = self._evaluated(held_out, shares, self.preference)
-        if self.pipeline is not None:
+        found = np.zeros((1 + self.decider.rewards, sum(len(sizes) for _, sizes in shares)))
+        own = self._evaluated(held_out, shares)
+        if self.pipeline is not None and own:
             begin = slots([len(sizes) for _, sizes in shares])[self.pipeline]
-            losses[begin : begin + len(own)] = [float(loss) for loss in own]
-        return added(self.world.all_reduce_sum(losses))
+            found[0, begin : begin + len(own)] = [float(loss) for loss in own]
+            for (index, _), sums in sorted(self.stages[-1].rewards.items()):
+                found[1:, begin + index] += sums.tolist()
+        return [added(values) for values in self.world.all_reduce_sum(found.ravel()).reshape(found.shape)]
 
     def shared_batch(self, own: Batch | None, trimmed: bool) -> Batch:
         """Rank 0's batch on every active rank; other ranks have none. Collective. ``trimmed``: to its longest row."""
@@ -222,34 +226,34 @@ class Trainer:
         if own is not None:
             own = own.trimmed() if trimmed else own
             arrays = [own.tokens, own.targets, *([own.positions] if own.positions is not None else [])]
-            arrays += [own.pairs.answers, own.pairs.reference] if own.pairs is not None else []
+            arrays += [own.compared.answers, own.compared.reference] if own.compared is not None else []
         tokens, targets, *further = self.world.broadcast_arrays(arrays)
         batch = Batch(tokens, targets, self.chain.counted(targets), further[0] if further else None)
-        return replace(batch, pairs=Pairs.of(batch, *further[1:])) if further[1:] else batch
+        return replace(batch, compared=Compared.of(batch, *further[1:])) if further[1:] else batch
 
-    def margins(self, batch: Batch) -> NDArray[np.float64]:
-        """Margins by which the model finds the chosen answers likelier than the rejected ones now, [B, K]; see ``Pairs``.
-        Collective."""
-        assert batch.pairs is not None
+    def likelihoods(self, batch: Batch) -> NDArray[np.float64]:
+        """Log-likelihoods of all answers by the model as it is now, [B, R]; see ``Compared``. Collective."""
+        assert batch.compared is not None
         shares = evaluation_shares(self.plan, len(batch.tokens))
-        found = np.zeros(batch.pairs.reference.shape)
-        own = self._evaluated(batch, shares, "margins")
+        found = np.zeros(batch.compared.reference.shape)
+        own = self._evaluated(batch, shares, True)
         if self.pipeline is not None and own:
             first, sizes = shares[self.pipeline]
             found[first : first + sum(sizes)] = torch.cat(own).cpu().double().numpy()
         return self.world.all_reduce_sum(found.ravel()).reshape(found.shape)
 
     def _evaluated(
-        self, batch: Batch, shares: Sequence[tuple[int, tuple[int, ...]]], method: Method | None
+        self, batch: Batch, shares: Sequence[tuple[int, tuple[int, ...]]], likelihoods: bool = False
     ) -> list[torch.Tensor]:
         """Results of each micro-batch on the last stage of the rank's pipeline; else nothing."""
         if self.executor is None or self.pipeline is None:
             return []
         first, sizes = shares[self.pipeline]
         rows = batch.rows(range(first, first + sum(sizes)))
+        routed = None if likelihoods else self._routed(rows, batch, batch.divisor)
         with memory_explained(lambda: "evaluation", self.memory, self.backend):
-            data = self._data(0, rows, sizes, (0,) * len(sizes), method)
-            found = self.executor.evaluate(replace(data, routed=self._routed(rows, batch, batch.divisor)))
+            data = self._data(0, BatchShare(rows, sizes, (0,) * len(sizes)), likelihoods)
+            found = self.executor.evaluate(replace(data, routed=routed))
             return found if self.setup.leads else []
 
     def settle(self) -> None:
@@ -277,26 +281,24 @@ class Trainer:
         """The input of the rank's pipeline in a step."""
         assert self.pipeline is not None
         share = training_share(self.plan, self.pipeline, batch)
-        data = self._data(step, share.batch, share.sizes, share.first_samples, self.preference)
+        data = self._data(step, share)
         return replace(data, routed=self._routed(share.batch, batch, 1))
 
-    def _data(
-        self, step: int, batch: Batch, sizes: tuple[int, ...], first_samples: tuple[int, ...], method: Method | None
-    ) -> StepData:
-        pairs, comparison = batch.pairs, None
+    def _data(self, step: int, share: BatchShare, likelihoods: bool = False) -> StepData:
+        batch, comparison = share.batch, None
         first, last = self.stages[0].is_first, self.stages[-1].is_last
 
         def place(array: NDArray[Any]) -> torch.Tensor:
             return as_input(array).to(self.backend.device)
 
-        if pairs is not None and method is not None and last:
-            answers, reference = place(pairs.answers), place(pairs.reference)
-            weight = pairs.likelihood_weight
-            comparison = Comparison(method, self.setup.train.preference_beta, answers, reference, weight)
+        if (compared := batch.compared) is not None and last:
+            train, answers = None if likelihoods else self.setup.train, place(compared.answers)
+            further = place(compared.reference), compared.likelihood_weight, compared.point or 0.0
+            comparison = Comparison(train, answers, *further)
         return StepData(
             step,
-            sizes,
-            first_samples,
+            share.sizes,
+            share.first_samples,
             self.chain.length(batch.tokens),
             place(batch.tokens) if first else None,
             place(batch.targets) if last else None,
@@ -337,10 +339,13 @@ class _StepEnd:
         first, leads = trainer.loss_slots[trainer.pipeline], trainer.setup.leads
         shares = torch.stack(list(losses)).tolist() if losses and leads else []
         filled = {first + index: loss for index, loss in enumerate(shares)}
-        routers = trainer.stages[-1].routers
-        for (index, _), share in sorted(routers.seen.items() if routers is not None and leads else ()):
-            place = trainer.decider.micro_batches + first + index
-            filled[place] = filled.get(place, 0.0) + float(share)
+        last, count = trainer.stages[-1], trainer.decider.micro_batches
+        beside = [] if last.routers is None else [last.routers.seen]
+        for kind, seen in enumerate([*beside, last.rewards], start=1):
+            for (index, _), values in sorted(seen.items() if leads else ()):
+                for place, value in enumerate(values.reshape(-1).tolist(), start=kind):
+                    place = place * count + first + index
+                    filled[place] = filled.get(place, 0.0) + value
         decided = self.agreed(trainer.optimizer.squared_norms(), filled)
         assert trainer.transport.pending() == 0, "the step left requests pending"
         return decided

@@ -78,6 +78,13 @@ def _model(known: Known) -> Problems:
         yield "adapter.dora", "peft has no DoRA for experts: leave it out, or adapter.parameters"
 
 
+_OF_PREFERENCES = {
+    "preference_smoothing": ("dpo", "simpo"),
+    "preference_margin": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+"""Key of [train] -> the preferences that it is for."""
 _TEXT_ONLY = (
     *("model.shard_cache", "model.quantization", "adapter.method", "adapter.path"),
     *("tokenizer.path", "tokenizer.train_vocab_size", "data.text", "data.records", "data.weights", "data.evaluation"),
@@ -141,10 +148,13 @@ def _data(known: Known) -> Problems:
         yield "data.template", rule
     if known("train.preference") not in (None, "none"):
         if records is None:
-            yield "train.preference", "learns from pairs of answers: set data.records, not data.text"
+            yield "train.preference", "learns from answers: set data.records, not data.text"
         for key, wrong in (("data.isolate", False), ("data.train_on_prompt", True)):
             if known(key) is wrong:
                 yield key, "does not apply to preferences (train.preference), whose records are compared: leave it out"
+    for key, methods in _OF_PREFERENCES.items():
+        if known.changed(f"train.{key}") and known("train.preference") not in (None, *methods):
+            yield f"train.{key}", f"is for train.preference = {' and '.join(methods)}: leave it out"
 
 
 def _train(known: Known) -> Problems:

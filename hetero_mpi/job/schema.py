@@ -180,11 +180,20 @@ class TrainTable(JobTable):
     """Sequences per optimizer step, over all ranks; at most 8192 micro-batches."""
     micro_batch: Positive | Literal["auto"] = "auto"
     """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses."""
-    preference: Literal["none", "dpo", "orpo"] = "none"
-    """Learn from pairs of answers (docs/preferences.md): "dpo": against the model as it is when the run begins (Rafailov et al.,
-    2023); "orpo": beside the chosen answers themselves (Hong et al., 2024)."""
+    preference: Literal["none", "dpo", "ipo", "simpo", "orpo", "kto"] = "none"
+    """Learn from pairs of answers, or from single ones with a label ("kto"); docs/preferences.md has the formulas. "dpo", "ipo" and
+    "kto" compare with the model as it is when the run begins."""
     preference_beta: Annotated[float, Field(gt=0)] = 0.1
-    """dpo: how closely the model stays with the one that the run begins with; orpo: weight of the comparison."""
+    """dpo, ipo, kto: how closely the model stays with the one that the run begins with; simpo (2 and more are usual): scale of the
+    comparison; orpo: its weight."""
+    preference_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """dpo (then called conservative), simpo: share of the pairs that are taken to be the wrong way round."""
+    preference_margin: Annotated[float, Field(ge=0)] = 0.5
+    """simpo: by how much the chosen answer is to have the higher reward (gamma)."""
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """kto: factor of the loss of desirable answers."""
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """kto: factor of the loss of the others."""
     seed: Seed = 0
     """Seed of initial weights, order of samples and dropout."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

@@ -191,6 +191,8 @@ class StepDecision:
     """Some rank has been asked to end the run."""
     router_loss: float | None = None
     """Mean over the sequences of the global batch, before its coefficient; None: the model has none. ``loss`` includes it."""
+    rewards: tuple[float, ...] = ()
+    """Of preferences: the numbers that a comparison gives beside the loss, of all micro-batches."""
 
 
 class StepDecider:
@@ -202,7 +204,7 @@ class StepDecider:
     asked to end the run.
 
     ``names``: the trained parameters, in the model's order. ``routers``: micro-batches have slots for the routers' loss, too.
-    ``parts``: name -> in how many parts it is cut, where it is.
+    ``rewards``: and so many for numbers of a comparison. ``parts``: name -> in how many parts it is cut, where it is.
     """
 
     def __init__(
@@ -212,18 +214,19 @@ class StepDecider:
         micro_batches: int = 1,
         routers: bool = False,
         parts: Mapping[str, int] | None = None,
+        rewards: int = 0,
     ) -> None:
         self.names = tuple(names)
         slots = [(name, part) for name in sorted(names) for part in range((parts or {}).get(name, 1))]
         self.slots = {slot: i for i, slot in enumerate(slots)}
-        self.clip_norm, self.micro_batches, self.routers = clip_norm, micro_batches, routers
+        self.clip_norm, self.micro_batches, self.routers, self.rewards = clip_norm, micro_batches, routers, rewards
 
     def fill(
         self, squared_norms: dict[str, float], losses: dict[int, float], stop: bool = False, part: int = 0
     ) -> np.ndarray:
-        """This rank's part: float64. ``losses``: of the micro-batches whose head it holds; after those of all, the routers'.
-        ``part``: which one of cut parameters it has."""
-        vector = np.zeros(len(self.slots) + self.micro_batches * (1 + self.routers) + 1)
+        """This rank's part: float64. ``losses``: of the micro-batches whose head it holds; after those of all, the routers', and
+        the rewards. ``part``: which one of cut parameters it has."""
+        vector = np.zeros(len(self.slots) + self.micro_batches * (1 + self.routers + self.rewards) + 1)
         vector[-1] = stop
         for name, value in squared_norms.items():
             vector[self.slots[name, part if (name, part) in self.slots else 0]] = value
@@ -234,14 +237,16 @@ class StepDecider:
     def decide(self, summed: np.ndarray, loss_scale: float = 1.0) -> StepDecision:
         """The step decision from the sum of all ranks' parts; gradients are ``loss_scale`` times too large."""
         norms, losses = summed[: len(self.slots)], summed[len(self.slots) : -1]
-        norm, loss = float(np.sqrt(added(norms))) / loss_scale, added(losses[: self.micro_batches])
-        router_loss = added(losses[self.micro_batches :]) if self.routers else None
+        norm = float(np.sqrt(added(norms))) / loss_scale
+        loss, *further = (added(of_one) for of_one in losses.reshape(-1, self.micro_batches))
+        router_loss = further.pop(0) if self.routers else None
         finite = bool(np.isfinite(norm) and np.isfinite(loss))
         scale = 1.0 / loss_scale
         if finite and self.clip_norm is not None:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
         first_non_finite = None if finite else self._first_non_finite(norms)
-        return StepDecision(loss, norm, scale, finite, first_non_finite, bool(summed[-1] > 0), router_loss)
+        stop = bool(summed[-1] > 0)
+        return StepDecision(loss, norm, scale, finite, first_non_finite, stop, router_loss, tuple(further))
 
     def _first_non_finite(self, norms: np.ndarray) -> str | None:
         """Backward goes from the end of the model to its beginning, and spreads what is not finite on its way."""

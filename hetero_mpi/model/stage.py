@@ -15,9 +15,9 @@ from transformers.integrations import sdpa_attention
 
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.layer.gradients import Beginnings, Finished, GradientReadyHooks, WeightGradients
-from hetero_mpi.model.layer.loss import Routed, target_losses
-from hetero_mpi.model.layer.micro_batch import Comparison, Slices, joined, parts
+from hetero_mpi.model.layer.loss import target_losses
 from hetero_mpi.model.layer.micro_batch import MicroBatch as MicroBatch
+from hetero_mpi.model.layer.micro_batch import Slices, joined, parts
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
@@ -43,6 +43,7 @@ class Stage(StageLayers):
 
     Attributes:
         deferred: what the second part of a split backward still needs; None where backward comes in one part.
+        rewards: (micro-batch, its first sequence) -> the numbers that a comparison gives beside the loss.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Stage(StageLayers):
             self._put_off_matrices()
         self._beginnings = Beginnings(chain, self.model, first, last)
         self._kept: dict[int, list[_Kept]] = {}
+        self.rewards: dict[tuple[int, int], torch.Tensor] = {}
         if self.tuning.uses_dropout(chain):
             for layer in range(first, last):  # masks depend on (seed, step, first sample, layer) alone
                 module = self.model.get_submodule(chain.module_names(layer)[0])
@@ -166,17 +168,13 @@ class Stage(StageLayers):
 
     @torch.no_grad()
     def evaluate(
-        self,
-        x: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        comparison: Comparison | None = None,
-        routed: Routed | None = None,
+        self, x: torch.Tensor, targets: torch.Tensor | None = None, position: MicroBatch | None = None
     ) -> torch.Tensor:
-        """Forward without dropout and without keeping anything; the last stage returns the *sum* of the losses, or margins."""
+        """Forward without dropout and without keeping anything; the last stage returns the *sum* of the losses, or the likelihoods
+        that a comparison asks for."""
         set_training(self.model, False)
         try:
-            whole = MicroBatch(0, 0, 0, 1, positions, comparison, routed, targets)
+            whole = replace(position or MicroBatch(0, 0, 0, 1), divisor=1, targets=targets)
             return self._together(self._evaluated(whole.slices(len(x), self.spec.slice_sequences), x))
         finally:
             set_training(self.model, True)
@@ -201,12 +199,17 @@ class Stage(StageLayers):
     def _loss(self, part: MicroBatch, y: torch.Tensor) -> torch.Tensor:
         """The share of the loss, of the last layer's output."""
         assert part.targets is not None
-        if part.comparison is not None:
+        if part.comparison is None:
+            loss = (self.chain.loss if self.divided is None else self.divided.loss)(y, part.targets)
+        else:
             assert part.positions is not None
             of_targets = target_losses if self.divided is None else self.divided.target_losses
-            return part.comparison.loss(of_targets(y, part.targets), part.positions) / part.divisor
-        summed = self.chain.loss if self.divided is None else self.divided.loss
-        loss = summed(y, part.targets) / part.divisor
+            losses, place = of_targets(y, part.targets), (part.index, part.first_sample)
+            if part.comparison.train is None:
+                loss = part.comparison.likelihoods(losses, part.positions)
+            else:
+                loss, self.rewards[place] = part.comparison.loss(losses, part.positions)
+        loss = loss / part.divisor
         if self.routers is None:
             return loss
         if part.routed is None:

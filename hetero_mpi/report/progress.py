@@ -15,7 +15,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.plan_text import stages_text
-from hetero_mpi.report.run_files.metrics import StepMetrics
+from hetero_mpi.report.run_files.metrics import StepMetrics, rewards_text
 from hetero_mpi.report.run_files.present import Standing
 from hetero_mpi.terminal import is_terminal, write_text
 
@@ -183,4 +183,4 @@ class ProgressDisplay:
 
 def _loss(line: StepMetrics) -> str:
     of_routers = f" (routers {line.router_loss:.4f})" if line.router_loss is not None else ""
-    return f"loss {line.loss:.4f}{of_routers}"
+    return f"loss {line.loss:.4f}{of_routers}{rewards_text(line)}"

@@ -16,7 +16,7 @@ from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.plan_text import stages_text
 from hetero_mpi.report.profile_text import place_text
-from hetero_mpi.report.run_files.metrics import WARM_UP_STEPS, Evaluation, StepMetrics, by_plan
+from hetero_mpi.report.run_files.metrics import WARM_UP_STEPS, Evaluation, StepMetrics, by_plan, rewards_text
 from hetero_mpi.report.table import Table
 from hetero_mpi.terminal import wrapped
 
@@ -130,9 +130,13 @@ def loss_lines(
     lines = []
     if steps:
         first, last = steps[0], steps[-1]
-        lines.append(f"Loss: {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step} ({per})")
+        lines.append(
+            f"Loss: {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step} ({per}){rewards_text(last)}"
+        )
     if evaluations:
-        lines.append(f"Held-out loss: {evaluations[-1].loss:.4f} at step {evaluations[-1].step}")
+        lines.append(
+            f"Held-out loss: {evaluations[-1].loss:.4f} at step {evaluations[-1].step}{rewards_text(evaluations[-1])}"
+        )
     if unigram_entropy is not None:
         line = f"Unigram entropy of the training text: {unigram_entropy:.4f}"
         if (evaluations or steps) and not any(step.router_loss is not None for step in steps):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
-from hetero_mpi.data.batch import Batch, pair_counts
+from hetero_mpi.data.batch import Batch, answer_counts
+from hetero_mpi.data.dataset import Dataset
 from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.errors import ExitCode
@@ -22,7 +23,7 @@ from hetero_mpi.planning.types.toml_files import plan_to_dict
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
+from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics, rewards_text
 from hetero_mpi.report.run_files.run_directory import note_end
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.state.saving import Saver, Snapshots
@@ -104,7 +105,8 @@ class Loop:
         threaded = self.job.cluster.communication_thread
         directory, newest = context.run_dir / "checkpoints", state.newest_checkpoint
         self.saver = Saver(self.world, snapshots, directory, self.job.checkpoint, threaded, newest)
-        self._held_out = self._broadcast_held_out()
+        held_out = self._own_held_out()
+        self._held_out, self._held_out_mismatched = self._broadcast(held_out), self._broadcast_mismatched(held_out)
         self._emulation = share.emulation
         steps, scale = (state.step, self.job.train.steps), share.emulation.time_scale if share.emulation else 1.0
         self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
@@ -140,9 +142,9 @@ class Loop:
                 break
             self.world.doing = f"training step {step + 1}"
             begin = time.perf_counter()
-            result, target_tokens = self._step(step)
+            result, batch = self._step(step)
             decision = result.decision
-            line = self._line(step, decision, target_tokens, time.perf_counter() - begin)
+            line = self._line(step, decision, batch, time.perf_counter() - begin)
             if self._metrics is not None and self._display is not None:
                 self._metrics.step(line)
                 self._display.update(line)
@@ -170,13 +172,14 @@ class Loop:
         """Has the held-out loss not become lower for as long as the job has patience? The same on all ranks."""
         return 0 < self.job.train.patience <= self.state.higher_in_a_row
 
-    def _step(self, step: int) -> tuple[StepResult, int]:
-        """(result, target tokens) of one step on the batch that rank 0 reads."""
+    def _step(self, step: int) -> tuple[StepResult, Batch]:
+        """(result, batch) of one step on the batch that rank 0 reads."""
         own = self.dataset.batch(step, self.job.train.global_batch) if self.dataset is not None else None
         with self.world.waiting("rank 0 and the batch" if self.world.rank else "the others to take the batch"):
-            batch = self._broadcast(own)
+            batch, mismatched = self._broadcast(own), self._broadcast_mismatched(own)
+        batch = self._with_point(batch, mismatched)
         along = self._rebalancer.word() if self._rebalancer is not None else np.zeros(0)
-        return self.trainer.step(step, batch, self._asked, along), batch.target_tokens
+        return self.trainer.step(step, batch, self._asked, along), batch
 
     def _stop(self) -> NoReturn:
         self.saver.finish()
@@ -187,21 +190,22 @@ class Loop:
             ExitCode.STOPPED,
         )
 
-    def _line(self, step: int, decision: StepDecision, target_tokens: int, seconds: float) -> StepMetrics:
-        emulation, tokens = self._emulation, float(target_tokens)
+    def _line(self, step: int, decision: StepDecision, batch: Batch, seconds: float) -> StepMetrics:
+        emulation, tokens = self._emulation, float(batch.target_tokens)
         if emulation is not None:
-            seconds, tokens = emulation.step_s(seconds), emulation.tokens(target_tokens)
+            seconds, tokens = emulation.step_s(seconds), emulation.tokens(batch.target_tokens)
         return StepMetrics(
             step=step + 1,
             loss=decision.loss,
             grad_norm=decision.grad_norm,
             lr=learning_rate(self.job.train, step),
-            tokens=target_tokens,
+            tokens=batch.target_tokens,
             tokens_per_s=tokens / seconds,
             step_s=seconds,
             predicted_step_s=self.predicted_step_s,
             emulated=emulation is not None,
             router_loss=decision.router_loss,
+            **_rewards(batch, decision.rewards),
         )
 
     def _skipped(self, step: int, decision: StepDecision) -> None:
@@ -241,22 +245,13 @@ class Loop:
 
     def _evaluate(self) -> None:
         self.world.doing = "evaluating"
-        loss, preferred = self._held_out_loss()
-        self.state.add_evaluation(loss)
+        batch = self._with_point(self._held_out, self._held_out_mismatched)
+        summed, *sums = self.trainer.evaluate(batch)
+        loss, rewards = summed / batch.divisor, _rewards(batch, sums)
+        self.state.add_evaluation(loss, **rewards)
         if self._metrics is not None:
-            self._metrics.evaluation(self.state.step, loss)
-        say(f"step {self.state.step}: held-out loss {loss:.4f}{preferred}")
-
-    def _held_out_loss(self) -> tuple[float, str]:
-        """The held-out loss; and of DPO how many pairs the model now tells better than the reference does, in words."""
-        pairs, train = self._held_out.pairs, self.job.train
-        if pairs is None or train.preference != "dpo":
-            return self.trainer.evaluate(self._held_out) / self._held_out.divisor, ""
-        there = np.arange(pairs.reference.shape[1]) < pair_counts(pairs.answers)[:, None]
-        gained = (self.trainer.margins(self._held_out) - pairs.reference)[there]
-        loss = float(np.logaddexp(0.0, -train.preference_beta * gained).mean())
-        better = np.count_nonzero(gained > 0)
-        return loss, f"; of {len(gained)} pairs {better} lean more to the chosen answer than at the beginning"
+            self._metrics.evaluation(self.state.step, loss, **rewards)
+        say(f"step {self.state.step}: held-out loss {loss:.4f}{rewards_text(self.state.evaluations[-1])}")
 
     def _save(self) -> None:
         self.world.doing = "taking a snapshot for a checkpoint"
@@ -269,19 +264,47 @@ class Loop:
 
     def _broadcast(self, own: Batch | None) -> Batch:
         """Rank 0's batch, padded as the job says; other ranks have none."""
-        if own is not None and own.pairs is not None and self.state.reference is not None:
+        if own is not None and own.compared is not None and self.state.reference is not None:
             assert own.numbers is not None
-            own = replace(own, pairs=replace(own.pairs, reference=self.state.reference[own.numbers]))
+            own = replace(own, compared=replace(own.compared, reference=self.state.reference[own.numbers]))
         return self.trainer.shared_batch(own, self.job.data.pad == "longest")
 
-    def _broadcast_held_out(self) -> Batch:
-        """The held-out sequences that are evaluated; there may be none."""
-        own = None
-        if self.dataset is not None:
-            limit = self.job.train.evaluate_sequences
-            empty = np.empty((0, self.plan.sequence_length), np.int32)
-            own = next(self.dataset.held_out_batches(limit, limit), Batch(empty, empty, 0))
-        return self._broadcast(own)
+    def _broadcast_mismatched(self, own: Batch | None) -> Batch | None:
+        """The batch's prompts with answers of other records, for KTO."""
+        if self.job.train.preference != "kto":
+            return None
+        if own is None or own.numbers is None:
+            return self._broadcast(own)
+        assert isinstance(self.dataset, Dataset)
+        return self._broadcast(self.dataset.gather(own.numbers + 1))
+
+    def _with_point(self, batch: Batch, mismatched: Batch | None) -> Batch:
+        """The batch with KTO's reference point by the model as it is now. A mean over the whole batch, it takes a pass of its own
+        through the pipeline before any answer is learnt. Collective."""
+        if mismatched is None or mismatched.compared is None or batch.compared is None:
+            return batch
+        found, reference = self.trainer.likelihoods(mismatched), mismatched.compared.reference
+        there = np.arange(reference.shape[1]) < answer_counts(mismatched.compared.answers)[:, None]
+        point = max(0.0, float((found - reference)[there].mean()))
+        return replace(batch, compared=replace(batch.compared, point=point))
+
+    def _own_held_out(self) -> Batch | None:
+        """The held-out sequences that are evaluated, on rank 0; there may be none."""
+        if self.dataset is None:
+            return None
+        limit, empty = self.job.train.evaluate_sequences, np.empty((0, self.plan.sequence_length), np.int32)
+        return next(self.dataset.held_out_batches(limit, limit), Batch(empty, empty, 0))
+
+
+def _rewards(batch: Batch, sums: Sequence[float]) -> dict[str, float]:
+    """Fields of ``Rewards``, of what a comparison sums beside its loss."""
+    if (compared := batch.compared) is None:
+        return {}
+    chosen, rejected = sums[0] / max(1, compared.chosen), sums[1] / max(1, compared.rejected)
+    found = {"chosen_reward": chosen} if compared.chosen else {}
+    found |= {"rejected_reward": rejected} if compared.rejected else {}
+    found |= {"reward_margin": chosen - rejected} if len(found) == 2 else {}
+    return found | ({"reward_accuracy": sums[2] / compared.count} if compared.point is None else {"kl": compared.point})
 
 
 def _due(steps: int, every: int) -> bool:

@@ -36,7 +36,7 @@ from hetero_mpi.runtime.loop import Loop, Training
 from hetero_mpi.runtime.rebalance import rebalancer_of
 from hetero_mpi.runtime.reconfigure import change
 from hetero_mpi.runtime.recovery import RunHistory, beside_steps, outlive, plan_again
-from hetero_mpi.runtime.reference_margins import find_reference
+from hetero_mpi.runtime.reference_likelihoods import find_reference
 from hetero_mpi.runtime.result import TrainResult
 from hetero_mpi.runtime.run_report import (
     OtherPrograms,

@@ -51,7 +51,7 @@ from hetero_mpi.report.run_files.run_directory import (
 from hetero_mpi.runtime.build import start_adapter, start_layers
 from hetero_mpi.runtime.reconfigure import build_share, hand_over
 from hetero_mpi.runtime.recovery import RunHistory
-from hetero_mpi.runtime.reference_margins import check_reference
+from hetero_mpi.runtime.reference_likelihoods import check_reference
 from hetero_mpi.runtime.result import TrainResult, finished, shared
 from hetero_mpi.runtime.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.state.redistribute import deliveries, parcels

@@ -41,7 +41,7 @@ class TrainingState:
     good_checkpoint: Path | None = None
     """The newest checkpoint after which a step with finite gradients has followed."""
     reference: NDArray[np.float32] | None = None
-    """[N, K], the reference model's margin of each pair of each row of the dataset, NaN where no step needs it; see ``Pairs``."""
+    """[N, R], the reference model's log-likelihood of each answer of each row of the dataset, NaN where no step needs it."""
     metrics: list[StepMetrics] = field(default_factory=list)
     """The steps that this process has taken."""
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -64,9 +64,9 @@ class TrainingState:
             self.skipped += 1
             self.skips_in_a_row += 1
 
-    def add_evaluation(self, loss: float) -> None:
-        """Record the held-out loss after the latest step."""
-        self.evaluations.append(Evaluation(self.step, loss))
+    def add_evaluation(self, loss: float, **rewards: float) -> None:
+        """Record the held-out loss after the latest step, and of preferences the rewards."""
+        self.evaluations.append(Evaluation(self.step, loss, **rewards))
         if self.lowest_loss is None or loss < self.lowest_loss:
             self.lowest_loss, self.higher_in_a_row = loss, 0
         else:

@@ -135,7 +135,7 @@ def test_keys_that_nobody_reads_are_counted_in_one_line(tmp_path: Path) -> None:
     assert "mood" not in found.lines("{{ message.mood }}")[1], "the template reads it"
     pair = {"prompt": "red ?", "chosen": "boat", "rejected": "crew", "score": 3, "messages": turns}
     assert (
-        read(tmp_path, pair, preference=True).lines()[1]
+        read(tmp_path, pair, preference="pairs").lines()[1]
         == "1 of 1 pairs have `messages`, 1 `score`, which are not learnt"
     )
 
@@ -168,7 +168,7 @@ ASKED = [user("red ?")]
     ],
 )
 def test_pairs(tmp_path: Path, value: dict[str, Any], expected: list[str]) -> None:
-    found = read(tmp_path, value, preference=True)
+    found = read(tmp_path, value, preference="pairs")
     assert [said(record.messages) for record in found.records] == [expected, [*expected[:-1], "a: crew"]]
     assert not found.unread
 
@@ -181,7 +181,7 @@ def test_odd_types_in_pairs_are_named(tmp_path: Path, key: str, bad: Any) -> Non
     for base in (pair, {**pair, "chosen": [answer("boat")], "rejected": [answer("crew")]}):
         path.write_text(json.dumps({**base, key: bad}))
         with pytest.raises(UserError, match=r"a.jsonl, line 1: "):
-            read_records([str(path)], preference=True)
+            read_records([str(path)], preference="pairs")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_what_contradicts_itself_is_named(tmp_path: Path, value: Any, expected: 
 def test_a_prompt_that_a_conversation_does_not_hold(tmp_path: Path) -> None:
     value = {"prompt": "blue", "chosen": [*ASKED, answer("boat")], "rejected": [*ASKED, answer("crew")]}
     with pytest.raises(UserError, match="'chosen' begins a conversation that does not hold what 'prompt' says"):
-        read(tmp_path, value, preference=True)
+        read(tmp_path, value, preference="pairs")
 
 
 # Files

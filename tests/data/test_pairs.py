@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.engine.placement import training_share
 from hetero_mpi.errors import UserError
+from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.model.layer.comparison import Comparison
 from hetero_mpi.model.layer.loss import summed_loss, target_losses
-from hetero_mpi.model.layer.micro_batch import Comparison, Method
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
 ASKED = {"role": "user", "content": "grass"}
@@ -39,7 +41,7 @@ PLAIN = {"prompt": "grass", "chosen": "green", "rejected": "red"}
 
 def read(tmp_path: Path, *values: Any) -> Any:
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, values)))
-    return read_records([str(tmp_path / "pairs.jsonl")], preference=True).records
+    return read_records([str(tmp_path / "pairs.jsonl")], preference="pairs").records
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_pair_whose_last_answer_is_not_learnt_is_left_out(tmp_path: Path) -> N
     turns = [ASKED, said("shared"), ASKED]
     silent = {"chosen": [*turns, {**said("a"), "train": False}], "rejected": [*turns, {**said("b"), "train": False}]}
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, (PLAIN, silent))))
-    found = read_records([str(tmp_path / "pairs.jsonl")], preference=True)
+    found = read_records([str(tmp_path / "pairs.jsonl")], preference="pairs")
     assert len(found.records) == 2 and len(found.untrained) == 1
     assert found.lines()[0].startswith("1 pairs of answers from 1 files")
 
@@ -129,7 +131,7 @@ def built(
     form = choose_template(tokenizer, "plain", records)
     settings = SequenceSettings(length, packing, 0.0, 0)
     return build_record_sequences(
-        [("data.records", records)], RecordSequences(tokenizer, form, settings, preference=True)
+        [("data.records", records)], RecordSequences(tokenizer, form, settings, preference="pairs")
     )
 
 
@@ -144,12 +146,12 @@ def parts(dataset: Dataset, row: int) -> list[tuple[list[int], list[int], list[i
 def test_a_row_holds_whole_pairs(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     turns = {"chosen": [ASKED, said("blue"), ASKED, said("a b")], "rejected": [ASKED, said("blue"), ASKED, said("c")]}
     dataset = built(tokenizer, tmp_path, 400, PLAIN, turns)
-    assert len(dataset.tokens) == 1 and dataset.pairs_per_row == 2
+    assert len(dataset.tokens) == 1 and dataset.records_per_row == 4
     batch = dataset.gather(dataset.train)
-    assert batch.pairs is not None and batch.pairs.count == batch.divisor == 2
+    assert batch.compared is not None and batch.compared.count == batch.divisor == 2
     records = parts(dataset, 0)[:4]
     of_chosen = sum(target != IGNORED for _, targets, _ in records[::2] for target in targets)
-    assert batch.pairs.likelihood_weight == 2 / of_chosen
+    assert batch.compared.likelihood_weight == 2 / of_chosen
     for number, (tokens, targets, answers) in enumerate(records):
         compared = [target for target, answer in zip(targets, answers, strict=True) if answer]
         text = tokenizer.decode(compared)
@@ -181,8 +183,8 @@ def test_rows_without_sequences_compare_nothing(tokenizer: PreTrainedTokenizerFa
     dataset = built(tokenizer, tmp_path, 100, *[PLAIN] * 3, packing=False)
     plan = Plan((PipelinePlan((StagePlan((0,), 0, 4, 0),), 2, 4),), 4, 100, 4)
     share = training_share(plan, 0, dataset.gather(np.array([0, 1])))
-    assert share.batch.pairs is not None
-    assert list(share.batch.pairs.answers.any(axis=1)) == [True, True, False]
+    assert share.batch.compared is not None
+    assert list(share.batch.compared.answers.any(axis=1)) == [True, True, False]
 
 
 def logits_of(tokens: torch.Tensor) -> torch.Tensor:
@@ -190,48 +192,71 @@ def logits_of(tokens: torch.Tensor) -> torch.Tensor:
     return torch.randn(*tokens.shape, 500, generator=generator, requires_grad=True)
 
 
-@pytest.mark.parametrize("method", ["dpo", "orpo"])
-def test_losses_of_pairs_one_by_one(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, method: Method) -> None:
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+BETA, MARGIN, SMOOTHING = 0.3, 0.4, 0.1
+"""Of the formulas below."""
+
+
+def of_pair(method: str, sums: list[float], counts: list[int], reference: list[float]) -> float:
+    """The loss of one pair by its method's paper, without the likelihood of the chosen record. ``sums``: log-likelihoods."""
+    gained = [own - before for own, before in zip(sums, reference, strict=True)]
+    means = [own / count for own, count in zip(sums, counts, strict=True)]
+    if method == "orpo":
+        odds = [mean - math.log(1 - math.exp(mean)) for mean in means]
+        return -BETA * math.log(sigmoid(odds[0] - odds[1]))
+    if method == "ipo":
+        return (gained[0] / counts[0] - gained[1] / counts[1] - 1 / (2 * BETA)) ** 2
+    scores = BETA * (means[0] - means[1]) - MARGIN if method == "simpo" else BETA * (gained[0] - gained[1])
+    return -(1 - SMOOTHING) * math.log(sigmoid(scores)) - SMOOTHING * math.log(sigmoid(-scores))
+
+
+@pytest.mark.parametrize("method", ["dpo", "ipo", "simpo", "orpo"])
+def test_losses_of_pairs_one_by_one(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, method: Any) -> None:
     """Against the formulas of the papers, written for one pair in plain numbers; a row without a second pair counts nothing."""
     dataset = built(
         tokenizer, tmp_path, 50, PLAIN, {**PLAIN, "chosen": "blue"}, {**PLAIN, "prompt": "a b c", "rejected": "d"}
     )
     batch = dataset.gather(dataset.train)
-    assert batch.pairs is not None and batch.pairs.count == 3 and batch.pairs.answers.shape[0] == 2
+    assert batch.compared is not None and batch.compared.count == 3 and batch.compared.answers.shape[0] == 2
     tokens, targets = torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.targets).long()
     assert batch.positions is not None
-    positions, reference = torch.from_numpy(batch.positions), torch.tensor([[0.5, -1.0], [2.0, 7.0]])
-    comparison = Comparison(
-        method, 0.3, torch.from_numpy(batch.pairs.answers), reference, batch.pairs.likelihood_weight
+    positions = torch.from_numpy(batch.positions)
+    reference = torch.tensor([[-14.5, -15.0, -7.0, -6.0], [-20.0, -22.0, 7.0, 0.0]])
+    train = TrainTable(
+        preference=method, preference_beta=BETA, preference_margin=MARGIN, preference_smoothing=SMOOTHING
     )
+    answers, weight = torch.from_numpy(batch.compared.answers), batch.compared.likelihood_weight
     logits = logits_of(tokens)
-    loss = comparison.loss(target_losses(logits, targets), positions)
+    loss, sums = Comparison(train, answers, reference, weight).loss(target_losses(logits, targets), positions)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
-    expected, likelihood, number = 0.0, 0.0, 0
+    expected, likelihood = 0.0, 0.0
+    rewards: list[list[float]] = []
     for row in range(2):
-        begin, sums = 0, []
-        for _, own, answers in parts(dataset, row):
+        begin, found = 0, []
+        for _, own, marks in parts(dataset, row):
             losses = -F.log_softmax(logits[row, begin : begin + len(own)].double(), 1)
-            chosen = [float(losses[i, target]) for i, target in enumerate(own) if answers[i]]
+            chosen = [float(losses[i, target]) for i, target in enumerate(own) if marks[i]]
             if chosen:
-                sums.append((-sum(chosen), -sum(chosen) / len(chosen)))
-                if len(sums) % 2:
+                found.append((-sum(chosen), len(chosen), float(reference[row, len(found)])))
+                if len(found) % 2:
                     likelihood += sum(float(losses[i, target]) for i, target in enumerate(own) if target != IGNORED)
             begin += len(own)
-        for pair in range(0, len(sums), 2):
-            (chosen_sum, chosen_mean), (rejected_sum, rejected_mean) = sums[pair : pair + 2]
-            score = chosen_sum - rejected_sum - float(reference[row, pair // 2])
-            if method == "orpo":
-                odds = [mean - math.log(1 - math.exp(mean)) for mean in (chosen_mean, rejected_mean)]
-                expected += -0.3 * math.log(1 / (1 + math.exp(odds[1] - odds[0])))
-            else:
-                expected += -math.log(1 / (1 + math.exp(-0.3 * score)))
-            number += 1
-    assert number == 3
+        for pair in range(0, len(found), 2):
+            sums_of, counts, before = (list(column) for column in zip(*found[pair : pair + 2], strict=True))
+            expected += of_pair(method, sums_of, counts, before)
+            scores = zip(sums_of, counts, before, strict=True)
+            rewards.append([BETA * (s / n if method in ("simpo", "orpo") else s - r) for s, n, r in scores])
     if method == "orpo":
-        expected += batch.pairs.likelihood_weight * likelihood
+        expected += weight * likelihood
     assert float(loss) == pytest.approx(expected, rel=1e-5)
+    better = [chosen > rejected for chosen, rejected in rewards]
+    assert len(better) == 3
+    told = [*map(sum, zip(*rewards, strict=True)), sum(better)]
+    assert sums.tolist() == pytest.approx(told, rel=1e-5)
 
 
 def test_losses_of_targets_in_pieces() -> None:
@@ -249,12 +274,68 @@ def test_losses_of_targets_in_pieces() -> None:
 
 
 def test_an_answer_that_is_certain_has_a_gradient() -> None:
+    orpo = partial(Comparison, TrainTable(preference="orpo"))
     positions, targets = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[IGNORED, 3, IGNORED, 2]])
     for gap in (10.0, 17.0, 40.0):
         logits = torch.zeros(1, 4, 8)
         logits[0, 1, 3] = logits[0, 3, 2] = gap
         logits.requires_grad_(True)
         answers = torch.tensor([[0, 1, 0, 1]])
-        loss = Comparison("orpo", 0.1, answers, torch.zeros(1, 1), 1.0).loss(target_losses(logits, targets), positions)
+        loss = orpo(answers, torch.zeros(1, 2), 1.0).loss(target_losses(logits, targets), positions)[0]
         (gradient,) = torch.autograd.grad(loss, logits)
         assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+
+
+def labelled(prompt: str, completion: str, label: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "completion": completion, "label": label}
+
+
+def test_records_with_labels(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Each record has a row of its own kind, and behind it its prompt with the answer of the record before."""
+    values = [labelled("grass", "green", True), labelled("a b c", "red", 0), {**PLAIN, "prompt": "d"}]
+    (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, values)))
+    records = read_records([str(tmp_path / "labels.jsonl")], preference="labels").records
+    assert [record.desirable for record in records] == [True, False, True, False]
+    form = choose_template(tokenizer, "plain", records)
+    for packing, length, count in ((False, 60, 4), (True, 120, 1)):
+        made = RecordSequences(tokenizer, form, SequenceSettings(length, packing, 0.0, 0), preference="labels")
+        dataset = build_record_sequences([("data.records", records)], made, evaluation=records)
+        assert list(dataset.train) == [2 * row for row in range(count)]
+        assert sorted(dataset.held_out) == [2 * row for row in range(count, 2 * count)]
+        rows = [parts(dataset, row) for row in range(2 * count)]
+        own = [record for row in rows[::2] for record in row if any(record[2])]
+        other = [record for row in rows[1::2] for record in row if any(record[2])]
+        assert [max(answers) for _, _, answers in own] == [2, 3, 2, 3]
+
+        def text(record: Any, answer: bool) -> str:
+            tokens, targets, answers = record
+            kept = [target for target in targets if target != IGNORED]
+            assert kept == [target for target, mark in zip(targets, answers, strict=True) if mark]
+            return tokenizer.decode(kept if answer else tokens[: answers.index(max(answers)) + 1])
+
+        assert [text(record, True).removesuffix("<|end|>") for record in own] == ["green", "red", "green", "red"]
+        assert [text(record, True) for record in other] == [text(record, True) for record in (own[-1], *own[:-1])]
+        assert [text(record, False) for record in other] == [text(record, False) for record in own]
+        compared = dataset.gather(dataset.train).compared
+        assert compared is not None and (compared.count, compared.chosen, compared.rejected) == (4, 2, 2)
+
+
+@pytest.mark.parametrize("label", ["yes", None, 2])
+def test_labels_that_say_nothing_are_named(tmp_path: Path, label: Any) -> None:
+    (tmp_path / "labels.jsonl").write_text(json.dumps(labelled("grass", "green", label)))
+    with pytest.raises(UserError, match="line 1: 'label' must be true"):
+        read_records([str(tmp_path / "labels.jsonl")], preference="labels")
+
+
+def test_the_loss_of_single_answers() -> None:
+    """Kahneman-Tversky optimization, with two answers in one row and a row that holds nothing."""
+    train = TrainTable(preference="kto", preference_beta=BETA, desirable_weight=2.0, undesirable_weight=0.5)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    answers = torch.tensor([[0, 2, 2, 0, 0, 3], [0, 0, 0, 0, 0, 0]], dtype=torch.uint8)
+    losses = torch.tensor([[9.0, 1.0, 0.5, 9.0, 9.0, 2.0], [0.0] * 6])
+    reference = torch.tensor([[-2.0, -1.0], [0.0, 0.0]])
+    loss, sums = Comparison(train, answers, reference, 0.0, 0.7).loss(losses, positions)
+    gained = (-1.5 + 2.0, -2.0 + 1.0)
+    expected = 2.0 * (1 - sigmoid(BETA * (gained[0] - 0.7))) + 0.5 * (1 - sigmoid(BETA * (0.7 - gained[1])))
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    assert sums.tolist() == pytest.approx([BETA * gained[0], BETA * gained[1], 0.0])

@@ -69,7 +69,7 @@ def test_preferences(tmp_path: Path, chat: bool) -> None:
         }
         for i in range(3)
     ]
-    found = [read_records([str(path)], preference=True).records for path in both(tmp_path, rows)]
+    found = [read_records([str(path)], preference="pairs").records for path in both(tmp_path, rows)]
     assert [one.messages for one in found[0]] == [one.messages for one in found[1]] and len(found[1]) == 6
 
 

@@ -171,6 +171,7 @@ def test_a_bad_record_is_named_with_its_line(tmp_path: Path, line: str, expected
         "chat (ShareGPT)",
         "prompt/completion",
         "preference",
+        "labelled",
     ]
 
 
@@ -303,20 +304,6 @@ def test_records_are_packed_only_where_they_can_be_isolated(workshop: Path) -> N
         found(*unable, "data.isolate=true")
     seen, apart = (prepare(job(workshop, *packed, f"data.isolate={value}")).dataset for value in ("false", "true"))
     assert seen.fingerprint() != apart.fingerprint()
-
-
-def test_preferences_are_refused_beside_a_loss_of_routers(workshop: Path) -> None:
-    (workshop / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 3)
-    pairs = ["data.records=['pairs.jsonl']", "train.preference='orpo'"]
-    model = ["data.sequence_length=64", "model.config=config.json"]
-    config = {**tiny_keys("mixtral"), "vocab_size": 300, "pad_token_id": None, "output_router_logits": True}
-    (workshop / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UserError, match=r"preference does not go with the loss of routers, .*output_router_logits = false"
-    ):
-        prepare(job(workshop, *model, *pairs))
-    (workshop / "config.json").write_text(json.dumps({**config, "output_router_logits": False}))
-    assert prepare(job(workshop, *model, *pairs)).dataset.answers is not None
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def outcome_of(threads: Threads, rows: int = BATCH, length: int = LENGTH) -> Out
 
     def play(trainer: Trainer) -> tuple[StepDecision, float]:
         decision = trainer.step(0, batch_of(0, rows, length)).decision
-        return decision, trainer.evaluate(batch_of(9, 5))
+        return decision, trainer.evaluate(batch_of(9, 5))[0]
 
     with_all = threads.together(play)
     assert all(one == with_all[0] for one in with_all), "the ranks disagree"

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.custom.custom_chain import CustomChain
 from hetero_mpi.model.group.division import Holding, divisions, is_of_experts, key_value_heads, refusal
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.layer import quantize
+from hetero_mpi.model.layer.comparison import DESIRABLE, Comparison
 from hetero_mpi.model.layer.loss import IGNORED
-from hetero_mpi.model.layer.micro_batch import Comparison
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -417,14 +418,16 @@ def test_evaluation() -> None:
     torch.testing.assert_close(found[0], evaluated(whole_stages(chain)), rtol=LIMIT, atol=0.0)
 
 
-@pytest.mark.parametrize("method", ["dpo", "orpo"])
+@pytest.mark.parametrize("method", ["dpo", "ipo", "simpo", "orpo", "kto"])
 def test_preferences(method: Any) -> None:
     chain = group_chain("llama")
     tokens, targets = batch()
     targets[targets == IGNORED] = 7
     targets[0, 4] = IGNORED
     positions = (torch.arange(24) % 6).expand(2, 24)
-    comparison = Comparison(method, 0.5, (positions > 2).long(), torch.tensor([[0.3, -0.2], [0.1, 0.0]]), 0.7)
+    train = TrainTable(preference=method, preference_beta=0.5)
+    answers = (positions > 2) * (DESIRABLE + (torch.arange(24) > 12) if method == "kto" else 1)
+    comparison = Comparison(train, answers, torch.tensor([[0.3, -0.2, 0, 0], [0.1, 0, 0, 0.5]]), 0.7, 0.2)
     position = MicroBatch(0, 0, 0, 4, positions, comparison)
 
     def compared(stages: Sequence[Stage]) -> torch.Tensor:

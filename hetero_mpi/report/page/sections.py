@@ -22,6 +22,7 @@ from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_note, stage_table
 from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.run_files.line_files import METRICS_NAME, STEPS_NAME
+from hetero_mpi.report.run_files.metrics import StepMetrics
 from hetero_mpi.report.run_files.rank_steps import last_usage, sums, traffic
 from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME, TRACE_NAME
 from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
@@ -143,15 +144,33 @@ def learning(run: PastRun) -> Section:
         step_s.append(Series("predicted", expected, "warm", dashed=True))
     rate = [Series("learning rate", tuple((s.step, s.lr) for s in steps), "good")]
     norm = [Series("gradient norm", tuple((s.step, s.grad_norm) for s in steps), "violet")]
-    what = "loss, nats per token" if run.setting("train", "preference") in (None, "none") else "loss per pair"
+    what = "loss, nats per token" if run.setting("train", "preference") in (None, "none") else "loss per pair or answer"
     emulated = ", emulated" if run.emulated else ""
     charts = [
         *_chart(what, loss, from_zero=False, marks=happened),
+        *(chart for label, named in _REWARDS for chart in _chart(label, _series(steps, named), from_zero=False)),
         *_chart(f"time per step{emulated}", step_s, y_text=units.seconds, marks=happened),
         *_chart("learning rate", rate),
         *_chart("norm of the gradients, before clipping", norm),
     ]
     return Section("Learning and speed", MARKS_NOTE if happened else "", charts=charts)
+
+
+_REWARDS = (
+    ("rewards", {"chosen_reward": ("chosen", "good"), "rejected_reward": ("rejected", "alert")}),
+    ("reward margin", {"reward_margin": ("margin", "accent")}),
+    ("share of pairs with the higher reward for the chosen answer", {"reward_accuracy": ("accuracy", "accent")}),
+)
+"""Charts of preferences: label, and metric -> (name, colour)."""
+
+
+def _series(steps: Sequence[StepMetrics], named: Mapping[str, tuple[str, str]]) -> list[Series]:
+    """The metrics over steps, where there are any."""
+    found = []
+    for key, (name, colour) in named.items():
+        points = tuple((step.step, value) for step in steps if (value := getattr(step, key)) is not None)
+        found += [Series(name, points, colour)] if points else []
+    return found
 
 
 def _chart(label: str, series: Sequence[Series], **form: Any) -> list[Markup]:

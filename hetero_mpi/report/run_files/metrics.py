@@ -31,8 +31,23 @@ PROJECT = "hetero_mpi"
 """In Weights & Biases and Trackio, unless ``WANDB_PROJECT`` or ``TRACKIO_PROJECT`` names another."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Means over the compared answers of a step, or of an evaluation (docs/preferences.md); None: there are none."""
+
+    chosen_reward: float | None = None
+    """Of chosen, or desirable, answers."""
+    rejected_reward: float | None = None
+    reward_margin: float | None = None
+    """Chosen less rejected."""
+    reward_accuracy: float | None = None
+    """Share of the pairs whose chosen answer has the higher reward."""
+    kl: float | None = None
+    """KTO's reference point."""
+
+
 @dataclass(frozen=True)
-class StepMetrics:
+class StepMetrics(Rewards):
     """One step. ``step`` counts from 1: the number of steps taken, this one included."""
 
     step: int
@@ -53,7 +68,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Rewards):
     """The held-out loss after ``step`` steps, nats per token."""
 
     step: int
@@ -84,20 +99,17 @@ class MetricsWriter:
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one step."""
-        values = asdict(metrics)
-        if not metrics.emulated:
-            del values["emulated"]
-        if metrics.router_loss is None:
-            del values["router_loss"]
-        self._file.write(values)
+        rewards = {field.name: getattr(metrics, field.name) for field in fields(Rewards)}
+        values = {name: value for name, value in asdict(metrics).items() if name not in rewards} | rewards
+        self._file.write({name: value for name, value in values.items() if value is not None and value is not False})
         if self._trackers is not None:
             self._trackers.step(metrics)
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """Write the held-out loss after ``step`` steps."""
-        self._file.write({"step": step, "evaluation_loss": loss})
+    def evaluation(self, step: int, loss: float, **rewards: float) -> None:
+        """Write the held-out loss after ``step`` steps, and of preferences the rewards."""
+        self._file.write({"step": step, "evaluation_loss": loss, **rewards})
         if self._trackers is not None:
-            self._trackers.evaluation(step, loss)
+            self._trackers.evaluation(step, loss, **rewards)
 
     def close(self) -> None:
         self._file.add()  # what has waited for room until now
@@ -117,7 +129,7 @@ def read_metrics(path: str | Path) -> Metrics:
     evaluations: list[Evaluation] = []
     for _, values in objects(Path(path)):
         if "evaluation_loss" in values:
-            known = _numbers({"step": values.get("step"), "loss": values["evaluation_loss"]}, Evaluation)
+            known = _numbers({**values, "loss": values["evaluation_loss"]}, Evaluation)
             evaluations += [Evaluation(**known)] if known is not None else []
         else:
             known = _numbers(values, StepMetrics)
@@ -157,7 +169,23 @@ def by_plan(steps: Sequence[StepMetrics]) -> list[list[StepMetrics]]:
     return [list(group) for _, group in groupby(steps, lambda step: step.predicted_step_s)]
 
 
+def rewards_text(line: Rewards) -> str:
+    """The rewards behind a loss, in words; "" where there are none."""
+    margin, accuracy = line.reward_margin, line.reward_accuracy
+    text = f", reward margin {margin:.4f}" if margin is not None else ""
+    return text + (f", accuracy {accuracy:.0%}" if accuracy is not None else "")
+
+
 # Other programs
+
+_TRACKED = {
+    "rewards/chosen": "chosen_reward",
+    "rewards/rejected": "rejected_reward",
+    "rewards/margins": "reward_margin",
+    "rewards/accuracies": "reward_accuracy",
+    "kl": "kl",
+}
+"""Name of a reward there (TRL's) -> here."""
 
 
 class Tracker(Protocol):
@@ -195,13 +223,15 @@ class Trackers:
         }
         if line.router_loss is not None:
             values["loss/routers"] = line.router_loss
+        values |= {name: value for name, key in _TRACKED.items() if (value := getattr(line, key)) is not None}
         if line.predicted_step_s > 0:
             values[f"{speed}/seconds per step, predicted"] = line.predicted_step_s
         self._write(line.step, values)
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """Write the held-out loss after ``step`` steps."""
-        self._write(step, {"loss/held out": loss})
+    def evaluation(self, step: int, loss: float, **rewards: float) -> None:
+        """Write the held-out loss after ``step`` steps, and of preferences the rewards."""
+        told = {f"{name}, held out": rewards[key] for name, key in _TRACKED.items() if key in rewards}
+        self._write(step, {"loss/held out": loss, **told})
 
     def close(self) -> None:
         for name, tracker in list(self._open.items()):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.chat_template import Template, choose_template, plain_texts, tokenize_records
 from hetero_mpi.data.dataset import Dataset, DataSource, SequenceSettings
-from hetero_mpi.data.record_files import BadRecords
+from hetero_mpi.data.record_files import BadRecords, Compared
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
 from hetero_mpi.data.records import Record, Records, read_records
 from hetero_mpi.data.source_files import matching_files
@@ -110,7 +110,8 @@ def _from_text(loaded: LoadedJob) -> Material:
 
 def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
-    preference, bad = loaded.job.train.preference != "none", BadRecords(data.skip_bad)
+    method, bad = loaded.job.train.preference, BadRecords(data.skip_bad)
+    preference: Compared | None = None if method == "none" else "labels" if method == "kto" else "pairs"
     named = _named_patterns(loaded)
     files = [file_marks(matching_files(key, patterns, say)) for key, patterns in named]
     key = ["records", files, [name for name, _ in named], data.skip_bad, preference]
@@ -316,11 +317,6 @@ def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
     """Refuse a model that cannot be trained, before a long corpus is tokenized."""
     positions = getattr(read_config(config), "max_position_embeddings", None)
     length = loaded.job.data.sequence_length
-    if loaded.job.train.preference != "none" and config.get("output_router_logits"):
-        raise UserError(
-            f"{loaded.path}: [train] preference does not go with the loss of routers, for which the model's configuration asks: "
-            f"leave it out, or set output_router_logits = false there"
-        )
     if positions is not None and length > positions:
         raise UserError(
             f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "

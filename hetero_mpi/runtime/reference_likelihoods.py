@@ -1,7 +1,7 @@
-"""The reference of a run that learns preferences by DPO: what the model that it begins with thinks of every pair.
+"""The reference of a run that learns preferences by DPO, IPO or KTO: how likely the model that it begins with finds each answer.
 
-Before the first step the pairs that the run will need go once through the pipeline. Their margins are part of the training state:
-checkpoints hold them, and a resumed run does not have the first model any more.
+Before the first step the rows that the run will need go once through the pipeline. Their likelihoods are part of the training
+state: checkpoints hold them, and a resumed run does not have the first model any more.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.context import RunContext
 from hetero_mpi.state.training_state import TrainingState
 
+METHODS = ("dpo", "ipo", "kto")
+"""``[train] preference`` of runs that have a reference."""
 _TELL_S = 30.0
 """Seconds between words on how far the reference is."""
 
 
 def check_reference(train: TrainTable, dataset: DataSource, known: NDArray[np.float32] | None) -> None:
-    """Refuse to resume a run by DPO whose state does not hold all margins that it needs. ``known``: those of its state; None: it
+    """Refuse to resume a run whose state does not hold all likelihoods that it needs. ``known``: those of its state; None: it
     has none, or other data. Raises UserError: with what to do.
     """
-    if train.preference != "dpo":
+    if train.preference not in METHODS:
         return
     missing = _needed(train, dataset)
     if known is not None:
         missing = missing[np.isnan(known[missing]).any(axis=1)]
     if len(missing):
         raise UserError(
-            f"the checkpoint has no margin of the reference model for {len(missing):,} rows of preferences, as its run did not "
+            f"the checkpoint has no likelihood by the reference model of {len(missing):,} rows of preferences, as its run did not "
             f"need them, and the model which that run began with is gone. Give the same data, and [train] preference, steps, "
             f"global_batch, seed and evaluate_sequences as they were, or begin a new run from this one's result ([model] path, "
             f"or [adapter] path)"
@@ -44,9 +46,9 @@ def check_reference(train: TrainTable, dataset: DataSource, known: NDArray[np.fl
 
 
 def find_reference(context: RunContext, members: World, trainer: Trainer, state: TrainingState) -> None:
-    """Compute the margins of the first model, if the run learns by DPO and begins now. Collective over the active ranks."""
+    """Compute the likelihoods by the first model, if the run has a reference and begins now. Collective over the active ranks."""
     train, dataset = context.job.train, context.dataset
-    if train.preference != "dpo" or state.reference is not None:
+    if train.preference not in METHODS or state.reference is not None:
         return
     members.doing = "computing the reference of the preferences"
     needed = _needed(train, dataset) if dataset is not None else np.zeros(0, np.int64)
@@ -56,13 +58,13 @@ def find_reference(context: RunContext, members: World, trainer: Trainer, state:
     for first in range(0, count, trainer.plan.global_batch):
         chosen = needed[first : first + trainer.plan.global_batch]
         own = dataset.gather(chosen) if isinstance(dataset, Dataset) else None
-        found.append(trainer.margins(trainer.shared_batch(own, context.job.data.pad == "longest")))
+        found.append(trainer.likelihoods(trainer.shared_batch(own, context.job.data.pad == "longest")))
         if time.monotonic() > told_s + _TELL_S:
             told_s = time.monotonic()
             say(f"  {first + len(chosen):,} of {count:,} rows")
     whole: list[NDArray[np.float32]] | None = None
     if isinstance(dataset, Dataset):
-        whole = [np.full((len(dataset.tokens), dataset.pairs_per_row), np.nan, np.float32)]
+        whole = [np.full((len(dataset.tokens), dataset.records_per_row), np.nan, np.float32)]
         whole[0][needed] = np.concatenate(found)
     state.set_reference(members.broadcast_arrays(whole)[0])
 
@@ -72,4 +74,5 @@ def _needed(train: TrainTable, dataset: DataSource) -> Indices:
     assert isinstance(dataset, Dataset)
     steps = train.steps if dataset.parts else min(train.steps, -(-len(dataset.train) // train.global_batch))
     rows = [dataset.numbers(step, train.global_batch) for step in range(steps)]
-    return np.unique(np.concatenate([*rows, dataset.held_out[: train.evaluate_sequences]]))
+    needed = np.concatenate([*rows, dataset.held_out[: train.evaluate_sequences]])
+    return np.unique([needed, needed + (train.preference == "kto")])
