@@ -95,13 +95,16 @@ ENVIRONMENT = {
 """Environment variables that a person may set -> what they do. Those of MPI, torch and Hugging Face have their effects too."""
 
 _KEYS_IN = {
-    "share": "adapter.dropout train.preference_smoothing data.held_out plan.memory_reserve sample.top_p",
+    "share": "adapter.dropout train.preference_smoothing train.min_learning_rate_ratio data.held_out plan.memory_reserve "
+    "sample.top_p",
     "shares": "data.weights",
     "entries": "tokenizer.train_vocab_size",
     "records": "data.skip_bad",
     "tokens": "data.sequence_length sample.max_new_tokens",
     "bytes": "data.max_bytes output.shard_bytes profile.largest_message_bytes cluster.memory_bytes",
-    "steps": "train.steps train.warmup_steps train.evaluate_every checkpoint.every checkpoint.replicate_every",
+    "steps or share": "train.warmup_steps train.decay_steps",
+    "steps": "train.steps train.evaluate_every checkpoint.every checkpoint.replicate_every",
+    "cycles": "train.cycles",
     "epochs": "train.epochs",
     "evaluations": "train.patience",
     "sequences": "train.global_batch train.micro_batch train.evaluate_sequences",

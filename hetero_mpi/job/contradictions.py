@@ -51,6 +51,7 @@ def contradictions(known: Known, name: str) -> Problems:
         yield from _tokenizer(known)
         yield from _data(known)
     yield from _train(known)
+    yield from _schedule(known)
     if known("plan.schedule") == "split" and known("adapter.method") not in (None, "none"):
         rule = 'puts off the gradients of trained matrices, and an adapter leaves these frozen: use "auto" or "1f1b"'
         yield "plan.schedule", rule
@@ -155,6 +156,19 @@ def _data(known: Known) -> Problems:
     for key, methods in _OF_PREFERENCES.items():
         if known.changed(f"train.{key}") and known("train.preference") not in (None, *methods):
             yield f"train.{key}", f"is for train.preference = {' and '.join(methods)}: leave it out"
+
+
+_OF_SCHEDULE = {"decay_steps": "warmup_stable_decay", "decay": "warmup_stable_decay", "cycles": "cosine_with_restarts"}
+"""Key of ``[train]`` -> the schedule that it applies to."""
+
+
+def _schedule(known: Known) -> Problems:
+    schedule = known("train.schedule")
+    for key, only in _OF_SCHEDULE.items() if schedule is not None else ():
+        if schedule != only and known.changed(f"train.{key}"):
+            yield f"train.{key}", f'applies to schedule = "{only}" only, and this job has "{schedule}": leave it out'
+    if schedule == "constant" and known("train.min_learning_rate_ratio"):
+        yield "train.min_learning_rate_ratio", 'is where a schedule ends, and "constant" does not fall: leave it out'
 
 
 def _train(known: Known) -> Problems:

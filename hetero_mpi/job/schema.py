@@ -208,10 +208,20 @@ class TrainTable(JobTable):
     which parameters)."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate of AdamW."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate after warm-up."""
-    warmup_steps: NotNegative = 0
-    """Optimizer steps of linear warm-up from 0."""
+    schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay", "cosine_with_restarts"] = "cosine"
+    """Learning rate after warm-up, as transformers has it under these names: down in a half cosine or a line; constant;
+    "warmup_stable_decay": constant, and down in the last ``decay_steps``; "cosine_with_restarts": ``cycles`` half cosines."""
+    warmup_steps: NotNegative | Fraction = 0
+    """Optimizer steps of linear warm-up from 0 (of "warmup_stable_decay": from the minimum). Below 1: a share of the run."""
+    min_learning_rate_ratio: Fraction = 0.0
+    """The schedule ends at this share of the learning rate instead of 0."""
+    decay_steps: Positive | Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Last steps of "warmup_stable_decay", in which the learning rate falls; at most those after warm-up. Below 1: a share of the
+    run."""
+    decay: Literal["cosine", "linear", "1-sqrt"] = "cosine"
+    """How it falls in these: in a half cosine, in a line, or as 1 less the square root of their share that is done."""
+    cycles: Positive = 1
+    """Half cosines of "cosine_with_restarts", each from the whole learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay of all but biases and norms, as transformers' Trainer has it; in a model of your own, of parameters of
     two dimensions and more that are not called a bias."""

@@ -23,19 +23,41 @@ _BLOCK, _SHORT = 1024, 4096
 
 
 def learning_rate(train: TrainTable, step: int) -> float:
-    """The learning rate of optimizer step ``step`` (the first is 0): up to the peak in a line, then constant, or down to 0 in a
-    line or a half cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts). There is no state to save.
+    """The learning rate of optimizer step ``step`` (the first is 0): up to the peak in a line, then by the job's schedule (of
+    cosines: Loshchilov and Hutter 2017, arXiv:1608.03983; with a stable stage: Hu et al. 2024, arXiv:2404.06395). There is no
+    state to save.
 
     The numbers are those of transformers' schedules, whose import alone takes two seconds.
     """
-    factor, rest = 1.0, max(1, train.steps - train.warmup_steps)
-    if step < train.warmup_steps:
-        factor = step / train.warmup_steps
+    warm_up, lowest = _steps_of(train.warmup_steps, train.steps), train.min_learning_rate_ratio
+    if step < warm_up:
+        factor = step / warm_up
+        if train.schedule != "warmup_stable_decay":
+            return train.learning_rate * factor
+    elif train.schedule == "warmup_stable_decay":
+        falling = min(_steps_of(train.decay_steps, train.steps), train.steps - warm_up)
+        factor = _fallen(train.decay, (step - (train.steps - falling)) / max(1, falling))
     elif train.schedule == "linear":
-        factor = max(0.0, (train.steps - step) / rest)
-    elif train.schedule == "cosine":
-        factor = max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - train.warmup_steps) / rest))))
-    return train.learning_rate * factor
+        factor = max(0.0, (train.steps - step) / max(1, train.steps - warm_up))
+    else:
+        done = (step - warm_up) / max(1, train.steps - warm_up)
+        if train.schedule == "cosine_with_restarts":
+            done = (train.cycles * done) % 1.0 if done < 1.0 else 1.0
+        factor = 1.0 if train.schedule == "constant" else _fallen("cosine", done)
+    return train.learning_rate * (factor * (1 - lowest) + lowest)
+
+
+def _steps_of(steps: float, run: int) -> int:
+    """Steps that a job's key says, where a number below 1 is a share of the run."""
+    return math.ceil(run * steps) if 0 < steps < 1 else int(steps)
+
+
+def _fallen(decay: str, done: float) -> float:
+    """From 1 to 0 while ``done`` goes from 0 to 1."""
+    done = min(max(done, 0.0), 1.0)
+    if decay == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    return 1.0 - (done if decay == "linear" else math.sqrt(done))
 
 
 class Optimizer:

@@ -333,6 +333,9 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
     own_held_out = f"{units.percent(held_out)} of the sequences held out" if is_share else ""
     new = f"a new {config.get('model_type', '')} model" if isinstance(config, Mapping) else _setting_text(config)
     by_plan = setting("train.micro_batch") == "auto"
+    warm_up = told("{} steps of warm-up", "train.warmup_steps")
+    if isinstance(share := setting("train.warmup_steps"), float) and 0 < share < 1:
+        warm_up = f"warm-up in {units.percent(share)} of the steps"
     betas = [_setting_text(beta) for key in ("beta1", "beta2") if (beta := setting(f"train.{key}")) is not None]
     rows = {
         "method": [
@@ -358,7 +361,7 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
             "AdamW in 8 bits" if setting("train.optimizer") == EIGHT_BIT else "AdamW",
             told("peak learning rate {}", "train.learning_rate"),
             told("schedule {}", "train.schedule"),
-            told("{} steps of warm-up", "train.warmup_steps"),
+            warm_up,
             f"betas {' and '.join(betas)}" if betas else "",
             told("epsilon {}", "train.epsilon"),
             told("weight decay {}", "train.weight_decay"),

@@ -59,7 +59,10 @@ LATEST = "latest"
 """``--resume latest``: from the newest state in the run directory."""
 ANY = "any"
 """Like ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
-_RATE = ("steps", "learning_rate", "schedule", "warmup_steps")
+_RATE = (
+    *("steps", "learning_rate", "schedule", "warmup_steps"),
+    *("min_learning_rate_ratio", "decay_steps", "decay", "cycles"),
+)
 """Keys of ``[train]`` that determine the learning rate of a step."""
 
 
@@ -351,7 +354,8 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
         then: ``[train]`` when the state after ``step`` steps was written.
         train: ``[train]`` now.
     """
-    old = learning_rate(train.model_copy(update={key: then[key] for key in _RATE}), step)
+    then = {key: then.get(key, TrainTable.model_fields[key].default) for key in _RATE}
+    old = learning_rate(train.model_copy(update=then), step)
     new = learning_rate(train, step)
     if step >= train.steps or math.isclose(old, new, rel_tol=1e-9):
         return None

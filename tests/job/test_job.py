@@ -176,6 +176,13 @@ lerning_rate = 3
         ),
         (["data.text="], '[data] text = "": set exactly one of data.text and data.records; neither is set'),
         (["data.template=jinja"], 'must be "auto" or "chat" or "plain"'),
+        (
+            ["train.cycles=2"],
+            'cycles = 2: applies to schedule = "cosine_with_restarts" only, and this job has "cosine"',
+        ),
+        (["train.decay=linear"], 'decay = "linear": applies to schedule = "warmup_stable_decay" only'),
+        (["train.warmup_steps=1.5"], "must be a whole number of at least 0 or a number of at least 0 and below 1"),
+        (["train.schedule=constant", "train.min_learning_rate_ratio=0.1"], '"constant" does not fall: leave it out'),
         (["data.template=plain"], 'template = "plain": applies to data.records only, and this job has data.text'),
         (["data.train_on_prompt=true"], "train_on_prompt = true: applies to data.records only"),
         (["train.epochs=2", "train.steps=7"], "epochs = 2: takes the place of train.steps: set one of them"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, get_scheduler
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.schema import TrainTable
@@ -90,7 +90,49 @@ def test_learning_rates_are_those_of_transformers(
     train = TrainTable(steps=30, warmup_steps=warm_up, learning_rate=3e-4, schedule=schedule)
     name = "constant_with_warmup" if schedule == "constant" else schedule
     theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=3e-4), warm_up, 30).lr_lambdas[0]
-    assert [learning_rate(train, step) for step in range(34)] == [3e-4 * theirs(step) for step in range(34)]
+    assert [learning_rate(train, step) for step in range(31)] == [3e-4 * theirs(step) for step in range(31)]
+
+
+@pytest.mark.parametrize("warm_up", [0, 7, 0.1, 0.31])
+@pytest.mark.parametrize(
+    ("keys", "name", "theirs"),
+    [
+        ({"min_learning_rate_ratio": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ({}, "cosine_with_restarts", {}),
+        ({"cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
+        ({"decay_steps": 9}, "warmup_stable_decay", {"num_decay_steps": 9}),
+        (
+            {"decay_steps": 0.3, "decay": "linear"},
+            "warmup_stable_decay",
+            {"num_decay_steps": 9, "decay_type": "linear"},
+        ),
+        (
+            {"decay_steps": 12, "decay": "1-sqrt", "min_learning_rate_ratio": 0.25},
+            "warmup_stable_decay",
+            {"num_decay_steps": 12, "decay_type": "1-sqrt", "min_lr_ratio": 0.25},
+        ),
+    ],
+)
+def test_schedules_with_settings_are_those_of_transformers(
+    keys: dict[str, Any], name: str, theirs: dict[str, Any], warm_up: float
+) -> None:
+    ours = "cosine" if name == "cosine_with_min_lr" else name
+    train = TrainTable(steps=30, warmup_steps=warm_up, learning_rate=3e-4, schedule=ours, **keys)  # type: ignore[arg-type]
+    steps = TrainingArguments(warmup_steps=warm_up).get_warmup_steps(30)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=3e-4)
+    schedule = get_scheduler(name, optimizer, steps, 30, scheduler_specific_kwargs=theirs).lr_lambdas[0]
+    assert [learning_rate(train, step) for step in range(31)] == pytest.approx(
+        [3e-4 * schedule(step) for step in range(31)], rel=1e-15
+    )
+
+
+def test_a_line_may_end_above_zero_and_a_decay_has_no_more_steps_than_warm_up_leaves() -> None:
+    line = TrainTable(steps=10, learning_rate=1.0, schedule="linear", min_learning_rate_ratio=0.5)
+    assert [learning_rate(line, step) for step in (0, 5, 10)] == [1.0, 0.75, 0.5]
+    decay = TrainTable(
+        steps=10, warmup_steps=6, decay_steps=9, learning_rate=1.0, schedule="warmup_stable_decay", decay="linear"
+    )
+    assert [learning_rate(decay, step) for step in (3, 6, 8, 10)] == [0.5, 1.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("shape", [(7,), (4096,), (4097,), (513, 1001), (1100, 1000)])
@@ -158,6 +200,13 @@ def test_a_resume_that_changes_the_learning_rate_says_so_and_how_to_keep_it() ->
     kept = learning_rate(now.model_copy(update={"learning_rate": 0.0001658}), 20)
     assert kept == pytest.approx(1.5e-4, rel=1e-3)
     assert rate_change(then, now.model_copy(update={"steps": 30}), 20) is None
+    for keys in (
+        {"min_learning_rate_ratio": 0.1},
+        {"warmup_steps": 0.2},
+        {"schedule": "cosine_with_restarts", "cycles": 2},
+    ):
+        changed = rate_change(then, now.model_copy(update={"steps": 30, **keys}), 20)
+        assert changed is not None and all(f"{key} is " in changed for key in keys)
     assert rate_change({**then, "schedule": "constant"}, now.model_copy(update={"schedule": "constant"}), 20) is None
     other = rate_change(then, TrainTable(steps=30, learning_rate=1e-3, schedule="linear"), 20)
     assert other is not None and 'learning_rate is 0.001, was 0.0006, schedule is "linear", was "cosine"' in other
