@@ -41,6 +41,7 @@ EXAMPLES: dict[tuple[str, str], str] = {
     ("tokenizer", "train_vocab_size"): "4096",
     ("data", "text"): '["{stdlib}/**/*.py", "notes/*.txt"]',
     ("data", "records"): '["data/*.jsonl", "more/chat.parquet", "hf:org/name:train"]',
+    ("data", "keys"): '{ prompt = "query", completion = "reply" }',
     ("data", "weights"): "[3, 1]",
     ("data", "evaluation"): '["evaluation/*.jsonl"]',
     ("data", "max_bytes"): "30_000_000",

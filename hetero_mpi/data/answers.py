@@ -37,14 +37,14 @@ _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class ChatTemplate:
     """How conversations become text: a Jinja chat template, with what it knows of its tokenizer. Plain values."""
 
-    kind: Literal["chat", "plain"]
+    kind: Literal["chat", "plain", "none"]
     source: str
     with_tools: str | None
     """The one for records with tools, where the tokenizer has one of its own for them."""
     special: Mapping[str, Any]
     """The tokenizer's ``special_tokens_map``."""
     ours: bool = False
-    """It is the plain form, by whatever way it came here, and needs no process of its own."""
+    """It is the plain form, or none, by whatever way it came here, and needs no process of its own."""
 
     def text(
         self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None = None, asking: bool = False

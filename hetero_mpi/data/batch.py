@@ -112,7 +112,20 @@ Parts = tuple[tuple[int, int], ...]
 """For each data set (samples that it has, samples that an epoch takes from it)."""
 
 
-def batch_indices(step: int, global_batch: int, samples: int, seed: int, parts: Parts = (), stream: int = 0) -> Indices:
+def steps_per_epoch(samples: int, global_batch: int, smaller: bool) -> float:
+    """``smaller``: as in ``batch_indices``."""
+    return -(-samples // global_batch) if smaller else samples / global_batch
+
+
+def batch_indices(
+    step: int,
+    global_batch: int,
+    samples: int,
+    seed: int,
+    parts: Parts = (),
+    stream: int = 0,
+    smaller: bool = False,
+) -> Indices:
     """The samples of one step, int64 [global_batch]: ``global_batch`` positions of an endless stream of epochs.
 
     ``step`` counts from 0 (the number of steps already done). Each epoch is a permutation of its own, every sample
@@ -123,11 +136,17 @@ def batch_indices(step: int, global_batch: int, samples: int, seed: int, parts: 
         step                               0      1          2
 
     ``parts``: the samples are those of several data sets, one set after the other, and an epoch takes from each its number,
-    which all together are ``samples``. ``stream``: key of the first epoch's permutation.
+    which all together are ``samples``. ``stream``: key of the first epoch's permutation. ``smaller``: no batch
+    begins the next epoch, and an epoch's last one has what is left.
     """
-    positions = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
+    first, end = step * global_batch, (step + 1) * global_batch
+    if smaller:
+        epoch, number = divmod(step, -(-samples // global_batch))
+        first = epoch * samples + number * global_batch
+        end = min(first + global_batch, (epoch + 1) * samples)
+    positions = np.arange(first, end, dtype=np.int64)
     epochs, offsets = np.divmod(positions, samples)
-    indices = np.empty(global_batch, dtype=np.int64)
+    indices = np.empty(len(positions), dtype=np.int64)
     for epoch in np.unique(epochs):
         here = epochs == epoch
         order = _mixed(parts, seed, int(epoch)) if parts else permutation(samples, seed, stream + int(epoch))

@@ -36,7 +36,7 @@ from hetero_mpi.data.tokenizer import (
 )
 from hetero_mpi.errors import UserError
 
-Template = Literal["auto", "chat", "plain"]
+Template = Literal["auto", "chat", "plain", "none"]
 """``data.template`` of a job."""
 
 PLAIN_FORM = (
@@ -51,6 +51,7 @@ PLAIN_FORM = (
 """The plain form: a heading over every message, the end token behind every answer, an empty line between messages. A tokenizer
 that begins every text with a special token gets it in front."""
 _BEGIN = "{{- bos_token }}"
+_JOINED = "{%- for message in messages %}{{- message.content }}{%- endfor %}"
 
 # A template may print today's date; then a run resumed tomorrow would learn other data than it began with. The date is
 # the one Llama's templates fall back to. A macro, because transformers hands no functions through to templates.
@@ -93,6 +94,16 @@ def choose_template(
     unasked. Raises UserError when a chat template is needed and missing.
     """
     special = tokenizer.special_tokens_map
+    # As Llama's and Gemma's tokenizers begin every text with their beginning token.
+    begin = tokenizer.bos_token_id
+    begins = begin is not None and beginning(own_tokens_only(tokenizer))[:1] == [begin]
+    if template == "none":
+        talk = next((one for one in records if [turn.role for turn in one.messages] != ["user", "assistant"]), None)
+        if talk is not None:
+            raise UserError(
+                f'data.template = "none" learns completions of prompts, and {talk.source} is a conversation: take a chat template'
+            )
+        return ChatTemplate("none", (_BEGIN if begins else "") + _JOINED, None, special, ours=True)
     if template == "plain" or (template == "auto" and not has_template(tokenizer)):
         chat = next((record for record in records if record.shape == "chat"), None)
         if template == "auto" and chat is not None:
@@ -105,9 +116,6 @@ def choose_template(
                 f"records with tools need a chat template that can print them, and the plain form cannot ({calling.source} "
                 f'has tools). Set data.template = "chat" and tokenizer.path to a tokenizer with such a template.'
             )
-        # As Llama's and Gemma's tokenizers begin every text with their beginning token.
-        begin = tokenizer.bos_token_id
-        begins = begin is not None and beginning(own_tokens_only(tokenizer))[:1] == [begin]
         return ChatTemplate("plain", (_BEGIN if begins else "") + PLAIN_FORM, None, special, ours=True)
     if not has_template(tokenizer):
         raise UserError(f'data.template = "chat" needs a tokenizer with a chat template; this one has none. {REMEDY}')

@@ -84,13 +84,15 @@ class Dataset(Rows):
     known_fingerprint: str = ""
     """Where it was computed before."""
 
-    def batch(self, step: int, global_batch: int) -> Batch:
-        """The training batch of ``step`` (from 0), a function of its arguments and the seed only."""
-        return self.gather(self.numbers(step, global_batch))
+    def batch(self, step: int, global_batch: int, smaller: bool = False) -> Batch:
+        """The training batch of ``step`` (from 0), a function of its arguments and the seed only. ``smaller``: an epoch's last
+        one has what is left."""
+        return self.gather(self.numbers(step, global_batch, smaller))
 
-    def numbers(self, step: int, global_batch: int) -> Indices:
+    def numbers(self, step: int, global_batch: int, smaller: bool = False) -> Indices:
         """The rows of the training batch of ``step``."""
-        return self.train[batch_indices(step, global_batch, len(self.train), self.seed, self.parts)]
+        chosen = batch_indices(step, global_batch, len(self.train), self.seed, self.parts, smaller=smaller)
+        return self.train[chosen]
 
     def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
         """The first ``limit`` held-out sequences, ``batch`` at a time (fewer in the last), always the same ones."""
@@ -267,8 +269,8 @@ class Samples:
         """[input, target] of one sample."""
         return list(pair(self._data, 0))
 
-    def batch(self, step: int, global_batch: int) -> Batch:
-        chosen = self.train[batch_indices(step, global_batch, len(self.train), self._seed)]
+    def batch(self, step: int, global_batch: int, smaller: bool = False) -> Batch:
+        chosen = self.train[batch_indices(step, global_batch, len(self.train), self._seed, smaller=smaller)]
         return _gather(self._data, chosen)
 
     def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:

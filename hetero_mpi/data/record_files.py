@@ -12,7 +12,7 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -60,6 +60,11 @@ def unrecognised(value: Mapping[str, Any]) -> str:
     return f"no shape has these keys: {keys_named(value)}"
 
 
+def without_text(value: Mapping[str, Any]) -> str:
+    """Why a record with these keys has no text to learn, in words."""
+    return f"'text' is missing; the record has {keys_named(value)} (data.keys names another key: text = \"...\")"
+
+
 def keys_named(value: Mapping[str, Any]) -> str:
     """The first keys of a record, for messages to a person."""
     shown = ", ".join(repr(key) for key in list(value)[:6])
@@ -93,8 +98,37 @@ _KINDS = {
 _LONGEST = max(map(len, (*_PACKED, *_KINDS)))
 
 
-def values_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, JSON value) of every record of a file; the value is a :class:`BadRecord` where the record is broken.
+@dataclass
+class OwnKeys:
+    """The job's own names of a record's keys (``data.keys``): key -> its name in the files."""
+
+    names: Mapping[Any, str] = field(default_factory=dict)
+    met: set[str] = field(default_factory=set)
+    """Names that a record had."""
+
+    def read(self, value: Any) -> Any:
+        """A record with the keys that are meant. One that has such a key's name by itself is another key, and told as one."""
+        if not self.names or not isinstance(value, dict):
+            return value
+        keys = {name: key for key, name in self.names.items() if name in value}
+        self.met.update(keys)
+        taken = {*keys.values()}
+        return {keys.get(key, f"{key} (its own)" if key in taken else key): inner for key, inner in value.items()}
+
+    def check(self) -> None:
+        """Raises UserError: a name is that of no key of all records."""
+        for key, name in self.names.items():
+            if name not in self.met:
+                raise UserError(f"data.keys: {key} is read from {name!r}, and no record has that key. Correct the name")
+
+
+TEXT = frozenset({"text"})
+"""The key of records whose texts are learnt as they are."""
+
+
+def values_of(path: Path, keys: OwnKeys | None = None, wanted: Set[str] = _WANTED) -> Iterator[tuple[str, Any]]:
+    """(place, JSON value) of every record of a file; the value is a :class:`BadRecord` where the record is broken. Its keys are
+    those that ``keys`` reads. ``wanted``: keys that are looked at.
 
     JSON lines are read line by line, parquet files some rows at a time. Raises UserError when the file cannot be
     read, is empty or holds no records.
@@ -104,9 +138,10 @@ def values_of(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with path.open("rb") as file:
             head = file.read(4)
-        for entry in _table(path) if head == b"PAR1" or (path.suffix == ".parquet" and head) else _json(path):
+        keys, is_table = keys or OwnKeys(), head == b"PAR1" or (path.suffix == ".parquet" and head)
+        for place, value in _table(path, keys, wanted) if is_table else _json(path):
             empty = False
-            yield entry
+            yield place, keys.read(value)
     except Damaged as error:
         empty = False
         yield str(path), BadRecord(f"the file breaks off, or is damaged: {error}. Get it again", rest=True)
@@ -195,7 +230,7 @@ def _behind_spaces(text: str, begin: int) -> int:
     return int(found.end())
 
 
-def _table(path: Path) -> Iterator[tuple[str, Any]]:
+def _table(path: Path, keys: OwnKeys, wanted: Set[str]) -> Iterator[tuple[str, Any]]:
     """The rows of a parquet file; of its columns, those that records have."""
     try:
         import pyarrow as pa
@@ -207,17 +242,21 @@ def _table(path: Path) -> Iterator[tuple[str, Any]]:
         ) from None
     try:
         with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
+            columns = dict.fromkeys(file.schema_arrow.names)
+            read_as = dict(zip(columns, names := keys.read(columns), strict=True))
             pairs = any(all({*keys} & {*names} for keys in pair) for pair in PAIRS.values())
+            if wanted is TEXT:
+                pairs = "text" in names
             if not (pairs or {*PREFERENCE} <= {*names} or {*SPELLINGS} & {*names}):
-                yield str(path), BadRecord(unrecognised(dict.fromkeys(names)), rest=True)
+                problem = without_text(columns) if wanted is TEXT else unrecognised(dict(names))
+                yield str(path), BadRecord(problem, rest=True)
                 return
             if not file.metadata.num_rows:
                 raise UserError(f"{path}: the file holds no records: it has no rows. Leave it out, or fill it.")
-            unread = dict.fromkeys(set(names) - _WANTED, True)  # there, and not looked at
-            rows = file.iter_batches(ROWS_AT_ONCE, columns=[name for name in names if name in _WANTED])
+            unread = {name: True for name, key in read_as.items() if key not in wanted}  # there, and not looked at
+            rows = file.iter_batches(ROWS_AT_ONCE, columns=[name for name in columns if name not in unread])
             for number, row in enumerate((row for batch in rows for row in batch.to_pylist()), start=1):
-                value = {key: _without_nulls(inner, key in _MESSAGES) for key, inner in row.items()}
+                value = {name: _without_nulls(inner, read_as[name] in _MESSAGES) for name, inner in row.items()}
                 yield f"{path}, row {number}", {**value, **unread}
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")

@@ -24,6 +24,7 @@ from hetero_mpi.data.record_files import (
     BadRecord,
     BadRecords,
     Compared,
+    OwnKeys,
     Shape,
     is_chat,
     keys_named,
@@ -98,6 +99,7 @@ def read_records(
     bad: BadRecords | None = None,
     preference: Compared | None = None,
     tell: Callable[[str], None] | None = None,
+    keys: OwnKeys | None = None,
 ) -> Records:
     """Read all records of the files that match the glob patterns of the job's ``key`` (see :func:`matching_files`).
 
@@ -110,7 +112,7 @@ def read_records(
     records: list[Record] = []
     unanswered, untrained, unread = list[str](), list[str](), Counter[str]()
     paths = matching_files(key, patterns, tell)
-    for source, value in (entry for path in paths for entry in values_of(path)):
+    for source, value in (entry for path in paths for entry in values_of(path, keys)):
         try:
             if isinstance(value, BadRecord):
                 raise value

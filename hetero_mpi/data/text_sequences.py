@@ -13,7 +13,7 @@ import codecs
 import io
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.batch import IGNORED, Tokens
 from hetero_mpi.data.dataset import Dataset, Rows, SequenceSettings, join_evaluation, mapped, share_out
-from hetero_mpi.data.record_files import kind_of
+from hetero_mpi.data.messages import kind_name, text_of
+from hetero_mpi.data.record_files import TEXT, BadRecord, BadRecords, OwnKeys, kind_of, values_of, without_text
 from hetero_mpi.data.source_files import matching_files, shown_patterns
 from hetero_mpi.data.tokenizer import beginning, encoded, end_token, in_batches, own_tokens_only, pad_token
 from hetero_mpi.disk import require_regular
@@ -59,6 +60,10 @@ class CorpusReport:
     documents: int = 0
     skipped: dict[Path, str] = field(default_factory=dict)
     """File -> why it gave nothing."""
+    textless: int = 0
+    """Records without any text."""
+    bad: BadRecords = field(default_factory=BadRecords)
+    """Records that were skipped."""
     truncated: bool = False
     """Whether reading stopped at ``max_bytes`` with text left."""
 
@@ -68,7 +73,9 @@ class CorpusReport:
         if self.skipped:
             path, reason = next(iter(self.skipped.items()))
             lines.append(f"{len(self.skipped):,} files skipped, such as {path}: {reason}")
-        return lines
+        if self.textless:
+            lines.append(f"{self.textless:,} records without text left out")
+        return lines + self.bad.lines()
 
 
 class Corpus:
@@ -80,22 +87,29 @@ class Corpus:
     def __init__(
         self,
         patterns: Sequence[str],
-        documents: Literal["file", "line"] = "file",
+        documents: Literal["file", "line", "record"] = "file",
         max_bytes: int | None = None,
         key: str = "data.text",
+        keys: Mapping[Any, str] | None = None,
+        skip_bad: int = 0,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
-        """``documents``: one per file, or per non-empty line. ``max_bytes``: reading stops after so many bytes of text.
-        ``patterns`` and ``key``: as in ``matching_files``. Raises UserError when nothing matches.
+        """``documents``: one per file, per non-empty line, or per record (the key "text", or what ``keys`` say in its place).
+        ``max_bytes``: reading stops after so many bytes of text. ``skip_bad``: so many broken records are skipped. ``patterns``,
+        ``key`` and ``tell``: as in ``matching_files``. Raises UserError when nothing matches.
         """
         self.patterns, self.documents, self.max_bytes, self.key = patterns, documents, max_bytes, key
-        self.paths = matching_files(key, patterns)
+        self._keys, self._skip_bad = keys or {}, skip_bad
+        self.paths = matching_files(key, patterns, tell)
         self.report = CorpusReport()
 
     def blocks(self) -> Iterator[tuple[str, bool]]:
         """Documents in sorted order of the files, in parts: (text, does the document end with it). Raises UserError at the end when
         there was no text at all."""
         report = CorpusReport()
-        for path in self.paths:
+        if self.documents == "record":
+            yield from ((text, True) for text in self._records(report))
+        for path in self.paths if self.documents != "record" else ():
             left = None if self.max_bytes is None else self.max_bytes - report.bytes
             if left == 0:
                 report.truncated = True
@@ -113,6 +127,43 @@ class Corpus:
                 f"{self.key} must match files with text in UTF-8; {shown_patterns(self.patterns)} matched "
                 f"{len(self.paths)} file(s) without any ({reasons}). Point it at other files."
             )
+
+    def _records(self, report: CorpusReport) -> Iterator[str]:
+        """The texts of records. Raises UserError when more are broken than may be skipped."""
+        keys, bad = OwnKeys(self._keys), BadRecords(self._skip_bad)
+        report.bad = bad
+        for path in self.paths:
+            report.files += 1
+            for source, value in values_of(path, keys, TEXT):
+                try:
+                    text = _text_of_record(value)
+                except BadRecord as problem:
+                    bad.add(source, problem)
+                    continue
+                size = len(text.encode())
+                if self.max_bytes is not None and report.bytes + size > self.max_bytes:
+                    report.truncated = True
+                    break
+                report.bytes, report.textless = report.bytes + size, report.textless + (not text.strip())
+                if text.strip():
+                    report.documents += 1
+                    yield text
+            if report.truncated:
+                break
+        bad.check(self.key)
+        keys.check()
+
+
+def _text_of_record(value: Any) -> str:
+    """Raises BadRecord: it is broken, or has no text."""
+    if isinstance(value, BadRecord):
+        raise value
+    if not isinstance(value, dict):
+        raise BadRecord(f"must be a JSON object; it is {kind_name(value)}")
+    if "text" not in value:
+        raise BadRecord(without_text(value))
+    text = value["text"]
+    return "" if text is None or text != text else text_of(text, "text")  # pandas writes NaN where a table has nothing
 
 
 def _texts(path: Path, max_bytes: int | None) -> Iterator[str]:

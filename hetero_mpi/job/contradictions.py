@@ -88,8 +88,16 @@ _OF_PREFERENCES = {
 """Key of [train] -> the preferences that it is for."""
 _TEXT_ONLY = (
     *("model.shard_cache", "model.quantization", "adapter.method", "adapter.path"),
-    *("tokenizer.path", "tokenizer.train_vocab_size", "data.text", "data.records", "data.weights", "data.evaluation"),
-    *("data.skip_bad", "data.documents", "data.template", "data.train_on_prompt", "data.packing", "data.isolate"),
+    *("tokenizer.path", "tokenizer.train_vocab_size", "data.text", "data.records", "data.keys", "data.weights"),
+    *(
+        "data.evaluation",
+        "data.skip_bad",
+        "data.documents",
+        "data.template",
+        "data.train_on_prompt",
+        "data.packing",
+        "data.isolate",
+    ),
     *("data.pad", "data.max_bytes", "train.preference", "train.wire", "sample.prompt", "cluster.emulate"),
 )
 """Keys for language models only."""
@@ -130,15 +138,24 @@ def _data(known: Known) -> Problems:
         yield "data.text", f"set exactly one of data.text and data.records; {state}"
         return
     if records is None:
-        other, used, keys = "records", "text", ["weights", "skip_bad", "template", "train_on_prompt", "isolate"]
+        other, used, keys = "records", "text", ["weights", "template", "train_on_prompt", "isolate"]
+        if known("data.documents") in ("file", "line"):
+            keys += ["keys", "skip_bad"]
     else:
         other, used, keys = "text", "records", ["documents", "max_bytes"]
     for key in keys:
         if known.changed(f"data.{key}"):
             yield f"data.{key}", f"applies to data.{other} only, and this job has data.{used}: leave it out"
-    for key in ("data.text", "data.evaluation") if records is None else ():
+    for key in ("data.text", "data.evaluation") if records is None and known("data.documents") != "record" else ():
         if any(entry.startswith("hf:") for entry in known(key) or ()):
-            yield key, "a data set of the hub (hf:...) holds records: name it in data.records"
+            rule = 'holds records: name it in data.records, or learn their text: data.documents = "record"'
+            yield key, f"a data set of the hub (hf:...) {rule}"
+    names = known("data.keys") or {}
+    if len({*names.values()}) < len(names):
+        yield "data.keys", "two keys cannot be read from one: give each a name of its own"
+    wrong = next((name for name in names if (name == "text") == (records is not None)), None)
+    if wrong is not None:
+        yield "data.keys", f"{wrong} is no key of what is learnt from data.{used}: leave it out"
     if weights is not None and records is not None and len(weights) != len(records):
         yield "data.weights", f"must be one for each entry of data.records: there are {len(weights)} and {len(records)}"
     if weights is not None and any(text.startswith("!") for text in records or ()):

@@ -72,7 +72,8 @@ def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
         what = "texts in quotes" if element is str else one.removeprefix("a ").replace("number", "numbers")
         return f"a list of {what}" + (f" (at least {least})" if least else "")
     if get_origin(annotation) is dict:
-        return "a table of keys"
+        key = get_args(annotation)[0]
+        return "a table of keys" + (f" ({', '.join(get_args(key))})" if get_origin(key) is Literal else "")
     if annotation in (int, float):
         return ("a whole number" if annotation is int else "a number") + _range(bounds)
     return _PLAIN[annotation]

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
 Weights = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
+RecordKey = Literal[
+    "text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "system", "history", "tools",
+    "chosen", "rejected",
+]  # fmt: skip
+"""Keys of records that a job may name otherwise."""
 Patterns = Annotated[list[str], Field(min_length=1)]
 """Files, as glob patterns."""
 
@@ -124,12 +129,15 @@ class DataTable(JobTable):
     files."""
 
     text: Patterns | None = None
-    """Text files (UTF-8), as glob patterns; ``{stdlib}`` is the running Python's standard library. A pattern that begins with ``!``
-    takes files away again: ``!{stdlib}/site-packages/**``."""
+    """Text files (UTF-8), as glob patterns, or with ``documents = "record"`` files as in ``records``; ``{stdlib}`` is the running
+    Python's standard library. A pattern that begins with ``!`` takes files away again: ``!{stdlib}/site-packages/**``."""
     records: Patterns | None = None
     """Instruction records (docs/data.md has their shapes): glob patterns of files with JSON lines, one JSON array, or parquet; or
     "hf:org/name/config:split", a data set of the Hugging Face hub, from the local cache or fetched by rank 0. Config and split may
     be left out (the default one, "train")."""
+    keys: dict[RecordKey, str] | None = None
+    """Own names of a record's keys: ``prompt = "query"`` reads the key ``query`` as ``prompt``. Keys that can be named so: those of
+    docs/data.md, and ``text`` (of ``documents = "record"``)."""
     weights: Weights | None = None
     """Records: how much of an epoch comes from each entry of ``records``, relative to the others; few sequences are repeated, many
     go on in the next epoch (docs/data.md). Each entry holds out its own ``held_out``. Empty: all are one data set."""
@@ -137,13 +145,13 @@ class DataTable(JobTable):
     """Files of the same kind that measure the evaluation loss and are never trained on; then ``held_out`` does not
     apply."""
     skip_bad: NotNegative = 0
-    """Records: so many that are broken, or that the chat template refuses, are skipped and named; one more ends the job. A file
+    """So many records that are broken, or that the chat template refuses, are skipped and named; one more ends the job. A file
     that breaks off or cannot be read always ends it."""
-    documents: Literal["file", "line"] = "file"
-    """Text: what one document is: a whole file, or a non-empty line."""
-    template: Literal["auto", "chat", "plain"] = "auto"
+    documents: Literal["file", "line", "record"] = "file"
+    """Text: what one document is: a whole file, a non-empty line, or the ``text`` of a record in files as in ``records``."""
+    template: Literal["auto", "chat", "plain", "none"] = "auto"
     """Records: "chat": by the tokenizer's chat template; "plain": under the headings ``## Task`` and ``## Answer``; "auto": by the
-    chat template where there is one, else plain (never of chat records)."""
+    chat template where there is one, else plain (never of chat records); "none": a prompt with its completion right behind it."""
     train_on_prompt: bool = False
     """Records: true learns the prompts too; false learns the answers only."""
     packing: bool = True
@@ -178,6 +186,9 @@ class TrainTable(JobTable):
     evaluation with the lowest loss so far, for ``export --best``."""
     global_batch: Positive = 8
     """Sequences per optimizer step, over all ranks; at most 8192 micro-batches."""
+    last_batch: Literal["full", "smaller"] = "full"
+    """Where an epoch leaves fewer sequences than ``global_batch``: "full": a step goes on with the next epoch's; "smaller": it has
+    what is left, as transformers' Trainer has it."""
     micro_batch: Positive | Literal["auto"] = "auto"
     """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses."""
     preference: Literal["none", "dpo", "ipo", "simpo", "orpo", "kto"] = "none"

@@ -174,7 +174,9 @@ class Loop:
 
     def _step(self, step: int) -> tuple[StepResult, Batch]:
         """(result, batch) of one step on the batch that rank 0 reads."""
-        own = self.dataset.batch(step, self.job.train.global_batch) if self.dataset is not None else None
+        train, own = self.job.train, None
+        if self.dataset is not None:
+            own = self.dataset.batch(step, train.global_batch, train.last_batch == "smaller")
         with self.world.waiting("rank 0 and the batch" if self.world.rank else "the others to take the batch"):
             batch, mismatched = self._broadcast(own), self._broadcast_mismatched(own)
         batch = self._with_point(batch, mismatched)

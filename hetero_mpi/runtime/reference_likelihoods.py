@@ -73,6 +73,6 @@ def _needed(train: TrainTable, dataset: DataSource) -> Indices:
     """The rows of the dataset that a run compares, ascending. On rank 0."""
     assert isinstance(dataset, Dataset)
     steps = train.steps if dataset.parts else min(train.steps, -(-len(dataset.train) // train.global_batch))
-    rows = [dataset.numbers(step, train.global_batch) for step in range(steps)]
+    rows = [dataset.numbers(step, train.global_batch, train.last_batch == "smaller") for step in range(steps)]
     needed = np.concatenate([*rows, dataset.held_out[: train.evaluate_sequences]])
     return np.unique([needed, needed + (train.preference == "kto")])

@@ -20,6 +20,7 @@ from hetero_mpi.checkpoint.directory import remove_shards
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.data.batch import steps_per_epoch
 from hetero_mpi.emulation.emulation_check import check_emulated_times
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.errors import ExitCode, UserError
@@ -284,6 +285,6 @@ def _open_display(
     unit = units.unit_of(context.job.data.sequence_length)
     train, per_epoch = context.job.train, None
     if train.epochs is not None and context.dataset is not None:
-        per_epoch = len(context.dataset.train) / train.global_batch
+        per_epoch = steps_per_epoch(len(context.dataset.train), train.global_batch, train.last_batch == "smaller")
     display = stack.enter_context(ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch))
     return metrics, display

@@ -284,7 +284,7 @@ def _check_shapes(reader: CheckpointReader, path: Path, tuning: Tuning, spec: Pa
 def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None:
     """Refuse a stored state of a run that took its steps in another way. Raises UserError."""
     then = reader.metadata["job"]
-    now = {key: getattr(train, key) for key in ("seed", "global_batch", "dtype", "optimizer")}
+    now = {key: getattr(train, key) for key in ("seed", "global_batch", "last_batch", "dtype", "optimizer")}
     for key, value in now.items():
         if value == "auto":  # the dtype, before it is settled
             continue

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hetero_mpi.data.batch import IGNORED, Batch, batch_indices
+from hetero_mpi.data.batch import IGNORED, Batch, batch_indices, steps_per_epoch
 from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.text_sequences import Corpus, build_sequences
 from hetero_mpi.data.tokenizer import (
@@ -329,6 +329,24 @@ def test_every_epoch_holds_every_sample_once(samples: int, global_batch: int, se
     assert stream.dtype == np.int64 and len(stream) == steps * global_batch
     for epoch in range(epochs):
         assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 2**63 - 1))
+def test_an_epoch_may_end_with_a_smaller_batch(samples: int, global_batch: int, seed: int) -> None:
+    steps = int(steps_per_epoch(samples, global_batch, True))
+    batches = [batch_indices(step, global_batch, samples, seed, smaller=True) for step in range(2 * steps)]
+    assert {len(batch) for batch in batches[: steps - 1]} <= {global_batch} and len(batches[steps - 1]) == len(
+        batches[-1]
+    )
+    for epoch in range(2):
+        assert sorted(np.concatenate(batches[epoch * steps : (epoch + 1) * steps])) == list(range(samples))
+    assert (
+        np.concatenate(batches[:steps]).tolist()
+        == np.concatenate([batch_indices(step, global_batch, samples, seed) for step in range(steps)])[
+            :samples
+        ].tolist()
+    ), "the same order"
 
 
 def test_the_order_is_frozen() -> None:

@@ -6,14 +6,17 @@ four padding tokens without targets.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset as HubDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
 
 from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.data.chat_template import choose_template, plain_texts, render_prompt, tokenize_records
@@ -382,3 +385,28 @@ def test_the_sample_data_is_sound(chatty: PreTrainedTokenizerFast, template: str
     for entry in tokenize_records(chatty, choose_template(chatty, template), found.records):  # type: ignore[arg-type]
         answers = [message.content for message in entry.record.messages if message.role == "assistant"]
         assert chatty.decode(entry.ids[entry.answer]) == "".join(answer + END_TOKEN for answer in answers)
+
+
+def test_without_a_template_a_completion_stands_behind_its_prompt_as_in_trl(
+    chatty: PreTrainedTokenizerFast, plain: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"Grass {n} is", "completion": text} for n, text in enumerate([" green", "", "ish\n", " a b "])]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    records = read_records([str(tmp_path / "a.jsonl")]).records
+    theirs = [row for row in rows if row["completion"]]
+    for tokenizer in (chatty, plain):
+        tiny = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("llama", vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                 num_attention_heads=1)
+        )  # fmt: skip
+        args = SFTConfig(
+            output_dir=str(tmp_path), report_to=[], use_cpu=True, max_length=None, eos_token=tokenizer.eos_token
+        )
+        trainer = SFTTrainer(tiny, args, train_dataset=HubDataset.from_list(theirs), processing_class=tokenizer)
+        found = list(tokenize_records(tokenizer, choose_template(tokenizer, "none", records), records))
+        assert [one.ids.tolist() for one in found] == trainer.train_dataset["input_ids"]
+        labels = [np.where(one.answer, one.ids, -100).tolist() for one in found]
+        assert labels == trainer.train_dataset["labels"]
+    (tmp_path / "b.jsonl").write_text(json.dumps({**rows[0], "system": "Be brief"}))
+    with pytest.raises(UserError, match=r"learns completions of prompts, and .*b.jsonl, line 1 is a conversation"):
+        choose_template(plain, "none", read_records([str(tmp_path / "b.jsonl")]).records)

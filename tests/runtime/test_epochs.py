@@ -32,11 +32,13 @@ class Runs(Workshop):
         rising = {"steps": 60, "learning_rate": 0.1, "evaluate_every": EVERY, "patience": PATIENCE}
         kept = {"every": 0, "keep": 1}
         epochs = self.job("epochs", values, train={"epochs": 0.4})
+        smaller = self.job("smaller", values, train={"epochs": 1.1, "last_batch": "smaller"})
         write_profile(directory / "profile.toml", epochs, ranks)
         patient = self.job("patient", values, train=rising)
         sparing = self.job("sparing", values, train=rising, checkpoint=kept)
         self.entries: dict[str, dict[str, Any]] = {
             "epochs": {"job": epochs, "run_dir": self.run("epochs")},
+            "smaller": {"job": smaller, "run_dir": self.run("smaller")},
             "patient": {"job": patient, "run_dir": self.run("patient")},
             "sparing": {"job": sparing, "run_dir": self.run("sparing")},
             "over": {"job": sparing, "run_dir": self.run("sparing"), "resume": "latest"},
@@ -77,6 +79,23 @@ def test_epochs_are_so_many_passes(on: Any, ranks: int) -> None:
     assert steps > 1 and ended_after(runs.run("epochs")) == steps
     assert f"{steps} steps of {GLOBAL_BATCH} are {steps * GLOBAL_BATCH / sequences:.3g} epochs" in printed
     assert f"step {steps}/{steps}, epoch {steps * GLOBAL_BATCH / sequences:.2f} loss" in printed
+
+
+@on_ranks(1, 3, quick=(1,))
+def test_an_epoch_may_end_with_a_smaller_batch(on: Any, ranks: int) -> None:
+    runs, outcomes = on(ranks)
+    assert outcomes["smaller"].raised == ("",) * ranks, outcomes["smaller"].texts
+    printed = " ".join(outcomes["smaller"].printed.split())
+    (sequences,) = (int(text.split()[-1]) for text in [printed.split(" training and")[0].replace(",", "")])
+    per_epoch, left = -(-sequences // GLOBAL_BATCH), sequences % GLOBAL_BATCH
+    assert left, "the data end in the middle of a batch"
+    steps = read_metrics(runs.run("smaller") / "metrics.jsonl").steps
+    assert len(steps) == math.ceil(1.1 * per_epoch)
+    ratios = [one.tokens * GLOBAL_BATCH / steps[0].tokens for one in steps]
+    assert ratios == [left if one.step == per_epoch else GLOBAL_BATCH for one in steps]
+    if ranks == 3:
+        alone = [one.loss for one in read_metrics(on(1)[0].run("smaller") / "metrics.jsonl").steps]
+        assert [one.loss for one in steps] == pytest.approx(alone, rel=1e-6)
 
 
 @on_ranks(1, 3, quick=(1,))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.chat_template import Template, choose_template, plain_texts, tokenize_records
 from hetero_mpi.data.dataset import Dataset, DataSource, SequenceSettings
-from hetero_mpi.data.record_files import BadRecords, Compared
+from hetero_mpi.data.record_files import BadRecords, Compared, OwnKeys
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
 from hetero_mpi.data.records import Record, Records, read_records
 from hetero_mpi.data.source_files import matching_files
@@ -52,7 +52,7 @@ class Material:
     dataset: DataSource
     notes: tuple[str, ...]
     """Remarks to be printed."""
-    template: Literal["chat", "plain"] | None = None
+    template: Literal["chat", "plain", "none"] | None = None
     """The template that turned records into text; None: the job has plain text."""
     skipped_records: int = 0
     """Bad records that were left out (``data.skip_bad``)."""
@@ -62,7 +62,7 @@ class Material:
 
 def prompt_template(job: JobConfig) -> Template | None:
     """The form of prompt that the job's model expects: the last argument of ``data.chat_template.render_prompt``."""
-    return None if job.data.records is None else job.data.template
+    return None if job.data.records is None or job.data.template == "none" else job.data.template
 
 
 def prepare(loaded: LoadedJob) -> Material:
@@ -77,15 +77,15 @@ def prepare(loaded: LoadedJob) -> Material:
 
 def _from_text(loaded: LoadedJob) -> Material:
     data = loaded.job.data
-    corpus = Corpus(loaded.patterns("text"), data.documents, data.max_bytes)
-    evaluation = None
+    read = functools.partial(Corpus, documents=data.documents, keys=data.keys, skip_bad=data.skip_bad, tell=say)
+    corpus, evaluation = read(loaded.patterns("text"), max_bytes=data.max_bytes), None
     if data.evaluation is not None:
-        evaluation = Corpus(loaded.patterns("evaluation"), data.documents, key="data.evaluation")
-    for read in (corpus, evaluation):
-        next(iter(read.blocks() if read else ("",)))  # there is some text
+        evaluation = read(loaded.patterns("evaluation"), key="data.evaluation")
+    for one in (corpus, evaluation):
+        next(iter(one.blocks() if one else ("",)))  # there is some text
     config, generation, told = _model_keys(loaded)
-    files = [file_marks(read.paths) if read else None for read in (corpus, evaluation)]
-    key = ["text", *files, data.documents, data.max_bytes]
+    files = [file_marks(one.paths) if one else None for one in (corpus, evaluation)]
+    key = ["text", *files, data.documents, data.max_bytes, data.keys, data.skip_bad]
     tokenizer, notes = _tokenizer(
         loaded, config, key, lambda: (piece.text for piece in pieces_of(corpus.blocks(), bpe_split))
     )
@@ -95,17 +95,17 @@ def _from_text(loaded: LoadedJob) -> Material:
         dataset = build_sequences(corpus, tokenizer, settings, evaluation, folder, _progress(corpus.paths))
         lines = [
             f"{name}: {line}"
-            for name, read in (("corpus", corpus), ("evaluation", evaluation))
-            for line in (read.report.lines() if read is not None else ())
+            for name, one in (("corpus", corpus), ("evaluation", evaluation))
+            for line in (one.report.lines() if one is not None else ())
         ]
-        write_dataset(folder, dataset, {"notes": [*lines, *dataset.notes]})
+        skipped = sum(len(one.report.bad.problems) for one in (corpus, evaluation) if one is not None)
+        write_dataset(folder, dataset, {"notes": [*lines, *dataset.notes], "skipped": skipped})
 
     dataset, found, kept = _kept(loaded, [*key, _mark(tokenizer), data.packing], fill)
     dataset, remarks = _placed(dataset, config)
     generation = _with_end(config, generation, tokenizer)
-    return Material(
-        config, tokenizer, dataset, (*told, *notes, *found["notes"], *kept, *remarks), generation=generation
-    )
+    lines = (*told, *notes, *found["notes"], *kept, *remarks)
+    return Material(config, tokenizer, dataset, lines, None, found["skipped"], generation)
 
 
 def _from_records(loaded: LoadedJob) -> Material:
@@ -114,11 +114,14 @@ def _from_records(loaded: LoadedJob) -> Material:
     preference: Compared | None = None if method == "none" else "labels" if method == "kto" else "pairs"
     named = _named_patterns(loaded)
     files = [file_marks(matching_files(key, patterns, say)) for key, patterns in named]
-    key = ["records", files, [name for name, _ in named], data.skip_bad, preference]
+    key = ["records", files, [name for name, _ in named], data.skip_bad, preference, data.keys]
 
     @functools.cache
     def read() -> list[Records]:
-        return [read_records(patterns, name, bad, preference, say) for name, patterns in named]
+        keys = OwnKeys(data.keys or {})
+        found = [read_records(patterns, name, bad, preference, say, keys) for name, patterns in named]
+        keys.check()
+        return found
 
     def records() -> Iterator[Record]:
         """Those to be learnt from."""
@@ -241,6 +244,7 @@ def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
 _FORMS = {
     "chat": "the tokenizer's chat template",
     "plain": "the plain form (## Task, ## Answer), which is saved as the tokenizer's chat template",
+    "none": "no template: a completion stands right behind its prompt",
 }
 
 

@@ -19,6 +19,7 @@ from hetero_mpi.comm.ranks.mpi_start import check_versions
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
+from hetero_mpi.data.batch import steps_per_epoch
 from hetero_mpi.data.dataset import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import Backend, best_dtype
@@ -110,12 +111,13 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     if material is not None:
         dataset = material.dataset
         say(*material.notes)
-        epochs = job.train.steps * job.train.global_batch / len(dataset.train)
+        smaller = job.train.last_batch == "smaller"
+        epochs = job.train.steps / steps_per_epoch(len(dataset.train), job.train.global_batch, smaller)
         say(
             f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out {rows}; "
             f"{job.train.steps:,} steps of {job.train.global_batch} are {epochs:.3g} epochs"
         )
-        if job.train.global_batch > len(dataset.train):
+        if job.train.global_batch > len(dataset.train) and not smaller:
             say(
                 f"a batch is larger than the data: each training sequence is in every step "
                 f"{job.train.global_batch / len(dataset.train):.3g} times. Lower train.global_batch, or add data"
@@ -141,7 +143,9 @@ def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJ
     train = loaded.job.train
     if train.epochs is None:
         return loaded
-    steps = math.ceil(train.epochs * samples / train.global_batch) if samples is not None else None
+    steps = None
+    if samples is not None:
+        steps = math.ceil(train.epochs * steps_per_epoch(samples, train.global_batch, train.last_batch == "smaller"))
     table = train.model_copy(update={"steps": world.broadcast_json(steps)})
     return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
 
