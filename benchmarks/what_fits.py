@@ -25,8 +25,8 @@ from make_profiles import LLAMA_8B, LLAMA_13B, LLAMA_70B  # noqa: E402
 from profile_parts import CALL_S, EFFICIENCY, GIB, Card, Shape, model_of, sheet_times  # noqa: E402
 
 from hetero_mpi.errors import UserError  # noqa: E402
+from hetero_mpi.planning.decision.decide import WORTHWHILE  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
-from hetero_mpi.planning.decision.streaming import WORTHWHILE  # noqa: E402
 from hetero_mpi.planning.types.cost import DTYPE_BYTES  # noqa: E402
 from hetero_mpi.planning.types.plan import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile  # noqa: E402

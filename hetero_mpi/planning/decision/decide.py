@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi import units
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.contention import slowness, spread_out, while_computing
+from hetero_mpi.planning.contention import slowness, spread_out, while_computing, with_copying
 from hetero_mpi.planning.decision.groups import with_groups
 from hetero_mpi.planning.decision.several_stages import SeveralStages
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
-from hetero_mpi.planning.decision.streaming import with_streamed_stages
 from hetero_mpi.planning.durations import optimizer_s, whole_model_s
-from hetero_mpi.planning.memory import fits_memory, stage_trainable, with_copies
+from hetero_mpi.planning.memory import (
+    fits_memory,
+    predict_memory,
+    stage_trainable,
+    with_copies,
+)
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
 from hetero_mpi.planning.search import layouts
@@ -31,6 +35,11 @@ from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.plan import Alone, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+
+WORTHWHILE = 0.02
+"""A plan with streamed stages must be shorter by this share than one without, unless the job asks for streaming."""
+FULL = 0.8
+"""Memory stands in the way where a rank uses more than this share of it."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +84,7 @@ def _decided(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     everyone = range(len(profile.devices))
     busy = while_computing(profile, everyone)
     resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))
-    timed = None if resident is None else (resident.plan, resident.step_s)
-    streamed = with_streamed_stages(busy, request, timed, _streamed)
-    found = resident if streamed is None else Decision(*streamed)
+    found = _streamed(busy, request, resident) or resident
     if found is None or busy is profile:
         return found
     return replace(found, step_s=outlined(found.plan, profile).step_s)
@@ -99,9 +106,51 @@ def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
     return None if decision is None else decision.plan
 
 
-def _streamed(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int]) -> Plan | None:
-    found = _resident(profile, request, slices)
-    return None if found is None else found.plan
+def _streamed(profile: ClusterProfile, request: PlanRequest, resident: Decision | None) -> Decision | None:
+    """The fastest plan with streamed stages that is found; None: nothing fits even so, or ``resident`` is as good.
+
+    To stream a stage is one of the ways in which the search may hold it (``tables.Way``). Where that is left to the planner, it is
+    looked at only where memory may stand in the way of ``resident``, which must be slower by ``WORTHWHILE``.
+    """
+    if request.streaming == "never" or not streamable(profile):
+        return None
+    left = request.streaming == "auto"
+    if left and resident is not None and not _memory_binds(resident.plan, profile, request):
+        return None
+    sizes = sorted(set(request.micro_batch_choices))
+    larger = list(sizes)
+    while len(sizes) > 1 and request.global_batch % (2 * larger[-1]) == 0:
+        larger.append(2 * larger[-1])
+    asked = replace(
+        request,
+        micro_batch_choices=tuple(larger),
+        split_choices=(False,),
+        stages_per_rank=1,  # a rank with a streamed stage holds no other one
+    )
+    crowded = with_copying(profile, range(len(profile.devices)))
+    found = _resident(crowded, asked, sorted({sizes[place] for place in (0, len(sizes) // 2, -1)}))
+    fitter = Fitter(profile, request)
+    plan = None if found is None else fitter.fitted(found.plan)
+    if plan is None or not fitter.holds(plan):
+        return None
+    step_s = fitter.step_s(plan)
+    worthwhile = resident is None or step_s < resident.step_s * (1 - WORTHWHILE * left)
+    return Decision(plan, step_s) if worthwhile else None
+
+
+def streamable(profile: ClusterProfile) -> bool:
+    """Whether there is anything to stream. What is trained whole is kept in host memory, which spares some devices theirs."""
+    model = profile.model
+    if model.trained_whole:
+        return not all(device.shares_host_memory for device in profile.devices)
+    return any(map(model.streamed_bytes, range(len(model.layers))))
+
+
+def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
+    """Whether some rank's memory is nearly full, or a stage repeats forwards to spare it."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    memory = predict_memory(plan, profile, request.memory_reserve)
+    return any(stage.recompute for stage in stages) or any(one.peak_bytes > FULL * one.usable_bytes for one in memory)
 
 
 def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Decision | None:

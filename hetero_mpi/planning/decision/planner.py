@@ -40,7 +40,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     Decides which ranks take part in which pipelines and in which order, shares of the batch,
     the layers of every stage, micro-batches, warm-up depths, splitting and where to recompute. How ranks are numbered changes
     nothing, unless the request is indifferent to small differences: then ranks stand in their own order where that costs no
-    more (``rank_order``). Of equally fast plans, the one with fewer ranks is taken. Copies of the trained state are
+    more. Of equally fast plans, the one with fewer ranks is taken. Copies of the trained state are
     counted where ranks compute in host memory, unless nothing fits beside them. Raises ``UserError`` when nothing fits: what is
     short by how much, and which changes were found to help.
     """

@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hetero_mpi import units
-from hetero_mpi.planning.decision.decide import decide, fits
+from hetero_mpi.planning.decision.decide import decide, fits, streamable
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
-from hetero_mpi.planning.decision.streaming import streamable
 from hetero_mpi.planning.memory import host_state_bytes, memory_of, usable_bytes
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.cluster_changes import with_copy_of

@@ -51,11 +51,6 @@ def in_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Colum
     return columns + _chunks(costs, rest, pipelines, keys)
 
 
-def of_all(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
-    """Columns of like ranks, wherever they are."""
-    return _chunks(costs, list(range(costs.count)), pipelines, keys)
-
-
 def along_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
     """Columns across hosts, such that neighbours of a host stand one after another in a pipeline.
 

@@ -128,11 +128,6 @@ class Costs:
         """Sequences per second of each rank, were it alone with a memory that holds everything."""
         return np.asarray(self.micro_batch / (self.forward_s[0].sum(axis=1) + self.backward_s[0].sum(axis=1)))
 
-    @property
-    def unlinked(self) -> bool:
-        """Whether messages take no time at all. Then it does not matter who is whose neighbour."""
-        return not self.latency_s.any() and not self.per_byte_s.any()
-
     @cached_property
     def outward_level(self) -> Floats:
         """The higher the faster: messages per second over each rank's best link to another host, alike for like ranks."""

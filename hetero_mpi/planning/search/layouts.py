@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_mpi.planning.memory import hosts_suffice
-from hetero_mpi.planning.search.clock import Clock
 from hetero_mpi.planning.search.columns import (
     Chains,
     Column,
@@ -25,11 +24,10 @@ from hetero_mpi.planning.search.columns import (
     along_hosts,
     in_columns,
     in_hosts,
-    of_all,
 )
 from hetero_mpi.planning.search.costs import Costs, costs_by_size
 from hetero_mpi.planning.search.pipelines import Fitting, Line
-from hetero_mpi.planning.search.rounds import Rounds
+from hetero_mpi.planning.search.rounds import Clock, Rounds
 from hetero_mpi.planning.tables import FEW, Floats, levels, stage_bytes
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -168,7 +166,7 @@ def _groupings(costs: Costs, pipelines: int, levelled: tuple[Floats, Floats, Flo
     """Ways of putting ranks into columns. ``levelled``: memory, links outward and speed, alike for like ranks."""
     memory, outward, speed = levelled
     seen: set[tuple[Column, ...]] = set()
-    builds = (of_all,) if costs.unlinked else (in_hosts, along_hosts) if pipelines > 1 else (in_hosts,)
+    builds = (in_hosts, along_hosts) if pipelines > 1 else (in_hosts,)
     for keys in ((memory, outward, speed), (memory, speed, outward)):
         for build in builds:
             members = build(costs, pipelines, keys)

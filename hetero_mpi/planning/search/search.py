@@ -16,12 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_mpi.planning.fit import like_ranks
-from hetero_mpi.planning.search.clock import Clock, is_plain
 from hetero_mpi.planning.search.costs import costs_by_size
 from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.search.orders import Candidates, Found, Orders
 from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, Lines, used
-from hetero_mpi.planning.search.rounds import Rounds, Start, always_split
+from hetero_mpi.planning.search.rounds import Clock, Rounds, Start, always_split, is_plain
 from hetero_mpi.planning.tables import in_classes, shares_nics
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile

@@ -9,12 +9,12 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
-from hetero_mpi.planning.search.clock import Clock
 from hetero_mpi.planning.search.columns import Chains, along_hosts, in_columns, in_hosts
 from hetero_mpi.planning.search.costs import Costs, levels, tabulated
 from hetero_mpi.planning.search.layouts import _dealt, _Found, _Layout
 from hetero_mpi.planning.search.layouts import several as layouts_of
 from hetero_mpi.planning.search.pipelines import Line
+from hetero_mpi.planning.search.rounds import Clock
 from hetero_mpi.planning.search.search import Search
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
