@@ -36,7 +36,7 @@ MOST_NUMBERS, NUMBERS_IN_BRIEF = 3, 2
 """So many numbers of more ranks, the most promising ones; and where the request is to be answered briefly."""
 SLOWER = 1.08
 """None is looked at closely whose candidates are so much slower than the best plan of fewer pipelines."""
-SHORT, LONG, KEPT, SIMULATED = 25, 50, 12, 8
+SHORT, LONG, KEPT, SIMULATED = 25, 15, 12, 8
 """Rounds in which candidates are improved to see whether their number is promising, and for each of ``DEPTHS`` if it is; how many
 of them are kept, and simulated with the depths that look best."""
 DEPTHS = (1.0, 0.5, 1.4)
