@@ -159,7 +159,7 @@ def test_the_command_serves_a_run_that_is_over_until_an_interrupt(tmp_path: Path
             address, token = serving.stdout.readline().split()[-1].split("#")
             headers = {"Authorization": f"Bearer {token}"}
             with urllib.request.urlopen(
-                urllib.request.Request(f"{address}changes", headers=headers), timeout=60
+                urllib.request.Request(f"{address}changes/0", headers=headers), timeout=60
             ) as answer:
                 assert "Training is over after 60 steps." in json.load(answer)["parts"]["header"]
             serving.send_signal(signal.SIGINT)

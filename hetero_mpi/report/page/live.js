@@ -50,7 +50,7 @@ async function log(details) {
 async function follow() {
   clearTimeout(waiting);
   try {
-    const told = await (await ask("changes?after=" + version)).json(), parts = find("parts");
+    const told = await (await ask("changes/" + version)).json(), parts = find("parts");
     for (const [name, markup] of Object.entries(told.parts)) put(name, markup);
     told.order.forEach((name, number) => {
       const place = find("part-" + name);

@@ -19,10 +19,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from markupsafe import Markup
 
@@ -46,10 +44,6 @@ _WATCHED_S, _LINGER_S = 3.0, 2.5
 """Who has asked within this time watches, and is shown the end for so long."""
 _LOG_BYTES = 1 << 15
 _UNKEPT = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin"}
-_SHELL_HEADERS = _UNKEPT | {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
-    "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-}
 
 
 class Parts:
@@ -158,27 +152,20 @@ class _LiveConnection(Connection):
         if self.command != "GET":
             raise HttpError(405, "the page of a run can be looked at only (GET)")
         if self.route == "":
-            self.send_content(shell(), "text/html; charset=utf-8", _SHELL_HEADERS)
+            page = TEMPLATES.get_template("live.html").render(palette=Markup(palette_css()))
+            self.send_content(page.encode(), "text/html; charset=utf-8", _UNKEPT)
             return
         if self.route == "/live.js":
-            self.send_content(
-                Path(__file__).with_name("live.js").read_bytes(), "text/javascript; charset=utf-8", _UNKEPT
-            )
+            script = Path(__file__).with_name("live.js").read_bytes()
+            self.send_content(script, "text/javascript; charset=utf-8", _UNKEPT)
             return
         self.check_token()
-        if self.route == "/changes":
-            after = parse_qs(urlsplit(self.path).query).get("after", [""])[0]
-            self.send(self.server.parts.since(int(after) if re.fullmatch(r"[0-9]{1,18}", after) else 0))
+        if found := re.fullmatch(r"/changes/([0-9]{1,18})", self.route):
+            self.send(self.server.parts.since(int(found[1])))
         elif found := re.fullmatch(r"/log/([0-9]{4,9})", self.route):
             self.send_content(self.server.parts.log(found[1]), "text/plain; charset=utf-8", _UNKEPT)
         else:
             raise HttpError(404, f"there is no {self.route[:100]} here", code="not_found")
-
-
-@cache
-def shell() -> bytes:
-    """The page without anything of the run, which its script asks for."""
-    return TEMPLATES.get_template("live.html").render(palette=Markup(palette_css())).encode()
 
 
 def _page_socket(port: int | None, host: str) -> socket.socket:
