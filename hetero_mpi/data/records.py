@@ -71,12 +71,9 @@ class Records:
         """Counts of what was found, for a person. ``template``: the chat template, which may read keys of messages."""
         shapes = Counter(record.shape for record in self.records)
         found = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
-        what = (
-            f"{len(self.records) // 2:,} pairs of answers"
-            if self.preference == "pairs"
-            else f"{len(self.records):,} records"
-        )
-        lines = [f"{what} from {self.files:,} files ({found})"]
+        total = len(self.records) // (2 if self.preference == "pairs" else 1)
+        kind, what = ("pairs", "pairs of answers") if self.preference == "pairs" else ("records", "records")
+        lines = [f"{total:,} {what} from {self.files:,} files ({found})"]
         left_out = {"without an answer": self.unanswered, "without an answer to learn (train = false)": self.untrained}
         for why, sources in left_out.items():
             if sources:
@@ -85,9 +82,6 @@ class Records:
         unread = [(key, count) for key, count in self.unread.items() if key.partition("[].")[2] not in read]
         if unread:
             (key, count), *further = sorted(unread, key=lambda entry: (-entry[1], entry[0]))
-            kind, total = "records", len(self.records)
-            if self.preference == "pairs":
-                kind, total = "pairs", total // 2
             named = [f"{count:,} of {total:,} {kind} have `{key}`", *(f"{count:,} `{key}`" for key, count in further)]
             lines.append(f"{', '.join(named)}, which {'are' if further else 'is'} not learnt")
         return lines

@@ -44,17 +44,17 @@ def final_lines(
     unigram_entropy: float | None = None,
     written: Mapping[str, Path] | None = None,
     speed_changes: SpeedChanges = (),
-    preference: bool = False,
+    compared: str = "",
     others: str = "",
 ) -> list[str]:
     """The summary as lines. ``steps`` and ``evaluations``: of this run, without those of the run it resumed.
 
     ``unigram_entropy``: of the training targets, nats per token. ``written``: what -> path, in the order to be shown.
-    ``others``: what other programs took of the cores, in words.
+    ``compared``: pair or answer, where preferences are learnt. ``others``: what other programs took of the cores, in words.
     """
     lines = time_lines(report, profile, steps, speed_changes, others)
     per = "nats per token" if units.unit_of(report.plan.sequence_length) == "tokens" else "per sample"
-    lines += loss_lines(steps, evaluations, unigram_entropy, "per pair" if preference else per)
+    lines += loss_lines(steps, evaluations, unigram_entropy, f"per {compared}" if compared else per)
     if written:
         width = max(len(what) for what in written)
         lines += ["Written:", *(f"  {what:<{width}}  {path}" for what, path in written.items())]
@@ -343,6 +343,7 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
             *(told(form, f"adapter.{key}") for form, key in of_adapter if lora),
             *(key for key in ("rslora", "dora") if lora and setting(f"adapter.{key}")),
             told("from {}", "adapter.path") if lora else "",
+            told("preferences by {}", "train.preference") if setting("train.preference") != "none" else "",
         ],
         "model": [told("{}", "model.path"), told("made by {}", "model.factory"), " ".join(new.split())],
         "data": [

@@ -183,6 +183,9 @@ def _result_directory(context: RunContext) -> Path:
     return context.run_dir / ("model" if context.tuning.full else "adapter")
 
 
+_POINT = "KTO's reference point takes a forward pass in each step, which no prediction counts"
+
+
 def _say_end(
     context: RunContext, report: PlanReport, state: TrainingState, result_directory: Path, others: str
 ) -> None:
@@ -192,8 +195,10 @@ def _say_end(
         written["checkpoint"] = state.newest_checkpoint
     written |= files_of(context) | {"metrics": context.run_dir / "metrics.jsonl", "logs": context.run_dir / "logs"}
     entropy = context.dataset.unigram_entropy()
-    changes = context.job.cluster.speed_changes()
-    shown = state.metrics, state.evaluations, entropy, written, changes, context.job.train.preference != "none", others
+    changes, method = context.job.cluster.speed_changes(), context.job.train.preference
+    others = "; ".join(filter(None, [others, _POINT if method == "kto" else ""]))
+    compared = {"none": "", "kto": "answer"}.get(method, "pair")
+    shown = state.metrics, state.evaluations, entropy, written, changes, compared, others
     say(*final_lines(report, context.profile, *shown))
     if context.material is not None and context.material.skipped_records:
         say(

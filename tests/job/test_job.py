@@ -201,6 +201,17 @@ lerning_rate = 3
             ["data.text=", "data.records=['a']", "data.template=chat"],
             'template = "chat": a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"',
         ),
+        (["train.preference=dpo"], 'preference = "dpo": learns from answers: set data.records, not data.text'),
+        (["train.preference_margin=1"], "preference_margin = 1: is for train.preference = simpo: leave it out"),
+        (
+            ["train.preference=orpo", "train.preference_smoothing=0.1"],
+            "preference_smoothing = 0.1: is for train.preference = dpo and simpo: leave it out",
+        ),
+        (["train.preference=dpo", "train.undesirable_weight=2"], "is for train.preference = kto: leave it out"),
+        (
+            ["train.preference_smoothing=0.5"],
+            "preference_smoothing = 0.5: must be a number of at least 0 and below 0.5",
+        ),
         (["data.packing=1"], "packing = 1: must be true or false"),
         (["train.learning_rate=inf"], "learning_rate = inf: must be a number above 0"),
         (["train.steps=2.0"], "steps = 2.0: must be a whole number of at least 1"),

@@ -106,6 +106,20 @@ def test_deaths_and_changes_of_plan_are_marked_in_the_charts(tmp_path: Path) -> 
     assert all("<title>after step 20: layer 1 moves</title>" in chart for chart in with_marks)
 
 
+def test_rewards_have_charts(tmp_path: Path) -> None:
+    profile = cluster(2)
+    run = make_run(
+        tmp_path / "a", planned(profile), profile, job={**JOB, "train": {**JOB["train"], "preference": "kto"}}
+    )
+    found = read_run(run)
+    plain = len(sections.learning(found).charts)
+    told = {"chosen_reward": 0.5, "rejected_reward": -0.5, "reward_margin": 1.0}
+    steps = tuple(replace(step, **told) for step in found.metrics.steps)
+    charts = sections.learning(replace(found, metrics=replace(found.metrics, steps=steps))).charts
+    assert len(charts) == plain + 2
+    assert "loss per answer" in charts[0] and all(name in charts[1] for name in ("rewards", "chosen", "rejected"))
+
+
 def test_a_resumed_start_is_marked_with_the_loss_before_it(tmp_path: Path) -> None:
     profile = cluster(2)
     run = make_run(tmp_path / "a", planned(profile), profile)

@@ -18,7 +18,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.logs import LOGGER, say, setup_logging
-from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, read_metrics
+from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, read_metrics, rewards_text
 from hetero_mpi.report.run_files.run_directory import claim
 from tests.support.past_runs import metrics
 
@@ -39,6 +39,21 @@ def test_metrics_survive_the_file(tmp_path: Path) -> None:
     keys = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s"]
     lines = path.read_text().splitlines()
     assert list(json.loads(lines[0])) == keys and list(json.loads(lines[-1])) == [*keys, "router_loss"]
+
+
+def test_rewards_survive_the_file(tmp_path: Path) -> None:
+    told = {"chosen_reward": 0.5, "rejected_reward": -0.25, "reward_margin": 0.75, "reward_accuracy": 1.0}
+    line = replace(metrics(1), **told)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.step(line)
+        writer.step(replace(metrics(2), chosen_reward=0.0, kl=0.25))
+        writer.evaluation(2, 0.5, **told)
+    found = read_metrics(tmp_path / "metrics.jsonl")
+    assert found.steps == (line, replace(metrics(2), chosen_reward=0.0, kl=0.25))
+    assert found.evaluations == (Evaluation(2, 0.5, **told),)
+    first, second, _ = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert list(first)[-4:] == list(told) and list(second)[-2:] == ["chosen_reward", "kl"]
+    assert rewards_text(line) == ", reward margin 0.7500, accuracy 100%" and rewards_text(metrics(1)) == ""
 
 
 def test_non_finite_numbers_stay_valid_json(tmp_path: Path) -> None:

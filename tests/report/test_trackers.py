@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,14 +27,15 @@ def test_tensorboard_files(tmp_path: Path) -> None:
     profile = cluster(2)
     lines = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
     trackers = Trackers(["tensorboard"], tmp_path, {})
-    trackers.step(lines[0])
-    trackers.evaluation(1, 2.5)
+    trackers.step(replace(lines[0], reward_margin=0.5))
+    trackers.evaluation(1, 2.5, reward_margin=0.25)
     trackers.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
     found = {
         value.tag: event.step for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value
     }
     assert found["loss/training"] == found["loss/held out"] == 1
+    assert found["rewards/margins"] == found["rewards/margins, held out"] == 1 and "kl" not in found
 
 
 def test_weights_and_biases_offline(
@@ -67,6 +69,7 @@ def test_trackio(tmp_path: Path) -> None:
     pytest.importorskip("trackio", reason="trackio is not installed")
     program = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from hetero_mpi.report.run_files.metrics import Trackers
 trackers = Trackers(["trackio"], Path(sys.argv[1]) / "mine", {"train": {"steps": 3}})

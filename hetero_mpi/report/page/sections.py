@@ -144,7 +144,8 @@ def learning(run: PastRun) -> Section:
         step_s.append(Series("predicted", expected, "warm", dashed=True))
     rate = [Series("learning rate", tuple((s.step, s.lr) for s in steps), "good")]
     norm = [Series("gradient norm", tuple((s.step, s.grad_norm) for s in steps), "violet")]
-    what = "loss, nats per token" if run.setting("train", "preference") in (None, "none") else "loss per pair or answer"
+    method = run.setting("train", "preference") or "none"
+    what = {"none": "loss, nats per token", "kto": "loss per answer"}.get(method, "loss per pair")
     emulated = ", emulated" if run.emulated else ""
     charts = [
         *_chart(what, loss, from_zero=False, marks=happened),
