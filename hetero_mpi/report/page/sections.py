@@ -144,7 +144,7 @@ def learning(run: PastRun) -> Section:
         step_s.append(Series("predicted", expected, "warm", dashed=True))
     rate = [Series("learning rate", tuple((s.step, s.lr) for s in steps), "good")]
     norm = [Series("gradient norm", tuple((s.step, s.grad_norm) for s in steps), "violet")]
-    method = run.setting("train", "preference") or "none"
+    method = str(run.setting("train", "preference") or "none")
     what = {"none": "loss, nats per token", "kto": "loss per answer"}.get(method, "loss per pair")
     emulated = ", emulated" if run.emulated else ""
     charts = [
