@@ -273,12 +273,12 @@ def test_what_the_hub_answers_becomes_advice(
     assert "hf download org/x" in str(raised.value) and "fetching org/x" in told[0]
 
 
-def test_only_configuration_tokenizer_and_weights_are_asked_for(
+def test_only_configuration_tokenizer_weights_and_the_card_are_asked_for(
     online: socket.socket, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
+    files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json", "README.md",
              "pytorch_model.bin", "modeling_llama.py", "original/consolidated.00.pth", "onnx/model.safetensors",
-             "consolidated.safetensors", "README.md", "model.gguf"]  # fmt: skip
+             "consolidated.safetensors", "model.gguf"]  # fmt: skip
     asked: list[str] = []
 
     def download(name: str, local_files_only: bool = False, **patterns: list[str]) -> str:
@@ -290,7 +290,7 @@ def test_only_configuration_tokenizer_and_weights_are_asked_for(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert hub.obtain("org/x", tmp_path / "org" / "x", True, print).is_dir()
-    assert asked == files[:4]
+    assert asked == files[:5]
 
 
 def test_a_path_is_not_taken_for_a_name(tmp_path: Path) -> None:

@@ -112,6 +112,6 @@ def test_a_second_rank_of_a_host_that_had_one_is_linked() -> None:
 def test_many_ranks_take_few_lines() -> None:
     text = "\n".join(inspection_lines(cluster("aabbb" * 8)))
     assert "any other two hosts" in text and "inside a host" in text
-    assert "0, 1, 5, 6, 10, 11" in text and text.count("\n") < 40
+    assert "... and 24 more" in text and text.count("\n") < 40
     assert numbers([7, 1, 2, 3, 9, 10]) == "1-3, 7, 9, 10"
     assert (ranks([4]), ranks([4, 5, 6])) == ("rank 4", "ranks 4-6")
