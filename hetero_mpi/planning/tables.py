@@ -184,7 +184,7 @@ def _kept_in_host(model: ModelCost) -> Floats:
     return np.array([[host_state_bytes(model, a, b) if a < b else 0 for b in range(count)] for a in range(count)])
 
 
-class Way(NamedTuple):
+class StageMode(NamedTuple):
     """How a rank holds a stage: see ``StagePlan``."""
 
     recompute: bool = False
@@ -224,7 +224,7 @@ class Stages:
         owned = [model.owned_bytes(i, i + 1) / pipelines if shared else 0.0 for i in range(layers)]
         self.owned = self.over(np.array(owned))
 
-    def bytes(self, way: Way, ratio: float, in_host_memory: bool) -> tuple[Floats, Floats]:
+    def bytes(self, way: StageMode, ratio: float, in_host_memory: bool) -> tuple[Floats, Floats]:
         """Bytes whatever the depth, and of every micro-batch in flight."""
         model, first = self.model.keeping(ratio), np.arange(len(self.last))[:, None]
         at_once = None if way.slice_sequences is None else way.slice_sequences * self.sequence_length
@@ -238,7 +238,7 @@ class Stages:
         total = np.concatenate([[0.0], np.cumsum(seconds)])
         return np.asarray(total[self.last] - total[np.arange(len(self.last))[:, None]])
 
-    def deepest(self, way: Way, room: Room) -> Floats:
+    def deepest(self, way: StageMode, room: Room) -> Floats:
         """Most micro-batches in flight with which every stage fits; negative: it does not at all."""
         fixed, each = self.bytes(way, room.ratio, room.in_host_memory)
         kept = way.streamed and self.model.trained_whole and not room.in_host_memory

@@ -109,8 +109,8 @@ def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
 def _streamed(profile: ClusterProfile, request: PlanRequest, resident: Decision | None) -> Decision | None:
     """The fastest plan with streamed stages that is found; None: nothing fits even so, or ``resident`` is as good.
 
-    To stream a stage is one of the ways in which the search may hold it (``tables.Way``). Where that is left to the planner, it is
-    looked at only where memory may stand in the way of ``resident``, which must be slower by ``WORTHWHILE``.
+    To stream a stage is one of the ways in which the search may hold it (``tables.StageMode``). Where that is left to the planner,
+    it is looked at only where memory may stand in the way of ``resident``, which must be slower by ``WORTHWHILE``.
     """
     if request.streaming == "never" or not streamable(profile):
         return None

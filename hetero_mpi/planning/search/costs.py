@@ -34,8 +34,8 @@ from hetero_mpi.planning.tables import (
     Floats,
     Indices,
     Room,
+    StageMode,
     Stages,
-    Way,
     in_own_order,
     levels,
     may_split,
@@ -62,7 +62,7 @@ class Costs:
     host: Indices
     rooms: list[Room]
     splits: list[bool]
-    ways: list[Way]
+    ways: list[StageMode]
     """To hold a stage, the quickest first."""
     forward_s: Floats
     """[way, rank, layer]"""
@@ -179,12 +179,12 @@ class Costs:
         return self.tables[key]
 
     @cached_property
-    def deepest(self) -> dict[Way, list[list[list[int]]]]:
-        """Way -> [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
+    def deepest(self) -> dict[StageMode, list[list[list[int]]]]:
+        """StageMode -> [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
         return self.unshared
 
     @cached_property
-    def unshared(self) -> dict[Way, list[list[list[int]]]]:
+    def unshared(self) -> dict[StageMode, list[list[list[int]]]]:
         return self._deepest(1)
 
     def of(self, pipelines: float) -> Costs:
@@ -200,7 +200,7 @@ class Costs:
             other._bytes = {key: tuple(table.tolist() for table in stages.bytes(*key)) for key in keys}
         return other
 
-    def _deepest(self, pipelines: float) -> dict[Way, list[list[list[int]]]]:
+    def _deepest(self, pipelines: float) -> dict[StageMode, list[list[list[int]]]]:
         stages, most, found = self.stages(pipelines), self.request.global_batch, {}
         for way in self.ways:
             known = {room: np.clip(stages.deepest(way, room), 0, most).astype(int).tolist() for room in set(self.rooms)}
@@ -209,17 +209,17 @@ class Costs:
 
     # Single figures
 
-    def _summed(self, table: Floats) -> dict[Way, list[list[float]]]:
-        """Way -> [rank][layer]: seconds of all layers before."""
+    def _summed(self, table: Floats) -> dict[StageMode, list[list[float]]]:
+        """StageMode -> [rank][layer]: seconds of all layers before."""
         sums = zip(self.ways, np.cumsum(table, axis=2).tolist(), strict=True)
         return {way: [[0.0, *row] for row in rows] for way, rows in sums}
 
     @cached_property
-    def forward(self) -> dict[Way, list[list[float]]]:
+    def forward(self) -> dict[StageMode, list[list[float]]]:
         return self._summed(self.forward_s)
 
     @cached_property
-    def backward(self) -> dict[Way, list[list[float]]]:
+    def backward(self) -> dict[StageMode, list[list[float]]]:
         return self._summed(self.backward_s)
 
     @cached_property
@@ -228,7 +228,7 @@ class Costs:
         return [0.0, *itertools.accumulate(float(layer.trainable_parameters) for layer in self.model.layers)]
 
     @cached_property
-    def overhead(self) -> dict[Way, list[tuple[float, float]]]:
+    def overhead(self) -> dict[StageMode, list[tuple[float, float]]]:
         return dict(zip(self.ways, self.overhead_s.tolist(), strict=True))
 
     @cached_property
@@ -236,7 +236,7 @@ class Costs:
         return tuple(array.tolist() for array in (self.place, self.latency_s, self.per_byte_s, self.message_bytes))
 
     @cached_property
-    def _steps(self) -> tuple[list[float], dict[Way, list[float]]]:
+    def _steps(self) -> tuple[list[float], dict[StageMode, list[float]]]:
         each_s = dict(zip(self.ways, self.step_per_parameter_s.tolist(), strict=True))
         return self.step_fixed_s.tolist(), each_s
 
@@ -260,7 +260,7 @@ class Costs:
             ways.append(held)
         return self.timed(line._replace(flying=tuple(flying)), tuple(ways))
 
-    def timed(self, line: Line, ways: tuple[Way, ...]) -> Fitting:
+    def timed(self, line: Line, ways: tuple[StageMode, ...]) -> Fitting:
         """``line`` with its times, whatever memory says."""
         times, bound_s = self.times(line, ways), 0.0
         if not line.is_split:
@@ -268,7 +268,7 @@ class Costs:
         bound_s = (bound_s + max(self.steps_s(line, ways, math.inf))) * (1 - ROUNDING)
         return Fitting(line, ways, times, bound_s, self._spare_bytes(line, ways))
 
-    def _spare_bytes(self, line: Line, ways: Sequence[Way]) -> float:
+    def _spare_bytes(self, line: Line, ways: Sequence[StageMode]) -> float:
         """Bytes that its ranks have left for state, where others own all that they hold; infinite: that was not asked."""
         if not self._bytes:
             return math.inf
@@ -301,7 +301,7 @@ class Costs:
         return line._replace(flying=self._paced[key])
 
     def _depths(self, line: Line, allowance: float, repeat: bool) -> tuple[int, ...]:
-        held, most = list[Way](), list[int]()
+        held, most = list[StageMode](), list[int]()
         for rank, first, count in zip(line.ranks, line.cuts, line.counts, strict=False):
             rooms = ((way, _room(tables[rank][first], count)) for way, tables in self.deepest.items())
             way, depth = next((one for one in rooms if one[1] > 0), (self.ways[0], 0))
@@ -323,7 +323,7 @@ class Costs:
         away = (self.latency_s + self.message_bytes[0] * self.per_byte_s)[self.place][:, self.place]
         return np.where(np.eye(self.count, dtype=bool), 0.0, away + away.T)
 
-    def times(self, line: Line, ways: tuple[Way, ...]) -> LineTimes:
+    def times(self, line: Line, ways: tuple[StageMode, ...]) -> LineTimes:
         key = line.ranks, line.counts, ways
         if key in self._times:
             return self._times[key]
@@ -351,7 +351,7 @@ class Costs:
             found += [end_s - seconds for seconds in backward[first:last]]
         return found
 
-    def steps_s(self, line: Line, ways: Sequence[Way], pipelines: float) -> list[float]:
+    def steps_s(self, line: Line, ways: Sequence[StageMode], pipelines: float) -> list[float]:
         """Every stage's optimizer, where as many pipelines own as much each; of a tied model, whose ends count their matrix
         otherwise, nothing."""
         if self.model.tied:
@@ -363,11 +363,11 @@ class Costs:
         ]
 
 
-def _ways(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> list[Way]:
+def _ways(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> list[StageMode]:
     """``slices``: sequences of a slice, where stages may be streamed: in any of these; resident ones in the smallest."""
     parts = [None, *sorted({size for size in slices if size < micro_batch})]
-    resident = [Way(again, False, part) for part in parts[:2] for again in sorted(set(request.recompute_choices))]
-    return resident + [Way(False, True, part) for part in parts if part is not None or micro_batch in slices]
+    resident = [StageMode(again, False, part) for part in parts[:2] for again in sorted(set(request.recompute_choices))]
+    return resident + [StageMode(False, True, part) for part in parts if part is not None or micro_batch in slices]
 
 
 def costs_by_size(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> dict[int, Costs]:
@@ -428,7 +428,7 @@ def _rooms(profile: ClusterProfile, request: PlanRequest, devices: list[DevicePr
 
 
 def _way_s(
-    model: ModelCost, devices: list[DeviceProfile], way: Way, micro_batch: int, sequence_length: int
+    model: ModelCost, devices: list[DeviceProfile], way: StageMode, micro_batch: int, sequence_length: int
 ) -> tuple[list[list[float]], list[list[float]], list[tuple[float, float]], list[float]]:
     """Seconds of a micro-batch: [rank][layer] of forward and backward, [rank] of what comes on top; of a trained parameter's step.
 

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hetero_mpi.planning.simulator import spans_of_many_s
-from hetero_mpi.planning.tables import Way
+from hetero_mpi.planning.tables import StageMode
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 
 ROUNDING = 1e-9
@@ -57,7 +57,7 @@ class Fitting:
     """A line that memory holds."""
 
     line: Line
-    ways: tuple[Way, ...]
+    ways: tuple[StageMode, ...]
     """Of every stage."""
     times: LineTimes
     bound_s: float
