@@ -25,8 +25,9 @@ GAIN = 0.02
 """So much shorter a step must be for a plan whose ranks hold several stages: it is harder to read, and sends more messages."""
 NEAR = 1.3
 """Plans up to so many times as slow as the best one are tried with several stages per rank."""
-ACTIONS = 40_000
-"""The actions of all candidates together, to be listed, counted and simulated: about a second."""
+ACTIONS, BISECTIONS = 40_000, 40
+"""The actions of all candidates together, to be listed, counted and simulated: about a second. Halvings of the time by which all
+layers find a place."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class SeveralStages:
             if len(ranks) == 1:
                 pipelines.append(pipeline)
                 continue
-            cuts = self._cuts(shape, pipeline, plan)
+            cuts = self._cuts(shape.ranks(ranks), pipeline, plan)
             if cuts is None:
                 return None
             splits = self._splits(ranks) and ORDERS[shape.order].SPLITS
@@ -142,27 +143,28 @@ class SeveralStages:
         )
         return replace(pipeline, stages=stages, split_backward=splits, order=shape.order)
 
-    def _cuts(self, shape: _Shape, pipeline: PipelinePlan, plan: Plan) -> list[int] | None:
-        """Where stages end so that every rank computes about as long as before, and as long in each; None: too few layers."""
-        tokens, again = pipeline.micro_batch * plan.sequence_length, self.request.recompute_choices == (True,)
-        seconds = dict[int, list[float]]()
-        for rank in pipeline.held:
-            times = {
-                kind: layer_s(one, Op.F, tokens)
-                + layer_s(one, Op.B, tokens)
-                + (repeated_s(one, tokens) if again else 0.0)
-                for kind, one in self.profile.devices[rank].layers.items()
-            }
-            seconds[rank] = [times[layer.kind] for layer in self.profile.model.layers]
-        each_s = {s.ranks[0]: sum(seconds[s.ranks[0]][s.first : s.last]) / shape.each for s in pipeline.stages}
-        order, cuts, late_s = shape.ranks(list(each_s)), [0], 0.0
-        for place, rank in enumerate(order[:-1]):
-            layer, most, late_s = cuts[-1], plan.layers - (len(order) - place - 1), late_s + each_s[rank]
-            while layer < most and (layer == cuts[-1] or seconds[rank][layer] / 2 <= late_s):
-                late_s -= seconds[rank][layer]
-                layer += 1
-            cuts.append(layer)
-        return [*cuts, plan.layers] if len(order) <= plan.layers else None
+    def _cuts(self, ranks: Sequence[int], pipeline: PipelinePlan, plan: Plan) -> list[int] | None:
+        """Where stages on ``ranks`` end so that all ranks compute about equally long, a rank's stages too; None: too few layers."""
+        if len(ranks) > plan.layers:
+            return None
+        tokens = pipeline.micro_batch * plan.sequence_length
+        seconds = {rank: self._layers_s(rank, tokens) for rank in ranks}
+        low, high = 0.0, sum(map(max, zip(*seconds.values(), strict=True)))
+        found = [*range(len(ranks)), plan.layers]
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            cuts = _filled(ranks, seconds, plan.layers, middle)
+            low, high, found = (middle, high, found) if cuts is None else (low, middle, cuts)
+        return found
+
+    def _layers_s(self, rank: int, tokens: int) -> list[float]:
+        """Seconds of every layer's forward and backward of a micro-batch."""
+        times, again = self.profile.devices[rank].layers, self.request.recompute_choices == (True,)
+        of_kind = {
+            kind: layer_s(one, Op.F, tokens) + layer_s(one, Op.B, tokens) + (repeated_s(one, tokens) if again else 0.0)
+            for kind, one in times.items()
+        }
+        return [of_kind[layer.kind] for layer in self.profile.model.layers]
 
     def _affords(self, actions: int) -> bool:
         """May so many more be looked at?"""
@@ -194,3 +196,21 @@ def _turned(plan: Plan) -> Iterator[Plan]:
 def _actions(plan: Plan) -> int:
     """About how many actions a step has."""
     return sum(6 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
+
+
+def _filled(ranks: Sequence[int], seconds: dict[int, list[float]], layers: int, step_s: float) -> list[int] | None:
+    """Cuts with which no rank computes longer than ``step_s``, filled from the first stage on: of its n stages, a rank's i-th takes
+    it to i/n of that. None: layers are left over."""
+    turns = {rank: list(ranks).count(rank) for rank in ranks}
+    seen, busy_s, cuts = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0), [0]
+    for place, rank in enumerate(ranks):
+        seen[rank] += 1
+        until_s, layer = step_s * seen[rank] / turns[rank], cuts[-1]
+        left = len(ranks) - place - 1
+        while layer < layers - left and (layer == cuts[-1] or busy_s[rank] + seconds[rank][layer] <= until_s):
+            busy_s[rank] += seconds[rank][layer]
+            layer += 1
+        if busy_s[rank] > step_s:
+            return None
+        cuts.append(layer)
+    return cuts if cuts[-1] == layers else None
