@@ -109,8 +109,7 @@ def rounds(
     run: Path, launcher: psutil.Process, host: str, token: str, options: argparse.Namespace
 ) -> list[dict[str, float]]:
     """Of each round what was measured ``alone`` and ``watched``: median seconds per step, the ranks' processor seconds per step,
-    the page's processor seconds per second, and kB/s to a viewer.
-    """
+    the page's processor seconds per second, and kB/s to a viewer."""
     children = launcher.children(recursive=True)
     page = [one for one in children if any("live_page" in word for word in one.cmdline())]
     ranks = [one for one in children if "train" in one.cmdline()]

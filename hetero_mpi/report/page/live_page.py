@@ -36,9 +36,9 @@ from hetero_mpi.web.connection import Connection
 from hetero_mpi.web.server import LOCAL, HttpError, Names, WebServer, bound_socket
 
 USUAL_PORT = 8642
-LOOK_S = 0.25
+LOOK_S = 0.5
 """Nobody looks at the files more often."""
-_REST = 9.0
+_REST = 15.0
 """The pause after figures were drawn, in times of what that took."""
 _WATCHED_S, _LINGER_S = 3.0, 2.5
 """Who has asked within this time watches, and is shown the end for so long."""

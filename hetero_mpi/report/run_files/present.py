@@ -87,6 +87,9 @@ class Present:
         return self.ended is None and time.time() - self.unix_s < LIFELESS_S
 
 
+_FORM = TypeAdapter(Present)
+
+
 def write_present(directory: Path, present: Present) -> None:
     with contextlib.suppress(OSError):  # a full disk, of which other files tell
         write_whole(directory / PRESENT_NAME, json.dumps(asdict(present)))
@@ -96,5 +99,5 @@ def read_present(directory: Path) -> Present | None:
     """None: there is none, or it is of another form. Raises UserError: it is no regular file."""
     require_regular(directory / PRESENT_NAME)
     with contextlib.suppress(OSError, ValueError):
-        return TypeAdapter(Present).validate_json((directory / PRESENT_NAME).read_bytes())
+        return _FORM.validate_json((directory / PRESENT_NAME).read_bytes())
     return None
