@@ -26,11 +26,12 @@ from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.job_tuning import tuning_of
 from hetero_mpi.model.layer.interface import PassThrough
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart
-from hetero_mpi.model.tuning import MAGNITUDE, Tuning, expert_delta, merged, tuning_of
+from hetero_mpi.model.tuning import MAGNITUDE, Tuning, expert_delta, merged
 from hetero_mpi.state.stored_state import check_tensors
 
 _RESULTS = ("model", "adapter")

@@ -118,13 +118,7 @@ def steps_per_epoch(samples: int, global_batch: int, smaller: bool) -> float:
 
 
 def batch_indices(
-    step: int,
-    global_batch: int,
-    samples: int,
-    seed: int,
-    parts: Parts = (),
-    stream: int = 0,
-    smaller: bool = False,
+    step: int, global_batch: int, samples: int, seed: int, parts: Parts = (), stream: int = 0, smaller: bool = False
 ) -> Indices:
     """The samples of one step, int64 [global_batch]: ``global_batch`` positions of an endless stream of epochs.
 

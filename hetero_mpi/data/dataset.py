@@ -91,8 +91,7 @@ class Dataset(Rows):
 
     def numbers(self, step: int, global_batch: int, smaller: bool = False) -> Indices:
         """The rows of the training batch of ``step``."""
-        chosen = batch_indices(step, global_batch, len(self.train), self.seed, self.parts, smaller=smaller)
-        return self.train[chosen]
+        return self.train[batch_indices(step, global_batch, len(self.train), self.seed, self.parts, smaller=smaller)]
 
     def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
         """The first ``limit`` held-out sequences, ``batch`` at a time (fewer in the last), always the same ones."""

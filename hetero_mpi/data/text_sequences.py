@@ -130,15 +130,14 @@ class Corpus:
 
     def _records(self, report: CorpusReport) -> Iterator[str]:
         """The texts of records. Raises UserError when more are broken than may be skipped."""
-        keys, bad = OwnKeys(self._keys), BadRecords(self._skip_bad)
-        report.bad = bad
+        keys, report.bad = OwnKeys(self._keys), BadRecords(self._skip_bad)
         for path in self.paths:
             report.files += 1
             for source, value in values_of(path, keys, TEXT):
                 try:
                     text = _text_of_record(value)
                 except BadRecord as problem:
-                    bad.add(source, problem)
+                    report.bad.add(source, problem)
                     continue
                 size = len(text.encode())
                 if self.max_bytes is not None and report.bytes + size > self.max_bytes:
@@ -150,7 +149,7 @@ class Corpus:
                     yield text
             if report.truncated:
                 break
-        bad.check(self.key)
+        report.bad.check(self.key)
         keys.check()
 
 

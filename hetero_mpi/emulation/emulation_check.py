@@ -110,7 +110,7 @@ def _optimizer_s(trainer: Trainer) -> float:
     for name, target in optimizer.targets.items():
         copy = torch.nn.Parameter(target.detach().clone())
         copy.grad = torch.zeros_like(copy)
-        copies.append((copy, True, name in trainer.tuning.eight_bit))
+        copies.append((copy, True, name in trainer.tuning.eight_bit, 1.0))
     if not copies:
         return 0.0
     adamw = AdamW(optimizer.train, trainer.backend.fused_optimizer(), copies)

@@ -98,7 +98,16 @@ _TEXT_ONLY = (
         "data.packing",
         "data.isolate",
     ),
-    *("data.pad", "data.max_bytes", "train.preference", "train.wire", "sample.prompt", "cluster.emulate"),
+    *(
+        "data.pad",
+        "data.max_bytes",
+        "train.preference",
+        "train.lora_plus_ratio",
+        "train.neftune_noise_alpha",
+        "train.wire",
+        "sample.prompt",
+        "cluster.emulate",
+    ),
 )
 """Keys for language models only."""
 
@@ -184,6 +193,11 @@ def _schedule(known: Known) -> Problems:
     for key, only in _OF_SCHEDULE.items() if schedule is not None else ():
         if schedule != only and known.changed(f"train.{key}"):
             yield f"train.{key}", f'applies to schedule = "{only}" only, and this job has "{schedule}": leave it out'
+    adapted = known("adapter.method") == "lora"
+    if adapted and known.changed("train.freeze"):
+        yield "train.freeze", "is for training of all weights; an adapter leaves these frozen: leave it out"
+    if not adapted and known.changed("train.lora_plus_ratio"):
+        yield "train.lora_plus_ratio", 'is for adapters: set adapter.method = "lora", or leave it out'
     if schedule == "constant" and known("train.min_learning_rate_ratio"):
         yield "train.min_learning_rate_ratio", 'is where a schedule ends, and "constant" does not fall: leave it out'
 

@@ -219,6 +219,17 @@ class TrainTable(JobTable):
     which parameters)."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate of AdamW."""
+    learning_rates: dict[Pattern, Annotated[float, Field(gt=0)]] | None = None
+    """Peak learning rates of some parameters: a regular expression that is found in a parameter's name -> rate; the first one
+    counts."""
+    lora_plus_ratio: Annotated[float, Field(ge=1)] = 1.0
+    """Learning rate of an adapter's B (and of DoRA's lengths) by that of its A (LoRA+, Hayou et al., 2024)."""
+    freeze: list[NotNegative | Pattern] = []
+    """What is not trained where no adapter is: blocks by number, counted from 0, and parameters by regular expressions that are
+    found in their names. Their gradients are not computed; the memory for these and for moments stays as it is."""
+    neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Uniform noise on the embeddings in training, up to this by the root of (tokens x width) of a sequence (NEFTune, Jain et al.,
+    2023)."""
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay", "cosine_with_restarts"] = "cosine"
     """Learning rate after warm-up, as transformers has it under these names: down in a half cosine or a line; constant;
     "warmup_stable_decay": constant, and down in the last ``decay_steps``; "cosine_with_restarts": ``cycles`` half cosines."""

@@ -31,13 +31,13 @@ class AdamW:
 
     Args:
         fused: torch's kernel is to be the fused one.
-        targets: (parameter, does it decay?, are its moments in 8 bits?).
+        targets: (parameter, does it decay?, are its moments in 8 bits?, its learning rate as a share of the job's).
     """
 
-    def __init__(self, train: TrainTable, fused: bool, targets: Iterable[tuple[Parameter, bool, bool]]) -> None:
+    def __init__(self, train: TrainTable, fused: bool, targets: Iterable[tuple[Parameter, bool, bool, float]]) -> None:
         self._fused, listed = fused, list(targets)
-        self._in_pieces = train.optimizer == EIGHT_BIT and all(p.device.type == "cpu" for p, _, _ in listed)
-        for target, _, _ in listed if self._in_pieces else ():
+        self._in_pieces = train.optimizer == EIGHT_BIT and all(p.device.type == "cpu" for p, *_ in listed)
+        for target, *_ in listed if self._in_pieces else ():
             target.data = target.data.contiguous()  # as bitsandbytes does; moments and gradients get its layout
         self._names = _BITSANDBYTES if train.optimizer == EIGHT_BIT else _TORCH
         settings = {"lr": train.learning_rate, "betas": (train.beta1, train.beta2), "eps": train.epsilon}
@@ -47,9 +47,11 @@ class AdamW:
         """Parameter -> (its optimizer, group, place in the group)."""
         for make, widths in _makers(train, fused):
             groups: list[dict[str, Any]] = []
-            for decay in (True, False):
-                some = [p for p, decays, eight_bit in listed if decays is decay and eight_bit in widths]
-                groups += [{"params": some, "weight_decay": train.weight_decay * decay}] if some else []
+            for decay, share in sorted({(decays, share) for _, decays, _, share in listed}, reverse=True):
+                some = [
+                    p for p, decays, eight_bit, own in listed if (decays, own) == (decay, share) and eight_bit in widths
+                ]
+                groups += [{"params": some, "weight_decay": train.weight_decay * decay, "share": share}] if some else []
             if groups:  # a stage may hold nothing that is trained, such as an embedding beside adapters
                 self._parts.append(make(groups, **settings))
         for part in self._parts:
@@ -62,9 +64,9 @@ class AdamW:
         return [group for part in self._parts for group in part.param_groups]
 
     def step(self, rate: float) -> None:
-        """One step with the learning rate ``rate``."""
+        """One step with the learning rate ``rate``, of which each group has its share."""
         for group in self.groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["share"]
         if not self._in_pieces:
             for part in self._parts:
                 part.step()
@@ -146,7 +148,7 @@ def check_eight_bit(backend: Backend, who: str) -> None:
     tensor.grad = torch.ones_like(tensor)
     train = TrainTable(optimizer="adamw_8bit")
     try:
-        AdamW(train, False, [(tensor, False, True)]).step(1.0)
+        AdamW(train, False, [(tensor, False, True, 1.0)]).step(1.0)
         moved = bool((tensor < 0).all())
         reason = "its step changed nothing"
     except Exception as error:  # whatever it raises where it has no kernel, or where it is not installed

@@ -30,20 +30,19 @@ def learning_rate(train: TrainTable, step: int) -> float:
     The numbers are those of transformers' schedules, whose import alone takes two seconds.
     """
     warm_up, lowest = _steps_of(train.warmup_steps, train.steps), train.min_learning_rate_ratio
+    falling, factor, is_stable = train.steps - warm_up, 1.0, train.schedule == "warmup_stable_decay"
+    if is_stable:
+        falling = min(_steps_of(train.decay_steps, train.steps), falling)
+    done = (step - (train.steps - falling)) / max(1, falling)
     if step < warm_up:
         factor = step / warm_up
-        if train.schedule != "warmup_stable_decay":
-            return train.learning_rate * factor
-    elif train.schedule == "warmup_stable_decay":
-        falling = min(_steps_of(train.decay_steps, train.steps), train.steps - warm_up)
-        factor = _fallen(train.decay, (step - (train.steps - falling)) / max(1, falling))
+        lowest *= is_stable
     elif train.schedule == "linear":
-        factor = max(0.0, (train.steps - step) / max(1, train.steps - warm_up))
-    else:
-        done = (step - warm_up) / max(1, train.steps - warm_up)
-        if train.schedule == "cosine_with_restarts":
-            done = (train.cycles * done) % 1.0 if done < 1.0 else 1.0
-        factor = 1.0 if train.schedule == "constant" else _fallen("cosine", done)
+        factor = max(0.0, (train.steps - step) / max(1, falling))
+    elif train.schedule != "constant":
+        if train.schedule == "cosine_with_restarts" and done < 1.0:
+            done = (train.cycles * done) % 1.0
+        factor = _fallen(train.decay, done)
     return train.learning_rate * (factor * (1 - lowest) + lowest)
 
 
@@ -97,7 +96,11 @@ class Optimizer:
             self._views = offloaded.views
         for name, view in self._views.items():
             self._added[name].grad = view
-        listed = [(t, stage.chain.decays(n), n in stage.tuning.eight_bit) for n, t in self.targets.items()]
+        tuning = stage.tuning
+        listed = [
+            (t, stage.chain.decays(n) and n not in tuning.still, n in tuning.eight_bit, tuning.shares.get(n, 1.0))
+            for n, t in self.targets.items()
+        ]
         self.adamw = AdamW(train, stage.backend.fused_optimizer(), listed)
 
     def end_step(self, step: int, scale: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,6 +77,8 @@ class Stage(StageLayers):
             for layer in range(first, last):  # masks depend on (seed, step, first sample, layer) alone
                 module = self.model.get_submodule(chain.module_names(layer)[0])
                 module.register_forward_pre_hook(partial(self._seed, layer))
+        if self.tuning.noise is not None and self.is_first:
+            self.model.get_input_embeddings().register_forward_hook(partial(self._noisy, self.tuning.noise))
         self._input: torch.Tensor | None = None
         if not self.is_first:
             entrance = self.model.get_submodule(chain.module_names(first)[0])
@@ -240,6 +243,16 @@ class Stage(StageLayers):
     def _seed(self, layer: int, module: nn.Module, arguments: object) -> None:
         if module.training and self._position is not None:
             self.backend.seed(dropout_seed(self.seed, self._position, layer))
+
+    def _noisy(self, alpha: float, module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
+        """NEFTune's noise on the embeddings, as transformers adds it; but that of a sequence depends on (seed, step, sequence)."""
+        if not module.training or self._position is None:
+            return output
+        most, noise = alpha / math.sqrt(output.shape[1] * output.shape[2]), torch.empty_like(output)
+        for row, own in enumerate(noise):
+            self.backend.seed(seed_from(self.seed, "noise", self._position.step, self._position.first_sample + row))
+            own.uniform_(-most, most)
+        return output + noise
 
 
 def dropout_seed(seed: int, position: MicroBatch, layer: int) -> int:

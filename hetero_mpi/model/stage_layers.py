@@ -257,7 +257,7 @@ class StageLayers(HeldLayers):
         if trained and self.dtype != torch.float32 and name not in self.foreign and value.numel():
             self.masters[name] = value
         parameter.data = value.to(self.chain.dtype_of(name, self.dtype))
-        parameter.requires_grad_(trained)
+        parameter.requires_grad_(trained and name not in self.tuning.still)
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters this rank trains, after adapters are in place."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,14 +19,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.rules import EIGHT_BIT, as_toml
-from hetero_mpi.job.schema import AdapterTable, JobConfig
+from hetero_mpi.job.rules import as_toml
+from hetero_mpi.job.schema import AdapterTable
 from hetero_mpi.model.adapter_targets import of_pattern, reaches
 from hetero_mpi.model.eager_imports import imported_peft
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.layer.seeds import seeded
-from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, language
+from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -251,8 +251,6 @@ _UNPACKABLE = {
     "longcat_flash": "has routers that read the matrix of a linear layer directly, which 4 bits do not allow"
 }
 """Family -> why its linear layers cannot be packed."""
-_LEAST = 4096
-"""bitsandbytes keeps the moments of smaller parameters in fp32."""
 
 
 @dataclass(frozen=True)
@@ -304,6 +302,12 @@ class Tuning:
     """Nothing is trained: the model is only used."""
     eight_bit: frozenset[str] = frozenset()
     """Names of trained tensors whose moments are kept in blocks of 8 bits."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Name -> learning rate as a share of the job's, where it is another."""
+    still: frozenset[str] = frozenset()
+    """Names of tensors that take part as trained ones, but get no gradients and stay as they are."""
+    noise: float | None = None
+    """``train.neftune_noise_alpha``."""
 
     @property
     def full(self) -> bool:
@@ -332,7 +336,8 @@ class Tuning:
         )
 
     def uses_dropout(self, chain: LayerChain) -> bool:
-        return chain.draws or (self.adapter is not None and self.adapter.dropout > 0)
+        """Are random numbers drawn in training?"""
+        return chain.draws or self.noise is not None or (self.adapter is not None and self.adapter.dropout > 0)
 
 
 def full_training(chain: LayerChain) -> Tuning:
@@ -342,26 +347,6 @@ def full_training(chain: LayerChain) -> Tuning:
 def nothing_trained() -> Tuning:
     """A model that is only used: no gradients, no masters."""
     return Tuning({}, frozen=True)
-
-
-def tuning_of(job: JobConfig, chain: LayerChain) -> Tuning:
-    """The job's tuning of a model.
-
-    :raises UserError: as ``adapter_tuning``.
-    """
-    if job.adapter.method == "none":
-        found = full_training(chain)
-    else:
-        nf4, double = job.model.quantization == "nf4", job.model.double_quantization
-        found = adapter_tuning(language(chain), job.adapter, nf4, double)
-    return in_eight_bit(found, chain) if job.train.optimizer == EIGHT_BIT else found
-
-
-def in_eight_bit(tuning: Tuning, chain: LayerChain) -> Tuning:
-    """The tuning with moments in 8 bits where bitsandbytes and transformers' Trainer keep them so: not of small tensors, nor of
-    embeddings."""
-    large = {name for name, spec in tuning.trainable.items() if spec.count >= _LEAST}
-    return replace(tuning, eight_bit=frozenset(large - chain.embeddings))
 
 
 def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, double: bool) -> Tuning:

@@ -158,7 +158,7 @@ def host_optimizer_s(backend: Backend, train: TrainTable) -> float | None:
         return None
     count, seconds = 1 << 23, []
     master, rounded = torch.nn.Parameter(torch.zeros(count)), torch.zeros(count, dtype=DTYPES[train.dtype])
-    adamw = AdamW(train, True, [(master, True, train.optimizer == EIGHT_BIT)])
+    adamw = AdamW(train, True, [(master, True, train.optimizer == EIGHT_BIT, 1.0)])
     master.grad = torch.ones(count)
     for _ in range(_OPTIMIZER_STEPS):
         start = time.thread_time()  # as CPU ranks are timed

@@ -64,6 +64,8 @@ _RATE = (
     *("min_learning_rate_ratio", "decay_steps", "decay", "cycles"),
 )
 """Keys of ``[train]`` that determine the learning rate of a step."""
+_SHARES = ("learning_rates", "lora_plus_ratio")
+"""The same, of some parameters."""
 
 
 @dataclass
@@ -354,19 +356,22 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
         then: ``[train]`` when the state after ``step`` steps was written.
         train: ``[train]`` now.
     """
-    then = {key: then.get(key, TrainTable.model_fields[key].default) for key in _RATE}
-    old = learning_rate(train.model_copy(update=then), step)
-    new = learning_rate(train, step)
-    if step >= train.steps or math.isclose(old, new, rel_tol=1e-9):
+    keys = (*_RATE, *_SHARES)
+    then = {key: then.get(key, TrainTable.model_fields[key].default) for key in keys}
+    others = [key for key in keys if getattr(train, key) != then[key]]
+    if step >= train.steps or not others:
         return None
-    changed = [f"{key} is {as_toml(getattr(train, key))}, was {as_toml(then[key])}" for key in _RATE]
-    changed = [text for text, key in zip(changed, _RATE, strict=True) if getattr(train, key) != then[key]]
-    kept = ", ".join(f"{key} = {as_toml(then[key])}" for key in _RATE if getattr(train, key) != then[key])
+    old, new = (learning_rate(one, step) for one in (train.model_copy(update=then), train))
+    changed = ", ".join(f"{key} is {as_toml(getattr(train, key))}, was {as_toml(then[key])}" for key in others)
+    if math.isclose(old, new, rel_tol=1e-9):
+        told = f"Warning: learning rates of some parameters jump at step {step + 1}, since [train] {changed}"
+        return None if {*_SHARES}.isdisjoint(others) else told
+    kept = ", ".join(f"{key} = {as_toml(then[key])}" for key in others)
     remedy = f"set {kept} again to go on as before"
     share = new / train.learning_rate
     if share > 0:
         remedy += f", or learning_rate = {old / share:.4g} to begin this schedule at the old value"
     return (
-        f"Warning: the learning rate jumps from {old:.4g} to {new:.4g} at step {step + 1}, since [train] {', '.join(changed)}: "
+        f"Warning: the learning rate jumps from {old:.4g} to {new:.4g} at step {step + 1}, since [train] {changed}: "
         f"it is a function of the step and of these; {remedy}"
     )

@@ -346,7 +346,7 @@ def test_every_example_of_the_reference_is_a_valid_value() -> None:
         complete = {"model.path": "m", "data.text": "['a.txt']", f"{table}.{key}": example}
         if (table, key) == ("data", "records"):
             complete["data.text"] = ""
-        if (table, key) == ("data", "weights"):
+        if (table, key) in (("data", "weights"), ("data", "keys")):
             complete |= {"data.text": "", "data.records": "['a.jsonl', 'b.jsonl']"}
         if (table, key) == ("model", "config"):
             complete |= {"model.path": "", "tokenizer.path": "t"}

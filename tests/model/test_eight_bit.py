@@ -21,10 +21,11 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.schema import TrainTable
 from hetero_mpi.model.adamw import AdamW, check_eight_bit
+from hetero_mpi.model.job_tuning import in_eight_bit
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.tuning import full_training, in_eight_bit
+from hetero_mpi.model.tuning import full_training
 from hetero_mpi.planning.decision.decide import fits
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.decision.remedies import in_eight_bit as estimated
@@ -87,7 +88,7 @@ def test_steps_in_pieces_have_the_bits_of_bitsandbytes_own(eight_bit: bool) -> N
         "eps": TRAIN.epsilon,
         "weight_decay": TRAIN.weight_decay,
     }
-    ours = AdamW(TRAIN, True, [(own, True, eight_bit)])
+    ours = AdamW(TRAIN, True, [(own, True, eight_bit, 1.0)])
     theirs = bitsandbytes.optim.AdamW([plain], optim_bits=8 if eight_bit else 32, **settings)
     for gradient in gradients:
         own.grad, plain.grad = gradient.clone(), gradient.clone()

@@ -17,11 +17,11 @@ from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.model.held_layers import Kept
+from hetero_mpi.model.job_tuning import tuning_of
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
-from hetero_mpi.model.tuning import tuning_of
 from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes

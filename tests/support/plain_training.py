@@ -6,6 +6,8 @@ scheduler. It takes from us only the batches and, for dropout, the seeds.
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import PeftModel
+from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
 
 from hetero_mpi.data.batch import IGNORED, Batch
@@ -23,6 +26,7 @@ from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.text_sequences import build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.model.layer.quantize import fused_experts
+from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from tests.support.changing_batches import changed
 from tests.support.training_cases import CLIP_NORM, DTYPES, GLOBAL_BATCH, NF4, SEED, SEQUENCE, STEPS, TRAIN, Case
@@ -37,6 +41,8 @@ class Reference:
     """AdamW's first moment after step 1: the clipped gradient times (1 - beta1); where it is in 8 bits, its codes."""
     evaluation_loss: float
     parameters: dict[str, torch.Tensor]
+    frozen: set[str]
+    """Those of them that the case freezes."""
 
 
 def dataset_of(case: Case, tokenizer: Path, text: Path) -> Dataset:
@@ -72,13 +78,25 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
     position: dict[str, MicroBatch] = {}
     if case.dropout:
         _seed_before_layers(model, position)
+    if "neftune_noise_alpha" in case.train:
+        _add_noise(model, float(case.train["neftune_noise_alpha"]), position)  # type: ignore[arg-type]
     trained = {short(n): p for n, p in model.named_parameters() if p.requires_grad}
+    for entry in case.train.get("freeze", ()):  # type: ignore[attr-defined]
+        for name in [n for n in trained if re.search(entry if isinstance(entry, str) else rf"layers\.{entry}\.", n)]:
+            trained[name].requires_grad_(False)
     decayed = {short(name) for name in Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
     decay = [p for name, p in trained.items() if name in decayed]
     rest = [p for name, p in trained.items() if name not in decayed]
     groups = [{"params": decay, "weight_decay": TRAIN["weight_decay"]}]
     groups += [{"params": rest, "weight_decay": 0.0}] if rest else []
-    optimizer = optimizer_of(case, model, groups)
+    for pattern, rate in case.train.get("learning_rates", {}).items():  # type: ignore[attr-defined]
+        for group in [group for group in groups if "lr" not in group]:
+            own = [
+                p for p in group["params"] if any(p is q and re.search(pattern, name) for name, q in trained.items())
+            ]
+            group["params"] = [p for p in group["params"] if all(p is not q for q in own)]
+            groups.append({**group, "params": own, "lr": rate})
+    optimizer = optimizer_of(case, model, [group for group in groups if group["params"]])
     scheduler = get_scheduler("cosine", optimizer, TRAIN["warmup_steps"], STEPS)
     rows = case.reference_micro_batch or case.micro_batch
     losses, first_moments = [], {}
@@ -99,19 +117,24 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
         losses.append(total)
         if step == 0:
             first = "exp_avg" if case.optimizer == "adamw" else "state1"
-            first_moments = {n: optimizer.state[p][first].clone() for n, p in trained.items()}
+            states = ((n, optimizer.state.get(p, {}).get(first, torch.zeros_like(p))) for n, p in trained.items())
+            first_moments = {name: state.clone() for name, state in states}
     bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()  # what optimizer_of set is not for later tests
     held_out_mode(model)
     held_out = next(dataset.held_out_batches(10_000, 64))
     with torch.no_grad():
         evaluation = _summed_loss(model, held_out.tokens, held_out.targets, held_out).item() / held_out.target_tokens
     parameters = {n: p.detach().clone() for n, p in trained.items()}
-    return Reference(losses, first_moments, evaluation, parameters)
+    frozen = {name for name, parameter in trained.items() if not parameter.requires_grad}
+    return Reference(losses, first_moments, evaluation, parameters, frozen)
 
 
 def optimizer_of(case: Case, model: torch.nn.Module, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
     """As transformers' Trainer makes it: embeddings keep 32 bits."""
     settings = {"lr": TRAIN["learning_rate"], "betas": (TRAIN["beta1"], TRAIN["beta2"]), "eps": TRAIN["epsilon"]}
+    if "lora_plus_ratio" in case.train:
+        keys = {"loraplus_lr_ratio": case.train["lora_plus_ratio"], "loraplus_weight_decay": TRAIN["weight_decay"]}
+        return create_loraplus_optimizer(model, torch.optim.AdamW, **settings, **keys)  # type: ignore[arg-type]
     if case.optimizer == "adamw":
         return torch.optim.AdamW(groups, **settings)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
@@ -125,7 +148,7 @@ def optimizer_of(case: Case, model: torch.nn.Module, groups: list[dict[str, obje
 def held_out_mode(model: torch.nn.Module) -> None:
     """No dropout. Packed layers stay as they are: in eval mode bitsandbytes repacks their bytes on some CPUs."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
+        if isinstance(module, torch.nn.Dropout | torch.nn.Embedding):
             module.eval()
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         if hasattr(config, "attention_dropout"):
@@ -168,3 +191,21 @@ def _seed_before_layers(model: torch.nn.Module, position: dict[str, MicroBatch])
             torch.manual_seed(dropout_seed(SEED, position["now"], layer))
 
         module.register_forward_pre_hook(seed)
+
+
+def _add_noise(model: torch.nn.Module, alpha: float, position: dict[str, MicroBatch]) -> None:
+    """As ``neftune_post_forward_hook`` of transformers; but each sequence draws by a seed of its own."""
+
+    def add(module: torch.nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output
+        most, now = alpha / math.sqrt(output.size(1) * output.size(2)), position["now"]
+        for row in range(len(output)):
+            torch.manual_seed(seed_from(SEED, "noise", now.step, now.first_sample + row))
+            output = output + torch.nn.functional.pad(
+                torch.zeros_like(output[row : row + 1]).uniform_(-most, most), (0, 0, 0, 0, row, len(output) - row - 1)
+            )
+        return output
+
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain.get_input_embeddings().register_forward_hook(add)

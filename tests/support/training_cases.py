@@ -42,6 +42,13 @@ TRAIN = {
     "epsilon": 1e-8,
     "clip_norm": CLIP_NORM,
 }
+KEYS: dict[str, dict[str, object]] = {
+    "frozen": {"freeze": [0, 2, "embed_tokens", "layers.3.*norm"]},
+    "rates": {"learning_rates": {"q_proj": 1e-3, "_proj|lm_head": 2e-3}},
+    "plus": {"lora_plus_ratio": 16.0},
+    "noise": {"neftune_noise_alpha": 5.0},
+}
+"""Further keys of ``[train]``, by what they do."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,13 @@ class Case:
     optimizer: str = "adamw"
     routers: bool = False
     """The model's routers have a loss."""
+    further: tuple[str, ...] = ()
+    """Names of ``KEYS``."""
+
+    @property
+    def train(self) -> dict[str, object]:
+        """Further keys of ``[train]``."""
+        return {key: value for name in self.further for key, value in KEYS[name].items()}
 
     @property
     def config(self) -> dict[str, object]:
@@ -228,12 +242,46 @@ NORMAL = (
     Case("mixtral-groups", "mixtral", False, 0.0, True, 2, "even", pipelines="groups"),
     Case("qwen3-nf4-group", "qwen3", False, 0.0, True, 2, "even", tuning="nf4", pipelines="group"),
     Case("mixtral-nf4-groups", "mixtral", True, 0.0, False, 1, "even", tuning="nf4", pipelines="groups"),
+    Case("llama-frozen-rates-two", "llama", False, 0.0, True, 1, "even", pipelines="two", further=("frozen", "rates")),
+    Case(
+        "qwen3-tied-noise-streamed",
+        "qwen3",
+        True,
+        0.0,
+        False,
+        2,
+        "even",
+        streamed=True,
+        slice_sequences=1,
+        further=("noise",),
+    ),
+    Case("llama-lora-plus", "llama", False, 0.0, True, 2, "uneven", tuning="lora", further=("plus",)),
     Case("llama-bf16-group", "llama", False, 0.0, True, 2, "even", pipelines="group", dtype="bf16"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
 """Pairwise: every value of every field meets most values of the others."""
 FURTHER = (
     Case("llama-tied-dropout", "llama", True, 0.1, True, 2, "reversed"),
+    Case("llama-frozen-split", "llama", False, 0.0, True, 2, "even", schedule="split", further=("frozen", "noise")),
+    Case("llama-frozen-streamed", "llama", False, 0.0, True, 2, "uneven", streamed=True, further=("frozen", "rates")),
+    Case("llama-rates-groups", "llama", False, 0.0, True, 2, "even", pipelines="groups", further=("rates",)),
+    Case(
+        "llama-frozen-8bit", "llama", False, 0.0, True, 2, "even", optimizer="adamw_8bit", further=("frozen", "rates")
+    ),
+    Case("llama-frozen-bf16", "llama", False, 0.0, True, 2, "even", dtype="bf16", further=("frozen", "rates")),
+    Case("gemma2-dora-plus-noise", "gemma2", True, 0.0, True, 2, "even", tuning="dora", further=("plus", "noise")),
+    Case(
+        "llama-lora-plus-groups",
+        "llama",
+        True,
+        0.0,
+        True,
+        2,
+        "even",
+        tuning="lora",
+        pipelines="groups",
+        further=("plus",),
+    ),
     Case("qwen3-tied-lora", "qwen3", True, 0.0, True, 1, "reversed", tuning="lora"),
     Case("gpt_neox-nf4-recompute", "gpt_neox", False, 0.0, False, 4, "uneven", tuning="nf4", recompute=True),
     Case("llama-nf4-planner", "llama", True, 0.0, False, 2, "planner", tuning="nf4"),
@@ -305,6 +353,12 @@ def model_directory(directory: Path, case: Case) -> Path:
     return target
 
 
+def in_toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f'"{key}" = {inner}' for key, inner in value.items()) + " }"
+    return repr(value).replace("'", '"')
+
+
 def job_text(case: Case, model: Path, tokenizer: Path, text: Path, adapter: Path | None) -> str:
     """The case as a job file."""
     tuned = ""
@@ -319,7 +373,7 @@ rank = {LORA["r"]}
 alpha = {LORA["lora_alpha"]}
 rslora = {str(case.tuning in ("rslora", "patterns")).lower()}
 dora = {str("dora" in case.tuning).lower()}"""
-    train = "\n".join(f"{key} = {value!r}".replace("'", '"') for key, value in TRAIN.items())
+    train = "\n".join(f"{key} = {in_toml(value)}" for key, value in (TRAIN | case.train).items())
     return f"""
 [model]
 path = "{model}"

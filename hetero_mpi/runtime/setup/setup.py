@@ -32,10 +32,10 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.job.schema import AdapterTable, ClusterTable
 from hetero_mpi.model.adamw import check_eight_bit
 from hetero_mpi.model.adapter_files import with_patterns_of
+from hetero_mpi.model.job_tuning import tuning_of
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.tuning import tuning_of
 from hetero_mpi.report.run_files.logs import say, setup_logging
 from hetero_mpi.report.run_files.run_directory import claim, refuse_links
 from hetero_mpi.runtime.setup.context import RunContext, TrainOptions
@@ -143,10 +143,8 @@ def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJ
     train = loaded.job.train
     if train.epochs is None:
         return loaded
-    steps = None
-    if samples is not None:
-        steps = math.ceil(train.epochs * steps_per_epoch(samples, train.global_batch, train.last_batch == "smaller"))
-    table = train.model_copy(update={"steps": world.broadcast_json(steps)})
+    per_epoch = steps_per_epoch(samples or 0, train.global_batch, train.last_batch == "smaller")
+    table = train.model_copy(update={"steps": world.broadcast_json(math.ceil(train.epochs * per_epoch))})
     return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
 
 

@@ -1,0 +1,75 @@
+"""The tuning that a job asks for: an adapter or all weights, what of them is frozen, and at which learning rates."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.rules import EIGHT_BIT, as_toml
+from hetero_mpi.job.schema import JobConfig, TrainTable
+from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.transformers.chain import language
+from hetero_mpi.model.tuning import MAGNITUDE, Tuning, adapter_tuning, full_training
+
+_LEAST = 4096
+"""bitsandbytes keeps the moments of smaller parameters in fp32."""
+
+
+def tuning_of(job: JobConfig, chain: LayerChain) -> Tuning:
+    """The job's tuning of a model.
+
+    :raises UserError: as ``adapter_tuning``; or a parameter that ``train`` names is none.
+    """
+    if job.adapter.method == "none":
+        found = full_training(chain)
+    else:
+        nf4, double = job.model.quantization == "nf4", job.model.double_quantization
+        found = adapter_tuning(language(chain), job.adapter, nf4, double)
+    still, shares = _still(job.train, found, chain), _shares(job.train, found)
+    found = replace(found, shares=shares, still=still, noise=job.train.neftune_noise_alpha)
+    return in_eight_bit(found, chain) if job.train.optimizer == EIGHT_BIT else found
+
+
+def _shares(train: TrainTable, tuning: Tuning) -> dict[str, float]:
+    """:attr:`Tuning.shares`: by ``learning_rates``, and else LoRA+'s."""
+    found: dict[str, float] = {}
+    for pattern, rate in reversed((train.learning_rates or {}).items()):
+        found |= dict.fromkeys(_named("learning_rates", pattern, tuning), rate / train.learning_rate)
+    if train.lora_plus_ratio != 1:
+        later = [name for name in tuning.trainable if ".lora_B." in name or name.endswith(MAGNITUDE)]
+        found = dict.fromkeys(later, train.lora_plus_ratio) | found
+    return found
+
+
+def _still(train: TrainTable, tuning: Tuning, chain: LayerChain) -> frozenset[str]:
+    """:attr:`Tuning.still`."""
+    found, blocks = set[str](), chain.layer_count - 2
+    for entry in train.freeze:
+        if isinstance(entry, str):
+            found |= _named("freeze", entry, tuning)
+        elif entry < blocks:
+            found |= {name for name, spec in tuning.trainable.items() if spec.layer == entry + 1}
+        else:
+            raise UserError(f"[train] freeze: this model has no block {entry}; the first is 0, the last {blocks - 1}")
+    if chain.tied is not None and not found.isdisjoint(chain.tied):
+        raise UserError(f"[train] freeze: {chain.tied[1]} is the matrix of the head, too, and is trained: name others")
+    if found >= tuning.trainable.keys():
+        raise UserError("[train] freeze: nothing is left to train; name fewer parameters")
+    return frozenset(found)
+
+
+def _named(key: str, pattern: str, tuning: Tuning) -> set[str]:
+    """The trained tensors in whose names a pattern is found. Raises UserError: there are none."""
+    found = {name for name in tuning.trainable if re.search(pattern, name)}
+    if not found:
+        some = ", ".join(list(tuning.trainable)[:3])
+        raise UserError(f"[train] {key}: {as_toml(pattern)} is found in no name of a trained parameter, such as {some}")
+    return found
+
+
+def in_eight_bit(tuning: Tuning, chain: LayerChain) -> Tuning:
+    """The tuning with moments in 8 bits where bitsandbytes and transformers' Trainer keep them so: not of small tensors, nor of
+    embeddings."""
+    large = {name for name, spec in tuning.trainable.items() if spec.count >= _LEAST}
+    return replace(tuning, eight_bit=frozenset(large - chain.embeddings))

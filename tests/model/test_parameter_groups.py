@@ -1,0 +1,144 @@
+"""Learning rates of groups of parameters, what is frozen, noise on embeddings: what they mean for a model, and refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.schema import JobConfig, TrainTable
+from hetero_mpi.model.group.division import refusal
+from hetero_mpi.model.job_tuning import tuning_of
+from hetero_mpi.model.optimizer import Optimizer
+from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import SeededStart
+from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.state.stored_state import rate_change
+from tests.support.family_configs import tiny_keys
+from tests.support.stages import stage_of
+
+
+def chain(**keys: Any) -> TransformersChain:
+    return TransformersChain(read_config({**tiny_keys("llama"), "tie_word_embeddings": False, **keys}))
+
+
+def tuned(train: dict[str, Any], own: TransformersChain | None = None, **adapter: Any) -> Tuning:
+    model, data = {"config": {"model_type": "llama"}}, {"text": ["a"]}
+    return tuning_of(
+        JobConfig.model_validate({"model": model, "data": data, "train": train, "adapter": adapter}), own or chain()
+    )
+
+
+def embedding(alpha: float | None, slices: int | None = None) -> Stage:
+    tuning = tuned({"neftune_noise_alpha": alpha})
+    stage = stage_of(chain(), 0, 1, Backend(), "fp32", SeededStart(1), tuning=tuning, slice_sequences=slices)
+    assert isinstance(stage, Stage)
+    return stage
+
+
+def test_each_parameter_has_its_share_of_the_learning_rate() -> None:
+    train = TrainTable(
+        learning_rate=1e-3, learning_rates={"q_proj": 1e-4, "self_attn": 2e-3}, freeze=[0], weight_decay=0.5
+    )
+    own = chain()
+    stage = stage_of(own, 0, own.layer_count, Backend(), "fp32", SeededStart(1), tuning=tuned(train.model_dump()))
+    optimizer = Optimizer(stage, train)
+    optimizer.adamw.step(2e-3)
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.adamw.groups for p in group["params"]}
+    layer = "model.layers.1."
+    for name, expected in {f"{layer}self_attn.q_proj.weight": (2e-4, 0.5), f"{layer}self_attn.v_proj.weight": (4e-3, 0.5),
+                           f"{layer}mlp.up_proj.weight": (2e-3, 0.5), f"{layer}input_layernorm.weight": (2e-3, 0.0),
+                           "model.layers.0.mlp.up_proj.weight": (2e-3, 0.0)}.items():  # fmt: skip
+        assert found[id(optimizer.targets[name])] == pytest.approx(expected), name
+    still = {name for name, parameter in stage.parameters.items() if not parameter.requires_grad}
+    assert still and still == {name for name in stage.parameters if name.startswith("model.layers.0.")}
+
+
+def test_later_matrices_of_adapters_learn_faster() -> None:
+    tuning = tuned(
+        {"lora_plus_ratio": 8.0, "learning_rates": {"layers.0.*q_proj.lora_B": 3e-5}}, method="lora", dora=True
+    )
+    assert {name.partition(".lora_")[2].split(".")[0] for name in tuning.shares} == {"B", "magnitude_vector"}
+    assert sorted({*tuning.shares.values()}) == pytest.approx([0.1, 8.0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"learning_rates": {"q_prj": 1e-4}},
+            '[train] learning_rates: "q_prj" is found in no name of a trained parameter',
+        ),
+        ({"freeze": ["nothing"]}, '[train] freeze: "nothing" is found in no name'),
+        ({"freeze": [9]}, "this model has no block 9; the first is 0, the last"),
+        ({"freeze": ["."]}, "nothing is left to train"),
+    ],
+)
+def test_what_names_nothing_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        tuned(keys)
+    assert message in str(raised.value)
+
+
+def test_a_tied_matrix_is_not_frozen() -> None:
+    with pytest.raises(UserError, match="is the matrix of the head, too, and is trained: name others"):
+        tuned({"freeze": ["embed_tokens"]}, chain(tie_word_embeddings=True))
+
+
+def test_noise_depends_on_the_sequence_and_not_on_how_the_batch_is_cut() -> None:
+    tokens = torch.arange(4 * 16).view(4, 16) % 50
+    plain = embedding(None).forward(MicroBatch(0, 3, 0, 1), tokens)
+    stage = embedding(5.0)
+    whole = stage.forward(MicroBatch(0, 3, 0, 1), tokens)
+    halves = [stage.forward(MicroBatch(i, 3, 2 * i, 1), tokens[2 * i : 2 * i + 2]) for i in range(2)]
+    assert torch.equal(torch.cat(halves), whole)
+    assert torch.equal(embedding(5.0, slices=1).forward(MicroBatch(0, 3, 0, 1), tokens), whole)
+    assert not torch.equal(stage.forward(MicroBatch(0, 4, 0, 1), tokens), whole), "another step"
+    assert torch.equal(stage.evaluate(tokens), plain)
+
+
+def test_noise_has_the_distribution_of_transformers() -> None:
+    tokens = torch.arange(32 * 64).view(32, 64) % 50
+    plain = embedding(None).forward(MicroBatch(0, 3, 0, 1), tokens)
+    ours = embedding(5.0).forward(MicroBatch(0, 3, 0, 1), tokens) - plain
+    module = torch.nn.Identity()
+    module.neftune_noise_alpha = 5.0  # type: ignore[assignment]
+    theirs = neftune_post_forward_hook(module, plain, plain) - plain
+    most = 5.0 / math.sqrt(plain.shape[1] * plain.shape[2])
+    for noise in (ours, theirs):
+        assert 0.99 * most < float(noise.abs().max()) <= 1.001 * most
+        assert abs(float(noise.mean())) < 0.02 * most and float(noise.std()) == pytest.approx(
+            most / math.sqrt(3), rel=0.02
+        )
+    assert not torch.equal(ours[0], ours[1])
+
+
+def test_a_resume_with_other_rates_of_some_parameters_says_so() -> None:
+    train = TrainTable(learning_rates={"q_proj": 1e-4})
+    assert rate_change(train.model_dump(), train, 5) is None
+    text = rate_change({**train.model_dump(), "learning_rates": None, "lora_plus_ratio": 2.0}, train, 5)
+    assert text is not None and text.startswith(
+        "Warning: learning rates of some parameters jump at step 6, since [train]"
+    )
+    assert 'learning_rates is {q_proj = 0.0001}, was "", lora_plus_ratio is 1.0, was 2.0' in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ({"freeze": [0]}, "[train] freeze leaves some as they are"),
+        ({"neftune_noise_alpha": 5.0}, "[train] neftune_noise_alpha = 5.0"),
+    ],
+)
+def test_groups_of_ranks_take_neither_frozen_parameters_nor_noise(keys: dict[str, Any], part: str) -> None:
+    own = chain()
+    assert refusal(own, tuned({}), (1, 1)) is None
+    assert part in str(refusal(own, tuned(keys), (1, 1)))
+    assert refusal(own, tuned({"learning_rates": {"q_proj": 1e-4}}), (1, 1)) is None
