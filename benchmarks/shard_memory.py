@@ -172,7 +172,7 @@ def _stream(directory: Path, held: str) -> int:
         import torch
 
         from hetero_mpi.device.backend import Backend
-        from hetero_mpi.job.schema import TrainTable
+        from hetero_mpi.job.training_tables import TrainTable
         from hetero_mpi.model.host_weights import large_files_folder
         from hetero_mpi.model.optimizer import Optimizer
         from hetero_mpi.model.stage import MicroBatch, StageSpec

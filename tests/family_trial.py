@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import AdapterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.loss import IGNORED, Routed
 from hetero_mpi.model.layer.quantize import fused_experts

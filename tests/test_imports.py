@@ -48,7 +48,7 @@ planner = {"hetero_mpi.planning.decision.planner", "hetero_mpi.planning.decision
 found = sorted((unused | planner) & set(sys.modules))
 assert not found, found
 
-from hetero_mpi.job.schema import AdapterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import adapter_tuning
 

@@ -17,7 +17,7 @@ from tests.test_house import imported
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
 CLOSURES = {"model.stage": 5_000, "engine.executor": 7_250, "engine.trainer": 9_400}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"runtime.loop": 19_000}
+LOADED = {"runtime.loop": 19_700}
 """The same of what is loaded when the module is imported."""
 LINES = {
     "beside the packages": 1_280,
@@ -28,7 +28,7 @@ LINES = {
     "device": 1_650,
     "emulation": 770,
     "engine": 2_070,
-    "job": 1_220,
+    "job": 1_240,
     "launch": 4_520,
     "model": 7_660,
     "planning": 10_290,
@@ -37,7 +37,7 @@ LINES = {
     "runtime": 6_800,
     "state": 1_810,
     "web": 430,
-    "in all": 54_790,
+    "in all": 54_810,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -11,7 +11,7 @@ from torch import nn
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.engine.wire_format import WireFormat, format_of
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.group.exchanges import StageLink
 from hetero_mpi.model.held_layers import Shared
 from hetero_mpi.model.layer.interface import LayerChain

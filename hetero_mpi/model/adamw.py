@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import EIGHT_BIT
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.planning.types.cost import MOMENT_BLOCK
 
 _TORCH = {"moments1": "exp_avg", "moments2": "exp_avg_sq"}

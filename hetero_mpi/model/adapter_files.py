@@ -10,7 +10,7 @@ import torch
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.job.schema import AdapterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.files.model_directory import WholeDirectory
 from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_tensor, write_tensors
 from hetero_mpi.model.peft_config import CONFIG, PeftConfig, read_peft_config

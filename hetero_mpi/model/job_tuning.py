@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import EIGHT_BIT, as_toml
-from hetero_mpi.job.schema import JobConfig, TrainTable
+from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.tuning import MAGNITUDE, Tuning, adapter_tuning, full_training

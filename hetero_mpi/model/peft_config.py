@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.job.schema import Pattern
+from hetero_mpi.job.training_tables import Pattern
 from hetero_mpi.model.adapter_targets import reaches
 from hetero_mpi.model.files.model_files import read_json
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.job.schema import AdapterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_targets import of_pattern, reaches
 from hetero_mpi.model.eager_imports import imported_peft
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec

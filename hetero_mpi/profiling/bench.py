@@ -12,7 +12,7 @@ from torch import nn
 
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.job.rules import EIGHT_BIT
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.adamw import AdamW
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers

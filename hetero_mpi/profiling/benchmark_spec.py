@@ -21,7 +21,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.disk import cache_folder, write_whole
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.codec import decode

@@ -16,7 +16,7 @@ from hetero_mpi.data.batch import Indices
 from hetero_mpi.data.dataset import Dataset, DataSource
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.context import RunContext
 from hetero_mpi.state.training_state import TrainingState

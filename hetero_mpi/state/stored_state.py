@@ -27,7 +27,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.optimizer import learning_rate
 from hetero_mpi.model.tuning import Tuning

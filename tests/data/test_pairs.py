@@ -24,7 +24,7 @@ from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.engine.placement import training_share
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.comparison import Comparison
 from hetero_mpi.model.layer.loss import summed_loss, target_losses
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

@@ -20,7 +20,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.engine.channel import HostBuffers, Inbox
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.optimizer import StepDecision
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain

@@ -13,7 +13,8 @@ from bitsandbytes.nn import Linear4bit
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
-from hetero_mpi.job.schema import JobConfig, TrainTable
+from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.adapter_files import check_adapter, read_adapter, write_adapter
 from hetero_mpi.model.job_tuning import tuning_of
 from hetero_mpi.model.layer.quantize import packed_bytes

@@ -19,7 +19,7 @@ from hetero_mpi.checkpoint import KINDS, CheckpointReader, CheckpointWriter, ver
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.adamw import AdamW, check_eight_bit
 from hetero_mpi.model.job_tuning import in_eight_bit
 from hetero_mpi.model.model_cost import model_cost

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import AdapterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter, write_adapter
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer import quantize

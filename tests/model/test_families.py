@@ -14,7 +14,7 @@ from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import AdapterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.stage import MicroBatch, Stage

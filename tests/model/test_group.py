@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.custom.custom_chain import CustomChain
 from hetero_mpi.model.group.division import Holding, divisions, is_of_experts, key_value_heads, refusal
 from hetero_mpi.model.group.exchanges import StageGroup

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, _short, learning_rate
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config

@@ -11,7 +11,8 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import JobConfig, TrainTable
+from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.group.division import refusal
 from hetero_mpi.model.job_tuning import tuning_of
 from hetero_mpi.model.optimizer import Optimizer

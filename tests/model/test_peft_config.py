@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import AdapterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter, read_adapter, with_patterns_of, write_adapter
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.peft_config import read_peft_config

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job.schema import AdapterTable, TrainTable
+from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.optimizer import Optimizer

@@ -14,7 +14,7 @@ import torch
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import AdapterTable, TrainTable
+from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
@@ -146,7 +146,7 @@ def test_gradients_of_full_training_leave_the_process_on_a_cpu() -> None:
         with eager_imports():
             import torch
             from hetero_mpi.device.backend import Backend
-            from hetero_mpi.job.schema import TrainTable
+            from hetero_mpi.job.training_tables import TrainTable
             from hetero_mpi.model.optimizer import Optimizer
             from hetero_mpi.model.stage import MicroBatch
             from tests.model.test_split_backward import NormalStart, chain_of

@@ -20,7 +20,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.disk import cache_folder
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.plan_request import with_memory
-from hetero_mpi.job.schema import AdapterTable, TrainTable
+from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import full_training
 from hetero_mpi.planning.types.codec import encode

@@ -13,7 +13,8 @@ from typing import Any
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.job.schema import ProfileTable, TrainTable
+from hetero_mpi.job.schema import ProfileTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_profile

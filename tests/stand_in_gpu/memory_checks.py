@@ -12,7 +12,7 @@ import torch
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import AdapterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.layer import loss
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config

@@ -18,7 +18,7 @@ from hetero_mpi.data.batch import Batch
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.sharded_update import ShardedUpdate
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.optimizer import Optimizer, StepDecision
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.weights import SeededStart

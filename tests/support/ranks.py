@@ -37,7 +37,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.rank_setup import RankSetup
 from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, full_training

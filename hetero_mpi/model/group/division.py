@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.schema import AdapterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.layer.quantize import BLOCK
 from hetero_mpi.model.transformers.chain import TransformersChain

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from hetero_mpi.job.schema import TrainTable
+from hetero_mpi.job.training_tables import TrainTable
 
 REWARDS = 3
 """Numbers of a micro-batch beside its loss: the sums of the rewards of chosen and of rejected answers, and how many pairs give the

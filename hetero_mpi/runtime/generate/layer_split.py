@@ -16,7 +16,8 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.placement import active_ranks
-from hetero_mpi.job.schema import AdapterTable, ClusterTable
+from hetero_mpi.job.schema import ClusterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import read_adapter
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.model_cost import model_cost

@@ -29,7 +29,8 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.host_limits import core_quota, own_cores
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.rules import EIGHT_BIT
-from hetero_mpi.job.schema import AdapterTable, ClusterTable
+from hetero_mpi.job.schema import ClusterTable
+from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adamw import check_eight_bit
 from hetero_mpi.model.adapter_files import with_patterns_of
 from hetero_mpi.model.job_tuning import tuning_of

@@ -1,0 +1,158 @@
+"""The tables of a job file that models and engine read: ``[adapter]`` and ``[train]``. The others are in ``schema``."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _compiled(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiled)]
+"""A regular expression."""
+
+
+class JobTable(BaseModel):
+    """A table of the job file: unknown keys are refused, values are not coerced silently."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        strict=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # ``model.config`` may hold any values, and all ranks must see the same
+    )
+
+
+class AdapterTable(JobTable):
+    """LoRA: small trained tensors beside frozen weights."""
+
+    method: Literal["none", "lora"] = "none"
+    """"none" trains the model's own weights; "lora" trains adapters and writes a PEFT adapter directory."""
+    path: str | None = None
+    """PEFT adapter directory to start from, with the same rank, alpha and targets; empty: a new adapter."""
+    rank: Positive = 16
+    """Width of the adapters (r)."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapters: their output counts alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) (rsLoRA, Kalajdzievski, 2023): higher ranks then learn as fast as lower ones."""
+    dora: bool = False
+    """Train the length of each output's weights apart from their direction (DoRA, Liu et al., 2024): closer to training of all
+    weights, in a longer step."""
+    dropout: Fraction = 0.0
+    """Dropout before the adapters."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers inside the blocks that get an adapter, by name such as ["q_proj", "v_proj"], or "all-linear"."""
+    parameters: list[str] = []
+    """Fused experts that get an adapter, such as ["experts.gate_up_proj", "experts.down_proj"] (peft's ``target_parameters``; with
+    ``dropout = 0``)."""
+    layers: Annotated[list[NotNegative], Field(min_length=1)] | None = None
+    """Blocks, counted from 0, whose linear layers get an adapter (peft's ``layers_to_transform``). Empty: those of the adapter in
+    ``path``, or all."""
+    rank_pattern: dict[Pattern, Positive] | None = None
+    """Other ranks for some layers: the end of a layer's name, or a regular expression -> rank. Empty: those of the adapter in
+    ``path``, or none."""
+    alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] | None = None
+    """Other alphas for some layers, as ``rank_pattern``."""
+
+
+class TrainTable(JobTable):
+    """How to learn."""
+
+    steps: Positive = 100
+    """Optimizer steps."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training sequences, in place of ``steps``; the last step is the one in which the last pass ends."""
+    patience: NotNegative = 0
+    """Training ends after so many evaluations in a row without a lower held-out loss; 0: never. A checkpoint is written after each
+    evaluation with the lowest loss so far, for ``export --best``."""
+    global_batch: Positive = 8
+    """Sequences per optimizer step, over all ranks; at most 8192 micro-batches."""
+    last_batch: Literal["full", "smaller"] = "full"
+    """Where an epoch leaves fewer sequences than ``global_batch``: "full": a step goes on with the next epoch's; "smaller": it has
+    what is left, as transformers' Trainer has it."""
+    micro_batch: Positive | Literal["auto"] = "auto"
+    """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses."""
+    preference: Literal["none", "dpo", "ipo", "simpo", "orpo", "kto"] = "none"
+    """Learn from pairs of answers, or from single ones with a label ("kto"); docs/preferences.md has the formulas. "dpo", "ipo" and
+    "kto" compare with the model as it is when the run begins."""
+    preference_beta: Annotated[float, Field(gt=0)] = 0.1
+    """dpo, ipo, kto: how closely the model stays with the one that the run begins with; simpo (2 and more are usual): scale of the
+    comparison; orpo: its weight."""
+    preference_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """dpo (then called conservative), simpo: share of the pairs that are taken to be the wrong way round."""
+    preference_margin: Annotated[float, Field(ge=0)] = 0.5
+    """simpo: by how much the chosen answer is to have the higher reward (gamma)."""
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """kto: factor of the loss of desirable answers."""
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """kto: factor of the loss of the others."""
+    seed: Seed = 0
+    """Seed of initial weights, order of samples and dropout."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute dtype of the whole job; "auto": the best all ranks can do. Narrow ones keep fp32 masters, gradients, moments."""
+    wire: Literal["exact", "int8"] = "exact"
+    """How activations and gradients travel from stage to stage. "exact": as they are computed; "int8": a byte for each number: the
+    loss then depends on where the plan cuts the model, and is not that of one process (docs/design.md)."""
+    recompute: bool | Literal["auto"] = "auto"
+    """Compute a block's forward again in backward instead of keeping its activations; "auto": where memory is short."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """"adamw": both moments in fp32, 8 bytes of a parameter; "adamw_8bit": bitsandbytes' AdamW, 2 bytes (docs/planning.md says of
+    which parameters)."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate of AdamW."""
+    learning_rates: dict[Pattern, Annotated[float, Field(gt=0)]] | None = None
+    """Peak learning rates of some parameters: a regular expression that is found in a parameter's name -> rate; the first one
+    counts."""
+    lora_plus_ratio: Annotated[float, Field(ge=1)] = 1.0
+    """Learning rate of an adapter's B (and of DoRA's lengths) by that of its A (LoRA+, Hayou et al., 2024)."""
+    freeze: list[NotNegative | Pattern] = []
+    """What is not trained where no adapter is: blocks by number, counted from 0, and parameters by regular expressions that are
+    found in their names. Their gradients are not computed; the memory for these and for moments stays as it is."""
+    neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Uniform noise on the embeddings in training, up to this by the root of (tokens x width) of a sequence (NEFTune, Jain et al.,
+    2023)."""
+    schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay", "cosine_with_restarts"] = "cosine"
+    """Learning rate after warm-up, as transformers has it under these names: down in a half cosine or a line; constant;
+    "warmup_stable_decay": constant, and down in the last ``decay_steps``; "cosine_with_restarts": ``cycles`` half cosines."""
+    warmup_steps: NotNegative | Fraction = 0
+    """Optimizer steps of linear warm-up from 0 (of "warmup_stable_decay": from the minimum). Below 1: a share of the run."""
+    min_learning_rate_ratio: Fraction = 0.0
+    """The schedule ends at this share of the learning rate instead of 0."""
+    decay_steps: Positive | Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Last steps of "warmup_stable_decay", in which the learning rate falls; at most those after warm-up. Below 1: a share of the
+    run."""
+    decay: Literal["cosine", "linear", "1-sqrt"] = "cosine"
+    """How it falls in these: in a half cosine, in a line, or as 1 less the square root of their share that is done."""
+    cycles: Positive = 1
+    """Half cosines of "cosine_with_restarts", each from the whole learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay of all but biases and norms, as transformers' Trainer has it; in a model of your own, of parameters of
+    two dimensions and more that are not called a bias."""
+    beta1: Fraction = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: Fraction = 0.95
+    """AdamW: decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW: added to the denominator."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this global norm; empty: never."""
+    evaluate_every: NotNegative = 0
+    """Steps between evaluations on the held-out share; 0: at the end only."""
+    evaluate_sequences: Positive = 64
+    """Held-out sequences per evaluation, at most."""
