@@ -336,7 +336,7 @@ class Tuning:
         )
 
     def uses_dropout(self, chain: LayerChain) -> bool:
-        """Are random numbers drawn in training?"""
+        """Whether training draws random numbers."""
         return chain.draws or self.noise is not None or (self.adapter is not None and self.adapter.dropout > 0)
 
 
