@@ -393,7 +393,8 @@ def test_pages_of_reference_are_the_code(path: Path, capsys: pytest.CaptureFixtu
 
 def test_every_number_of_the_job_has_its_unit() -> None:
     plain = {
-        ("adapter", "rank"), ("adapter", "alpha"), ("train", "seed"), ("train", "learning_rate"), ("train", "weight_decay"),
+        ("adapter", "rank"), ("adapter", "alpha"), ("train", "seed"), ("train", "learning_rate"), ("train", "lora_plus_ratio"),
+        ("train", "neftune_noise_alpha"), ("train", "weight_decay"),
         ("train", "beta1"), ("train", "beta2"), ("train", "epsilon"), ("train", "clip_norm"), ("sample", "temperature"),
         ("train", "preference_beta"), ("train", "preference_margin"), ("train", "desirable_weight"),
         ("train", "undesirable_weight"), ("train", "lora_plus_ratio"), ("train", "neftune_noise_alpha"), ("report", "watch"),
