@@ -397,7 +397,7 @@ def test_every_number_of_the_job_has_its_unit() -> None:
         ("train", "neftune_noise_alpha"), ("train", "weight_decay"),
         ("train", "beta1"), ("train", "beta2"), ("train", "epsilon"), ("train", "clip_norm"), ("sample", "temperature"),
         ("train", "preference_beta"), ("train", "preference_margin"), ("train", "desirable_weight"),
-        ("train", "undesirable_weight"), ("train", "lora_plus_ratio"), ("train", "neftune_noise_alpha"), ("report", "watch"),
+        ("train", "undesirable_weight"), ("report", "watch"),
     }  # fmt: skip
     numbers = {
         (table, key)
