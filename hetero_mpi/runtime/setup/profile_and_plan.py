@@ -52,7 +52,7 @@ def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
     reason = micro_batch_choices(*given)[1]
     subject = BenchmarkSpec(
         context.chain,
-        context.tuning,
+        replace(context.tuning, still=frozenset()),  # blocks of a kind are timed by one of them, frozen or not
         job.train,
         job.data.sequence_length,
         timed_micro_batches(*given),
