@@ -6,6 +6,7 @@ what needs several keys at once. Every key of the file gets into the job, or int
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import math
@@ -13,7 +14,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hetero_mpi import toml
 from hetero_mpi.commands.other_files import read_keys
 from hetero_mpi.disk import writing
 from hetero_mpi.errors import UserError
+from hetero_mpi.job.contradictions import OF_PREFERENCES
 from hetero_mpi.job.load import job_of_tables
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.schema import TABLES
@@ -32,6 +34,9 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 PATHS = ("model.path", "tokenizer.path", "adapter.path")
 NOT_UNDERSTOOD = "not understood"
 _FILE = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
+_RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
+_COLUMNS = ("field", "text_column", "columns")
+"""Keys of a data set that name the column of its texts."""
 
 
 def tables_of(tool: str) -> list[dict[str, Any]]:
@@ -88,7 +93,8 @@ class _Draft:
         for count in [count for count in ("gpus", "nodes") if gpus is not None and count in self._parts]:
             self._leave(*self._parts.pop(count), "init --gpus says it")
         self._parts.setdefault("gpus", (f"{gpus or 1} GPU (init --gpus)", gpus or 1))
-        self.pairs = self._preference(given)
+        self.compared = self._preference(given)
+        self.pairs = self.compared not in ("none", "kto")
         for key, value in (defaults | TABLE[self.tool]["pairs"] if self.pairs else defaults).items():
             if not {self._keys[key], self._keys[key].lstrip("=")} & (self.values.keys() | self._parts.keys()):
                 self._take(key, value, " by default")
@@ -106,7 +112,7 @@ class _Draft:
             keys = {key.partition(".")[2]: found for key, found in self.values.items() if key.startswith(f"{table}.")}
             lines += ["", f"[{table}]"] if keys else []
             for key, (value, source) in keys.items():
-                lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}" + (f"  # {source}" if source else ""))
+                lines.append(f"{key} = {_written(value)}" + (f"  # {source}" if source else ""))
         lines += ["", "# Not in the job, and why:"]
         for reason, names in sorted((reason, names) for reason, names in self.left.items() if names):
             lines += textwrap.wrap(f"# * {reason}: {', '.join(sorted(names))}", 120, subsequent_indent="#   ")
@@ -166,28 +172,38 @@ class _Draft:
         if steps := int(value) if value >= 1 else math.ceil(value * self.values.get("train.steps", (0, ""))[0]):
             self._put(ours, steps, part, *asked_by)
 
-    def _preference(self, given: Mapping[str, Any]) -> bool:
-        """True: pairs of answers are learnt."""
+    def _preference(self, given: Mapping[str, Any]) -> str:
+        """The method by which answers are compared; "none": they are learnt."""
         asked = sorted(given.keys() & {"beta", "precompute_ref_log_probs", "max_prompt_length"})
         if self.tool == "trl" and asked and "objective" not in self._parts:  # its YAML does not name the trainer
             self._parts["objective"] = f"{asked[0]}, a key of DPO", "dpo"
-        kind = self._word("objective")
-        if kind == "dpo":
+        kind = self._word("objective") or "none"
+        if kind == "dpo" or (kind == "kto" and self.tool == "trl"):
             kind = self._word("loss") or kind
-        pairs = kind in ("dpo", "orpo")
-        if kind:
-            self._put("train.preference", kind, "objective", *(["loss"] if pairs else []))
-        if pairs and "beta" in self._parts:
+        compared = kind != "none"
+        if "objective" in self._parts:
+            self._put("train.preference", kind, "objective", *(["loss"] if compared else []))
+        if compared and "beta" in self._parts:
             self._put("train.preference_beta", self._of("beta"), "beta")
-        return pairs
+        for key, methods in OF_PREFERENCES.items():
+            if kind not in methods:
+                self._drop(f"train.{key}", f"is for {' and '.join(methods)}")
+        return kind
+
+    def _drop(self, ours: str, reason: str) -> None:
+        """Leave a key of theirs that has got into the job."""
+        if ours in self.values:
+            value, key = self.values.pop(ours)
+            self._leave(key, value, reason)
 
     def _adapter(self) -> None:
         is_lora = self._word("adapter") == "lora"
         in_four_bits = is_lora and (self._of("adapter") == "qlora" or self._of("four_bits") in (True, 4))
-        absent = ("adapter.", "model.double") if not is_lora else ("model.double",) if not in_four_bits else ()
+        absent = (
+            ("adapter.", "model.double", "train.lora") if not is_lora else () if in_four_bits else ("model.double",)
+        )
         for ours in [ours for ours in self.values if ours.startswith(absent)]:
-            value, key = self.values.pop(ours)
-            self._leave(key, value, "applies to adapters, or to 4 bits, which are not asked for")
+            self._drop(ours, "applies to adapters, or to 4 bits, which are not asked for")
         self._put("adapter.method", "lora" if is_lora else "none", "adapter")
         if not is_lora:
             return
@@ -206,35 +222,40 @@ class _Draft:
 
     def _data(self) -> None:
         sets = self._sets("texts") or self._sets("datasets")
-        names, kinds = [name for name, _ in sets], {kind for _, kind in sets}
-        texts = "texts" in self._parts or self._of("objective") == "pt" or kinds <= {"completion", "pretrain"}
+        names, columns = [name for name, _ in sets], {column for _, column in sets}
         if not sets:
             raise UserError(f"{self.file}: names no data set, so no job was written")
+        texts = None not in columns
         if texts:
-            self._leave("data sets", names, "text is learnt from files: write the texts into some, for data.text")
-            stems = [re.sub(r"^hf:|:.*|(?<=\w)\.\w+$", "", name) for name in names]
-            self._put("data.text", [f"{stem}/*.txt" for stem in stems], "texts", "datasets", "folder")
+            self._put("data.text", names, "texts", "datasets", "folder", "config_name", "split")
+            if any(name.startswith("hf:") or _RECORDS.search(name) for name in names):
+                self._put("data.documents", "record")
+                if len(columns) > 1:
+                    self._leave("columns", sorted(columns), "one name for all: give the files their texts under one")
+                elif columns != {"text"}:
+                    self._put("data.keys", {"text": columns.pop()})
         else:
             self._put("data.records", names, "datasets", "folder", "config_name", "split")
         if "weights" in self._parts:
             shares = str(self._of("weights")).strip("[]").split(",")
             self._put("data.weights", [_number(share) for share in shares], "weights")
         self._put("data.sequence_length", int(self._count("length")) * (2 if self.pairs else 1), "length")
-        packing = not self.pairs and bool(self._of("neat") or self._of("packing", texts))
-        self._put("data.packing", packing, *([] if self.pairs else ["neat", "packing"]))
+        compared = self.compared != "none"
+        packing = not compared and bool(self._of("neat") or self._of("packing", texts))
+        self._put("data.packing", packing, *([] if compared else ["neat", "packing"]))
         if not packing:
             self._put("data.pad", "full" if self._of("pad") else "longest", "pad")
         elif self.tool == "llamafactory" and not (texts or self._of("neat")):
             self._put("data.isolate", False, "packing")
-        if not (texts or self.pairs):
+        if not (texts or compared):
             prompts = self._of("everything") is True or self._of("completions") is False
             self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
             if self.tool == "trl" and self._of("answers") is not True:
                 reason = "TRL learns the questions of chats too, here only answers are learnt: see data.train_on_prompt"
                 self._leave("assistant_only_loss", "not true", reason)
 
-    def _sets(self, part: str, split: str = "train") -> list[tuple[str, Any]]:
-        """Data sets: how ``data.records`` names them, and the type that the tool gives them."""
+    def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | None]]:
+        """Data sets: how ``data.records`` names them, and of texts their column."""
         key, value = self._parts.get(part, ("", []))
         if self.tool == "llamafactory" and value:
             names = re.split(r"\s*,\s*", value) if isinstance(value, str) else value
@@ -250,9 +271,20 @@ class _Draft:
             isinstance(one, Mapping) and {*one} & {"path", "id"} for one in value
         ):
             raise UserError(f"{self.file}: {key} = {as_toml(value)}: must be a list of data sets, each with a path")
-        return [(self._records(f"{key}[{at}]", entry, split), entry.get("type")) for at, entry in enumerate(value)]
+        columns = [self._column(part, entry) for entry in value]
+        told = [("type", *_COLUMNS) if column is not None else () for column in columns]
+        names = [self._records(f"{key}[{at}]", value[at], split, told[at]) for at in range(len(value))]
+        return list(zip(names, columns, strict=True))
 
-    def _records(self, where: str, entry: Mapping[str, Any], otherwise: str) -> str:
+    def _column(self, part: str, entry: Mapping[str, Any]) -> str | None:
+        """The column of a data set of texts; None: it holds records."""
+        if part != "texts" and self._of("objective") != "pt" and entry.get("type") not in ("completion", "pretrain"):
+            return None
+        found = [entry[key] for key in _COLUMNS if entry.get(key)]
+        column = (found[0].get("prompt") if isinstance(found[0], Mapping) else found[0]) if found else None
+        return str(column or "text")
+
+    def _records(self, where: str, entry: Mapping[str, Any], otherwise: str, told: Sequence[str]) -> str:
         path, name = str(entry.get("path") or entry.get("id")), entry.get("name") or entry.get("config")
         files = entry.get("data_files")
         split = str(entry.get("split") or otherwise)
@@ -261,7 +293,7 @@ class _Draft:
         if files and (is_file or path in ("json", "csv", "parquet", "text")):
             path, files, is_file = (files, None, True) if isinstance(files, str) else (str(files[0]), files[1:], True)
         for key, value in {**entry, "data_files": files, "split": split if split != whole else None}.items():
-            if key not in ("path", "id", "name", "config") and value:
+            if key not in ("path", "id", "name", "config", *told) and value:
                 self._leave(f"{where}.{key}", value, _reason(key, [TABLE["entries"]]))
         if is_file:
             return self._path(path) + ("/*" if Path(path).is_dir() else "")
@@ -295,15 +327,38 @@ class _Draft:
             self._put("train.steps", steps, "steps")
         elif "epochs" in self._parts:
             self._put("train.epochs", self._of("epochs"), "epochs")
-        if self._of("schedule") != "constant":  # that one has no warm-up there
-            for part in ("ratio", "warmup"):
-                self._put_steps("train.warmup_steps", part)
-        if schedule := TABLE["values"]["=schedule"].get(self._of("schedule")):
-            self._put("train.schedule", schedule, "schedule")
+        if self._of("drop") is not True and (self.tool != "axolotl" or not self._of("packing")):
+            self._put("train.last_batch", "smaller", "drop")
+        if not self.values.get("train.neftune_noise_alpha", (1, ""))[0]:
+            self._drop("train.neftune_noise_alpha", "off there, as here")
+        self._schedule()
         if "clip" in self._parts:
             self._put("train.clip_norm", self._count("clip") or "", "clip")
         dtype = "fp16" if self._of("fp16") is True else {True: "bf16", "auto": "auto"}.get(self._of("bf16"), "fp32")
         self._put("train.dtype", dtype, "fp16", "bf16")
+
+    def _schedule(self) -> None:
+        named = self._of("schedule")
+        for part in ("ratio", "warmup") if named != "constant" else ():  # that one has no warm-up there
+            if value := self._count(part):
+                self._put("train.warmup_steps", int(value) if value >= 1 else value, part)
+        schedule = TABLE["values"]["=schedule"].get(named)
+        if self.values.get("train.min_learning_rate_ratio", (0, ""))[0] == 1:
+            schedule = "constant"
+        if schedule:
+            self._put("train.schedule", schedule, "schedule")
+        if schedule == "constant":
+            self._drop("train.min_learning_rate_ratio", "this schedule does not fall")
+        given, words = self._of("kwargs", {}), TABLE["schedules"].get(named, {})
+        if isinstance(given, str):
+            with contextlib.suppress(ValueError):
+                given = json.loads(given)
+        if not isinstance(given, dict) or not given.keys() <= words.keys():
+            return
+        for key, value in ((key, _number(value)) for key, value in given.items()):
+            rate = self.values.get("train.learning_rate", (0, ""))[0]
+            if key != "min_lr" or rate:
+                self._put(words[key], value / rate if key == "min_lr" else value, "kwargs")
 
     def _evaluation(self) -> None:
         when, share = self._word("evaluation"), self._count("held_out")
@@ -337,6 +392,13 @@ def _reason(key: str, tables: list[dict[str, Any]]) -> str:
     groups = [group for table in tables for group in table["left"]]
     fits = (group["reason"] for group in groups if any(fnmatch.fnmatchcase(key, one) for one in group["keys"]))
     return next(fits, NOT_UNDERSTOOD)
+
+
+def _written(value: Any) -> str:
+    """A value as TOML."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_written(inner)}" for key, inner in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _number(value: Any) -> Any:

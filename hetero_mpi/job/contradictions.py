@@ -79,7 +79,7 @@ def _model(known: Known) -> Problems:
         yield "adapter.dora", "peft has no DoRA for experts: leave it out, or adapter.parameters"
 
 
-_OF_PREFERENCES = {
+OF_PREFERENCES = {
     "preference_smoothing": ("dpo", "simpo"),
     "preference_margin": ("simpo",),
     "desirable_weight": ("kto",),
@@ -179,7 +179,7 @@ def _data(known: Known) -> Problems:
         for key, wrong in (("data.isolate", False), ("data.train_on_prompt", True)):
             if known(key) is wrong:
                 yield key, "does not apply to preferences (train.preference), whose records are compared: leave it out"
-    for key, methods in _OF_PREFERENCES.items():
+    for key, methods in OF_PREFERENCES.items():
         if known.changed(f"train.{key}") and known("train.preference") not in (None, *methods):
             yield f"train.{key}", f"is for train.preference = {' and '.join(methods)}: leave it out"
 

@@ -35,13 +35,17 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.weight_decay": 0.1,
     },
     "axolotl-kernels.yml": {
-        "adapter.targets": ["gate_proj", "down_proj", "q_proj"], "train.steps": 300, "train.warmup_steps": 30, "train.epochs": None,
+        "adapter.targets": ["gate_proj", "down_proj", "q_proj"], "train.steps": 300, "train.warmup_steps": 0.1,
+        "train.epochs": None,
         "train.evaluate_every": 50, "checkpoint.every": 150, "checkpoint.keep": 2, "train.patience": 3, "train.schedule": "linear",
         "report.trackers": ["wandb"],
     },
-    "axolotl-pretrain.yml": {"data.text": ["example/web-text/en/*.txt"], "data.records": None, "train.steps": 200},
-    "axolotl-moe-pattern.yml": {"adapter.targets": "all-linear", "train.warmup_steps": 0},
-    "axolotl-fp8.yml": {"data.held_out": 0, "train.global_batch": 16},
+    "axolotl-pretrain.yml": {
+        "data.text": ["hf:example/web-text/en"], "data.records": None, "data.documents": "record", "data.keys": None,
+        "train.steps": 200,
+    },
+    "axolotl-moe-pattern.yml": {"adapter.targets": "all-linear", "train.warmup_steps": 0.1},
+    "axolotl-fp8.yml": {"data.held_out": 0, "train.global_batch": 16, "train.schedule": "constant", "train.warmup_steps": 10},
     "axolotl-local-files.yml": {
         "model.path": "models/own", "tokenizer.path": "models/own-tokenizer", "adapter.path": "outputs/before",
         "data.records": ["data/chats.jsonl", "data/more.jsonl"], "data.evaluation": ["data/held.jsonl"], "adapter.dora": True,
@@ -49,9 +53,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.dtype": "fp16",
         "train.seed": 7, "data.train_on_prompt": True, "data.pad": "longest", "train.evaluate_every": 20,
     },
-    "axolotl-completion.yml": {"data.text": ["example/books/*.txt"], "data.held_out": 0.02, "train.optimizer": "adamw"},
+    "axolotl-completion.yml": {
+        "data.text": ["hf:example/books"], "data.documents": "record", "data.keys": {"text": "body"}, "data.held_out": 0.02,
+        "train.optimizer": "adamw", "train.neftune_noise_alpha": 5.0,
+    },
     "axolotl-orpo.yml": {
-        "train.preference": "orpo", "train.preference_beta": 0.1, "train.warmup_steps": 15, "report.trackers": ["tensorboard"],
+        "train.preference": "orpo", "train.preference_beta": 0.1, "train.warmup_steps": 0.1, "report.trackers": ["tensorboard"],
     },
     "llamafactory-lora.yaml": {
         "adapter.rank": 12, "adapter.alpha": 24, "data.records": ["data/who_am_i.json"], "train.global_batch": 8, "train.epochs": 3,
@@ -69,12 +76,14 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "llamafactory-full-ds3.yaml": {
         "adapter.method": "none", "train.clip_norm": 0.001, "report.trackers": ["wandb"], "train.weight_decay": 0.01,
     },
-    "llamafactory-pretrain.yaml": {"data.text": ["data/web_demo/*.txt"], "data.packing": True, "train.warmup_steps": 100},
+    "llamafactory-pretrain.yaml": {
+        "data.text": ["data/web_demo.json"], "data.documents": "record", "data.packing": True, "train.warmup_steps": 0.1,
+    },
     "llamafactory-qlora.yaml": {
         "model.quantization": "nf4", "model.double_quantization": False, "adapter.alpha": 40, "adapter.rslora": True,
         "data.packing": True, "data.isolate": "auto", "train.dtype": "fp16", "train.evaluate_every": 0,
     },
-    "llamafactory-galore.yaml": {"train.dtype": "bf16", "train.evaluate_every": 500, "train.warmup_steps": 0},
+    "llamafactory-galore.yaml": {"train.dtype": "bf16", "train.evaluate_every": 500, "train.warmup_steps": 0.1},
     "llamafactory-ray.yaml": {"train.global_batch": 32, "train.schedule": "cosine"},
     "llamafactory-eval-set.yaml": {
         "data.records": ["data/known.json"], "data.evaluation": ["data/held.json"], "data.isolate": False,
@@ -98,7 +107,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.preference": "dpo", "train.learning_rate": 5e-7, "data.sequence_length": 2048, "report.trackers": ["wandb"],
     },
     "trl-orpo.sh": {
-        "train.preference": "orpo", "train.preference_beta": 0.25, "train.warmup_steps": 50, "train.learning_rate": 1e-6,
+        "train.preference": "orpo", "train.preference_beta": 0.25, "train.warmup_steps": 0.1, "train.learning_rate": 1e-6,
         "data.sequence_length": 3072, "report.trackers": ["tensorboard", "trackio"], "adapter.targets": "all-linear",
     },
     "trl-handbook-qlora.yaml": {
@@ -107,7 +116,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "trl-handbook-dpo.yaml": {"train.preference": "dpo", "train.preference_beta": 0.01, "data.held_out": 0},
     "trl-datasets.yaml": {
-        "data.records": ["hf:example/chats", "hf:example/code/python"], "train.schedule": "cosine", "train.warmup_steps": 0,
+        "data.records": ["hf:example/chats", "hf:example/code/python"], "train.schedule": "cosine", "train.warmup_steps": 0.03,
         "checkpoint.every": 0,
     },
     "trl-local.yaml": {
@@ -172,12 +181,12 @@ def test_what_is_left_has_its_value_and_its_reason() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("base_model: a/b\nrl: kto\ndatasets: [{path: a/c}]\n", "rl = kto: not here"),
+        ("base_model: a/b\nrl: grpo\ndatasets: [{path: a/c}]\n", "rl = grpo: not here"),
         ("model_name_or_path: a/b\nstage: ppo\ndataset: x\n", "stage = ppo"),
-        ("model_name_or_path: a/b\nstage: dpo\npref_loss: simpo\ndataset: x\n", "pref_loss = simpo"),
+        ("model_name_or_path: a/b\nstage: dpo\npref_loss: hinge\ndataset: x\n", "pref_loss = hinge"),
         ("model_name_or_path: a/b\nstage: sft\nfinetuning_type: freeze\ndataset: x\n", "finetuning_type = freeze"),
         ("trl grpo --model_name_or_path a/b --dataset_name a/c", "trainer = grpo"),
-        ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type ipo", "loss_type = ipo"),
+        ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type robust", "loss_type = robust"),
         ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type sigmoid bco_pair", "loss_type = "),
         ("python train_mine.py --model_name_or_path a/b --dataset_name a/c", "trainer = train_mine"),
         ("trl sft --model_name_or_path $MODEL --dataset_name a/c", "$MODEL has none"),
@@ -220,6 +229,46 @@ def test_prompts_are_learnt_where_trl_learns_them(only: bool) -> None:
 def test_a_list_of_one_loss_is_that_loss() -> None:
     Path("pairs.yaml").write_text("model_name_or_path: a/b\ndataset_name: a/c\nbeta: 0.2\nloss_type: [sigmoid]\n")
     assert made(Path("pairs.yaml")).job.train.preference == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "stage: dpo\npref_loss: simpo\nsimpo_gamma: 1.5\npref_beta: 2.0\ndpo_label_smoothing: 0.1\nkto_chosen_weight: 2",
+            {"preference": "simpo", "preference_margin": 1.5, "preference_beta": 2.0, "preference_smoothing": 0.1,
+             "desirable_weight": 1.0},
+        ),
+        (
+            "stage: kto\nkto_chosen_weight: 1.5\npref_beta: 0.2\npref_loss: sigmoid",
+            {"preference": "kto", "desirable_weight": 1.5, "preference_beta": 0.2},
+        ),
+        (
+            "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-4\nlr_scheduler_kwargs: {min_lr: 1e-5}\nwarmup_ratio: 0.05",
+            {"schedule": "cosine", "min_learning_rate_ratio": 0.1, "warmup_steps": 0.05, "last_batch": "smaller"},
+        ),
+        (
+            "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: '{\"num_decay_steps\": 50, \"decay_type\": \"linear\"}'",
+            {"schedule": "warmup_stable_decay", "decay_steps": 50, "decay": "linear"},
+        ),
+        (
+            "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}\ndataloader_drop_last: true",
+            {"schedule": "cosine_with_restarts", "cycles": 3, "last_batch": "full"},
+        ),
+        ("loraplus_lr_ratio: 16\nneftune_noise_alpha: 5", {"lora_plus_ratio": 16.0, "neftune_noise_alpha": 5.0}),
+        (
+            "finetuning_type: full\nloraplus_lr_ratio: 16\nneftune_noise_alpha: 0",
+            {"lora_plus_ratio": 1.0, "neftune_noise_alpha": None},
+        ),
+    ],
+)  # fmt: skip
+def test_how_is_learnt_comes_along(text: str, expected: dict[str, Any]) -> None:
+    file = Path("theirs.yaml")
+    file.write_text(f"model_name_or_path: a/b\ndataset: x\ntemplate: llama3\n{text}\n")
+    job, found = made(file), Path("job.toml").read_text()
+    assert {key: getattr(job.job.train, key) for key in expected} == expected
+    sources = " ".join(re.findall(r"  # (.*)", found)) + left_keys(found)
+    assert all(key in sources for key in read_keys(file)), "none has got lost"
 
 
 def test_keys_inside_of_keys_are_named() -> None:
