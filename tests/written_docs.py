@@ -81,7 +81,7 @@ Nothing of the other tool needs to be installed, and nothing is run or fetched.
 Behind each key of the job stand the keys it comes from.
 Below them stands every other key of the file, with its value and the reason why it is not in the job.
 A key that is in no table here is named as not understood.
-Training that is not here (KTO, PPO, GRPO, reward models) is refused, and nothing is written.
+Training that is not here (PPO, GRPO, reward models) is refused, and nothing is written.
 
 What the other tool does where its file is silent is written too, as its defaults differ from ours.
 `--gpus` tells how many GPUs it ran on: the batch of a step is micro-batch x accumulation x GPUs.
