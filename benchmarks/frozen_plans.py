@@ -12,7 +12,7 @@ Each cluster is planned anew. Both plans are timed by the present simulator: the
 one's, exactly 1 where the planner decides the same. What the frozen plan took by the simulator of its day is compared as well.
 
 ``--most N``: only clusters of at most N devices (all: some four minutes of one idle core). ``--freeze``: plans the clusters
-that the file lacks and appends them; nothing else. ``--check``: no plan is slower by more than 2 %, and none on average.
+that the file lacks and appends them; nothing else. ``--check``: plans are at most 0.5 % slower on average, and none more than 5 %.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SEEDS = 200
 LARGE = ((128, 0), (128, 1), (256, 0), (256, 1), (512, 1), (1024, 0))
 """(devices, seed)"""
 NOISE = 0.05
-MOST_SLOWER = 1.02
+MEAN_SLOWER, MOST_SLOWER = 1.005, 1.05
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,9 @@ def main(given: Sequence[str] | None = None) -> int:
         content = [{**vars(row), "ratio": row.ratio} for row in rows]
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     mean, worst = sum(row.ratio for row in rows) / len(rows), max(row.ratio for row in rows)
-    print(
-        f"{len(rows)} clusters: step time over the frozen plan's, mean {mean:.6g} (bar 1), worst {worst:.6g} (bar {MOST_SLOWER:g})"
-    )
-    return int(arguments.check and (worst > MOST_SLOWER or mean > 1 + 1e-9))
+    bars = f"(bars {MEAN_SLOWER:g}, {MOST_SLOWER:g})"
+    print(f"{len(rows)} clusters: step time over the frozen plan's, mean {mean:.6g}, worst {worst:.6g} {bars}")
+    return int(arguments.check and (worst > MOST_SLOWER or mean > MEAN_SLOWER))
 
 
 def line(row: Row) -> str:
