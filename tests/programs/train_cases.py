@@ -38,8 +38,8 @@ def changing_batches() -> Iterator[None]:
     """Every step has another number of sequences and another length."""
     batch = Dataset.batch
 
-    def changing(dataset: Dataset, step: int, global_batch: int) -> Batch:
-        return changed(batch(dataset, step, global_batch), step)
+    def changing(dataset: Dataset, step: int, global_batch: int, smaller: bool) -> Batch:
+        return changed(batch(dataset, step, global_batch, smaller), step)
 
     with mock.patch.object(Dataset, "batch", changing):
         yield
