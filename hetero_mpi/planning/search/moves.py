@@ -38,7 +38,7 @@ class Moves:
         if self.automatic:
             kinds += [(15, self._depth), (4, self._slope)]
         if ranks:
-            kinds += [(12, self._place), (10, self._exchange), (10, self._share), (3, self._size)]
+            kinds += [(12, self._place), (10, self._exchange), (10, self._rank), (10, self._share), (3, self._size)]
             kinds += [(3, self._split)] if self.automatic and len(set(request.split_choices)) > 1 else []
         weights, self._kinds = zip(*kinds, strict=True)
         self._weights = list(itertools.accumulate(weights))
@@ -120,6 +120,38 @@ class Moves:
             if mine != other and (mine in line.ranks or other in line.ranks)
         }
         return _with(lines, changed)
+
+    def _rank(self, lines: Lines, index: int) -> Lines | None:
+        """An idle rank is put to work; or one is taken off, and perhaps put to work elsewhere."""
+        idle = self._idle(lines)
+        if idle and self.draw.random() < 0.5:
+            return self._added(lines, index, self.draw.choice(idle))
+        line = lines[index]
+        if len(line.ranks) < 2:
+            return None
+        place = self.draw.randrange(len(line.ranks))
+        counts = [*line.counts[:place], *line.counts[place + 1 :]]
+        for _ in range(line.counts[place]):
+            counts[self.draw.randrange(len(counts))] += 1
+        ranks = (*line.ranks[:place], *line.ranks[place + 1 :])
+        lines = _with(lines, {index: self._paced(line._replace(ranks=ranks, counts=tuple(counts)))})
+        others = [i for i in range(len(lines)) if i != index]
+        if others and self.draw.random() < 0.8:
+            return self._added(lines, self.draw.choice(others), line.ranks[place])
+        return lines
+
+    def _added(self, lines: Lines, index: int, rank: int) -> Lines | None:
+        """The rank takes some layers off a stage, at either end of it."""
+        line = lines[index]
+        place, before = self.draw.randrange(len(line.ranks)), self.draw.random() < 0.5
+        count, at = line.counts[place], place + (not before)
+        if count < 2:
+            return None
+        taken = self.draw.randrange(1, count)
+        pair = (taken, count - taken) if before else (count - taken, taken)
+        ranks = (*line.ranks[:at], rank, *line.ranks[at:])
+        counts = (*line.counts[:place], *pair, *line.counts[place + 1 :])
+        return _with(lines, {index: self._paced(line._replace(ranks=ranks, counts=counts))})
 
     def _split(self, lines: Lines, index: int) -> Lines:
         """Backward in two parts, or in one."""

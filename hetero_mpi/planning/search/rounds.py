@@ -89,11 +89,14 @@ class Rounds:
             allowed = warm * (cold / warm) ** (look / looks)
             limit_s = now_s * (1 + allowed * draw.expovariate(1.0))
             changed = changes.changed(now)
-            if changed == now:
+            if changed == now or used(changed) < min(self.least, used(now) + 1):
                 continue
             fittings = self.within(limit_s, changed)
             if fittings is None:
                 now = changed if now_s == math.inf else now
+                continue
+            if used(changed) < self.least:
+                now = changed
                 continue
             spent = actions_of(changed)
             actions -= spent
