@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import shlex
 import string
@@ -13,6 +15,10 @@ import yaml
 
 from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
+from hetero_mpi.toml import DEEPEST
+
+MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
+"""Of a file, and of what its aliases make of it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -32,15 +38,55 @@ def read_keys(file: Path) -> dict[str, Any]:
     """
     require_regular(file)
     try:
+        if file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
         text = file.read_text(encoding="utf-8-sig")
-        if re.search(r"^(?!\s*#).*\s--\w", text, re.MULTILINE):
+        if re.search(r"^(?!\s*#).*\s--\w", text, re.MULTILINE) and not _has_keys(text):
             return _command_line(file, text)
-        values = yaml.load(text, _Loader)
+        values = _plain(_loaded(text), iter(range(MOST_VALUES)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file}: must be YAML, or a command line: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"{file}: must be YAML with keys, or a command line with --options")
-    return {str(key): value for key, value in values.items()}
+    return values
+
+
+def _loaded(text: str) -> Any:
+    """The value of a text in JSON, whose tabs and pairs of surrogates are none of YAML's, or in YAML."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a key stands twice")  # YAML tells which
+        return found
+
+    with contextlib.suppress(ValueError):
+        return json.loads(text, object_pairs_hook=once)
+    return yaml.load(text, _Loader)
+
+
+def _has_keys(text: str) -> bool:
+    """Whether a text that has ``--`` somewhere is YAML all the same: in a comment, or within a value."""
+    try:
+        values = _loaded(text)
+    except yaml.YAMLError:
+        return False
+    return isinstance(values, dict) and not any(" --" in str(key) for key in values)
+
+
+def _plain(value: Any, left: Iterator[int], depth: int = 0) -> Any:
+    """A value as JSON has it; a date, a set and the like as their text. Raises ValueError: no file of ours can hold it."""
+    if depth > DEEPEST or next(left, None) is None:
+        raise ValueError(f"its values are more than {MOST_VALUES:,}, or more than {DEEPEST} deep within one another")
+    if isinstance(value, dict):
+        return {_plain(str(key), left): _plain(inner, left, depth + 1) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner, left, depth + 1) for inner in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    text = str(value)
+    if found := re.search("[\\x00\ud800-\udfff]", text):
+        raise ValueError(f"it holds the character {found[0]!a}, which no name or text has")
+    return text
 
 
 def _command_line(file: Path, text: str) -> dict[str, Any]:

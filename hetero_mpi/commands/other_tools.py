@@ -37,6 +37,8 @@ _FILE = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
 _COLUMNS = ("field", "text_column", "columns")
 """Keys of a data set that name the column of its texts."""
+_MANY = ("=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs")
+"""Parts that may have several values; others have one."""
 
 
 def tables_of(tool: str) -> list[dict[str, Any]]:
@@ -58,7 +60,10 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
         raise UserError(f"{target}: there already, and init overwrites nothing; name another directory or FILE.toml")
     draft = _Draft(file, read_keys(file), target.absolute().parent, gpus)
     text = draft.text()
-    job_of_tables(toml.loads(text), target.stem, target.absolute().parent)
+    try:
+        job_of_tables(toml.loads(text), target.stem, target.absolute().parent)
+    except (UserError, toml.TomlError) as error:
+        raise UserError(f"{file}: makes no valid job, so none was written: {error}") from None
     with writing(target, "name another directory or FILE.toml"):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -105,9 +110,8 @@ class _Draft:
 
     def text(self) -> str:
         """The job file."""
-        lines = [
-            f"# Made by `init --from` of {printable(self.file.name)}, a file of {self.title}; its keys stand behind ours."
-        ]
+        name = printable(" ".join(self.file.name.split()))
+        lines = [f"# Made by `init --from` of {name}, a file of {self.title}; its keys stand behind ours."]
         for table in TABLES:
             keys = {key.partition(".")[2]: found for key, found in self.values.items() if key.startswith(f"{table}.")}
             lines += ["", f"[{table}]"] if keys else []
@@ -120,12 +124,16 @@ class _Draft:
 
     def _take(self, key: str, value: Any, by: str = "") -> None:
         ours = self._keys.get(key)
-        words = TABLE["values"].get(ours)
+        words, single = TABLE["values"].get(ours), (ours or "").startswith("=") and ours not in _MANY
+        if single and isinstance(value, list) and len(value) == 1:
+            (value,) = value
         if value is None or value in ("", [], {}):
             self.left.setdefault("empty there", []).append(printable(key))
         elif ours is None:
             self._leave(key, value, _reason(key, tables_of(self.tool)))
         elif ours.startswith("="):
+            if single and isinstance(value, (list, dict)):
+                raise UserError(f"{self.file}: {key} = {as_toml(value)}: must be one value, so no job was written")
             first = self._parts.get(ours[1:], (key, None))
             kept, other = (first, (key, value)) if first[1] else ((key + by, value), first)
             self._parts[ours[1:]] = kept
@@ -139,7 +147,10 @@ class _Draft:
             self._leave(key, value, f"no {ours} of that name here, so it keeps its default")
 
     def _leave(self, key: str, value: Any, reason: str) -> None:
-        names, text = self.left.setdefault(reason, []), f"{printable(' '.join(key.split()))} = {as_toml(value)}"
+        names, text = (
+            self.left.setdefault(reason, []),
+            f"{printable(' '.join(key.split()))} = {printable(as_toml(value))}",
+        )
         if not key.endswith(" by default") and text not in names:
             names.append(text)
 
@@ -156,7 +167,7 @@ class _Draft:
     def _word(self, part: str) -> str:
         """Our word for the value of a part; "" where it is not given. Raises UserError: there is none."""
         words, value = TABLE["values"][f"={part}"], self._of(part, "")
-        value = str(value[0] if isinstance(value, list) and len(value) == 1 else value).lower()
+        value = str(value).lower()
         if value and value not in words:
             known = f"not here, so no job was written; there is {', '.join(words)}"
             raise UserError(f"{self.file}: {self._parts[part][0]} = {value}: {known}")
@@ -210,7 +221,8 @@ class _Draft:
         if in_four_bits:
             self._put("model.quantization", "nf4", "adapter", "four_bits")
         if self.tool == "llamafactory" and "adapter.alpha" not in self.values:
-            self.values["adapter.alpha"] = 2 * self.values["adapter.rank"][0], "twice lora_rank by default"
+            rank = self.values["adapter.rank"][0]
+            self.values["adapter.alpha"] = 2 * rank if type(rank) is int else "", "twice lora_rank by default"
         names = self._of("targets")
         names = re.split(r"[,\s]+", names) if isinstance(names, str) else names
         if self._of("linear") or names in (["all"], ["all-linear"]):
@@ -257,8 +269,8 @@ class _Draft:
     def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | None]]:
         """Data sets: how ``data.records`` names them, and of texts their column."""
         key, value = self._parts.get(part, ("", []))
-        if self.tool == "llamafactory" and value:
-            names = re.split(r"\s*,\s*", value) if isinstance(value, str) else value
+        if self.tool == "llamafactory" and value and not isinstance(value, Mapping):
+            names = value if isinstance(value, list) else re.split(r"\s*,\s*", str(value))
             value = [self._listed(str(name)) for name in names]
         elif isinstance(value, str):
             which = self._of("split" if split == "train" else "test_split")
@@ -268,12 +280,12 @@ class _Draft:
                 self._leave(f"{key}.{inner}", value[inner], _reason(inner, [TABLE["entries"]]))
             value = value.get("datasets")
         if not isinstance(value, list) or not all(
-            isinstance(one, Mapping) and {*one} & {"path", "id"} for one in value
+            isinstance(one, Mapping) and (one.get("path") or one.get("id")) for one in value
         ):
             raise UserError(f"{self.file}: {key} = {as_toml(value)}: must be a list of data sets, each with a path")
         columns = [self._column(part, entry) for entry in value]
-        told = [("type", *_COLUMNS) if column is not None else () for column in columns]
-        names = [self._records(f"{key}[{at}]", value[at], split, told[at]) for at in range(len(value))]
+        told = () if None in columns else ("type", *_COLUMNS)
+        names = [self._records(f"{key}[{at}]", one, split, told) for at, one in enumerate(value)]
         return list(zip(names, columns, strict=True))
 
     def _column(self, part: str, entry: Mapping[str, Any]) -> str | None:
@@ -289,21 +301,25 @@ class _Draft:
         files = entry.get("data_files")
         split = str(entry.get("split") or otherwise)
         whole = re.split(r"[\[+]", split)[0]
-        is_file = _FILE.match(path) is not None or Path(path).exists()
+        is_file = _FILE.match(path) is not None or os.path.exists(path)
+        if isinstance(files, Mapping):  # by split: the one that is learnt goes first
+            files = [files[one] for one in sorted(files, key=lambda one: one != whole)]
         if files and (is_file or path in ("json", "csv", "parquet", "text")):
-            path, files, is_file = (files, None, True) if isinstance(files, str) else (str(files[0]), files[1:], True)
+            path, files, is_file = (files, None, True) if not isinstance(files, list) else (files[0], files[1:], True)
+            path = str(path)
         for key, value in {**entry, "data_files": files, "split": split if split != whole else None}.items():
             if key not in ("path", "id", "name", "config", *told) and value:
                 self._leave(f"{where}.{key}", value, _reason(key, [TABLE["entries"]]))
         if is_file:
-            return self._path(path) + ("/*" if Path(path).is_dir() else "")
+            return self._path(path) + ("/*" if os.path.isdir(path) else "")
         return f"hf:{path}" + (f"/{name}" if name else "") + (f":{whole}" if whole != "train" else "")
 
     def _listed(self, name: str) -> dict[str, Any]:
         """A data set of LLaMA-Factory, by its entry in ``dataset_info.json``."""
         folder = str(self._of("folder", "data"))
         listed = Path(folder) / "dataset_info.json"
-        entry = json.loads(listed.read_text(encoding="utf-8")).get(name) if listed.exists() else None
+        entries = read_keys(listed) if os.path.exists(listed) else {}
+        entry = entries.get(name)
         if not isinstance(entry, dict):
             self._leave("dataset", name, f"{folder}/dataset_info.json does not have it: correct data.records")
             entry = {"file_name": f"{name}.json"}
@@ -314,7 +330,7 @@ class _Draft:
     def _path(self, text: str) -> str:
         """A path of theirs, which begins at the working directory, as it is seen from the job; a name of the hub as it is."""
         found = Path(text)
-        is_path = (_FILE.match(text) or found.exists()) and not text.startswith("~")
+        is_path = (_FILE.match(text) or os.path.exists(text)) and not text.startswith("~")
         return os.path.relpath(found.absolute(), self.directory) if is_path else text
 
     def _training(self) -> None:
@@ -382,7 +398,9 @@ class _Draft:
         if re.fullmatch(r"[^./~{}][^{}]*", run_dir):
             self._put("output.run_dir", run_dir, "run_dir")
         named = self._of("report_to", [])
-        wanted = set(named if isinstance(named, list) else [named]) | {name for name in TRACKERS if self._of(name)}
+        wanted = {str(one) for one in (named if isinstance(named, list) else [named])} | {
+            name for name in TRACKERS if self._of(name)
+        }
         if known := [name for name in TRACKERS if name in wanted]:
             self._put("report.trackers", known, *known, *(["report_to"] if wanted == set(known) else []))
 
@@ -397,8 +415,12 @@ def _reason(key: str, tables: list[dict[str, Any]]) -> str:
 def _written(value: Any) -> str:
     """A value as TOML."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_written(inner)}" for key, inner in value.items()) + " }"
-    return json.dumps(value, ensure_ascii=False)
+        return "{ " + ", ".join(f"{_written(key)} = {_written(inner)}" for key, inner in value.items()) + " }"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps("" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _number(value: Any) -> Any:

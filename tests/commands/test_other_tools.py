@@ -12,7 +12,7 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.commands.other_files import read_keys
-from hetero_mpi.commands.other_tools import NOT_UNDERSTOOD, TABLE, TOOLS, keys_of, tables_of
+from hetero_mpi.commands.other_tools import NOT_UNDERSTOOD, TABLE, TOOLS, job_from, keys_of, tables_of
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.job.schema import TABLES
@@ -345,6 +345,63 @@ def test_the_defaults_of_trl_are_those_of_the_package() -> None:
         for key, value in {**defaults, **changed}.items():
             if key != "bf16":  # it is on where nothing else is asked for
                 assert own.get(key, value) == value, key
+
+
+BASE = "base_model: a/b\nadapter: lora\n"
+DATA = "datasets:\n  - path: x.jsonl\n    type: alpaca\n"
+
+
+@pytest.mark.parametrize(
+    "key", ["lora_r", "lr_scheduler", "bf16", "micro_batch_size", "datasets", "lora_model_dir", "report_to"]
+)
+@pytest.mark.parametrize(
+    "value",
+    [".nan", "2024-01-01", "!!binary aGk=", "!!set {a}", "{a b: 1}", "[[{a: null}]]", "&r [*r]", r'"\x7f"', r'"\ud800"', r'"a\0"',
+     "'" + 5000 * "x" + "'", "[{path: json, data_files: 5}]", "[{path: null}]", "[null]",
+     "[{path: json, data_files: {test: [b.json], train: a.json}}]"],
+)  # fmt: skip
+def test_values_of_any_kind_make_a_job_or_a_refusal(key: str, value: str) -> None:
+    Path("odd.yml").write_text(BASE + ("" if key == "datasets" else DATA) + f"{key}: {value}\n", encoding="utf-8")
+    try:
+        job_from(Path("odd.yml"), Path("job.toml"), None)
+    except UserError as error:
+        assert "odd.yml: " in str(error) and not Path("job.toml").exists()
+    else:
+        load_job("job.toml")
+        assert key in Path("job.toml").read_text(encoding="utf-8").split("\n", 1)[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [BASE + DATA + "# see\nlora_r: 8  # as in: train --lora_r 4\n", BASE + DATA + "lora_r: 8\nnote: try --more\n",
+     "\ufeff" + (BASE + DATA + "lora_r: 8\n").replace("\n", "\r\n"),
+     '{\n\t"base_model": "a/b", "adapter": "lora", "lora_r": 8,\n\t"note": "\\ud83d\\ude00", "datasets": [{"path": "x.jsonl"}]}'],
+)  # fmt: skip
+def test_forms_of_a_file(text: str) -> None:
+    Path("odd\n[x]\n.yml").write_bytes(text.encode())
+    job = made(Path("odd\n[x]\n.yml"))
+    assert of(job, "adapter.rank") == 8 and of(job, "data.records") == ["x.jsonl"]
+
+
+def test_aliases_that_grow_without_end_are_refused() -> None:
+    grown = "".join(f"k{at}: &k{at} [{', '.join(9 * [f'*k{at - 1}'])}]\n" for at in range(1, 9))
+    Path("odd.yml").write_text(BASE + DATA + "k0: &k0 x\n" + grown)
+    with pytest.raises(UserError, match="more than 100,000"):
+        read_keys(Path("odd.yml"))
+
+
+def test_texts_beside_records_are_named() -> None:
+    Path("odd.yml").write_text(BASE + DATA + "  - path: y.jsonl\n    type: completion\n    field: body\n")
+    made(Path("odd.yml"))
+    left = left_keys(Path("job.toml").read_text()).replace("\n#  ", "")
+    assert 'datasets[1].type = "completion"' in left and 'datasets[1].field = "body"' in left
+
+
+def test_a_list_of_data_sets_that_is_broken_is_refused() -> None:
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text("[1")
+    Path("odd.yml").write_text("model_name_or_path: a/b\nstage: sft\ndataset: one\ncutoff_len: 64\n")
+    assert main(["init", "--from", "odd.yml"]) == 2
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
