@@ -66,6 +66,33 @@ def happened(run: Path, **event: Any) -> None:
         file.write(json.dumps({"unix_s": time.time(), **event}) + "\n")
 
 
+@pytest.mark.parametrize("unix_s", ["NaN", "-1e18", "1e308", "Infinity"])
+def test_numbers_that_are_no_times_are_shown_as_they_are(run: Path, unix_s: str) -> None:
+    (run / "now.json").write_text(f'{{"unix_s": {unix_s}, "doing": "step 1"}}')
+    happened(run, event="rebalanced", text="moved")
+    with (run / "events.jsonl").open("a") as file:
+        file.write(f'{{"unix_s": {unix_s}, "event": "rebalanced", "text": "another time"}}\n')
+    assert "another time" in report_html(read_run(run))
+
+
+@pytest.mark.parametrize("steps", ["many", [100], {"a": 1}, None, 1.5])
+def test_steps_of_a_job_that_are_no_number(run: Path, steps: Any) -> None:
+    told = json.loads((run / "run.json").read_text())
+    told["job"]["train"]["steps"] = steps
+    (run / "run.json").write_text(json.dumps(told))
+    assert "60 steps" in report_html(read_run(run))
+
+
+def test_a_defect_in_reading_is_told_and_not_taken_for_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Path) -> None:
+        raise PermissionError(13, "denied", "/home/ada/metrics.jsonl")
+
+    monkeypatch.setattr(live_page, "read_run", fails)
+    texts = [live_page.Parts(run, shared).since(0)["parts"]["header"] for shared in (False, True)]
+    assert all("PermissionError" in text for text in texts)
+    assert "metrics.jsonl" in texts[0] and "ada" not in texts[1]
+
+
 def test_a_run_that_goes_on_says_what_its_ranks_do(run: Path) -> None:
     page = report_html(read_run(run))
     assert (

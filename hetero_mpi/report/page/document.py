@@ -90,7 +90,7 @@ def about(run: PastRun) -> str:
         facts.append(f"{len(run.plan.ranks)} of {len(run.profile.devices)} ranks")
     done = run.metrics.steps[-1].step if run.metrics.steps else 0
     wanted = run.setting("train", "steps")
-    facts.append(f"{done:,} of {wanted:,} steps" if wanted else f"{done:,} steps")
+    facts.append(f"{done:,} of {wanted:,} steps" if type(wanted) is int and wanted else f"{done:,} steps")
     said = ", ".join(facts)
     if run.emulated:
         said += (

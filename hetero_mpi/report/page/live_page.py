@@ -84,11 +84,19 @@ class Parts:
 
     def _look(self) -> None:
         try:
-            run = read_run(self._directory)
+            parts = self._parts()
         except UserError as error:
-            text = "There is no run yet." if self._shared else str(error)
-            self._show({"header": Markup("<h1>A run</h1><p>{}</p>").format(text)})
-            return
+            text = "There is no run, or its files cannot be read." if self._shared else str(error)
+            parts = {"header": Markup("<h1>A run</h1><p>{}</p>").format(text)}
+        except Exception as error:  # as in ``_draw``; a dropped connection would read as an end of the run
+            logging.getLogger(__name__).exception("reading the run")
+            said = "" if self._shared else f": {error}"
+            text = f"The files of the run cannot be shown now ({type(error).__name__}{said})."
+            parts = {"header": Markup("<h1>A run</h1><p>{}</p>").format(text)}
+        self._show(parts)
+
+    def _parts(self) -> dict[str, str]:
+        run = read_run(self._directory)
         run = anonymous(run) if self._shared else run
         if run != self._run:
             self._run = run
@@ -96,14 +104,14 @@ class Parts:
         logs = (
             sorted(path.stem[5:] for path in (self._directory / "logs").glob("rank-*.log")) if not self._shared else []
         )
-        self._show({
+        return {
             "header": part("header", run, about(run)),
             "tiles": part("tiles", key_figures(run)),
             "now": part("now", run),
             **self._figures,
             **_markup(run, [sections.next_commands(run), sections.happenings(run), sections.checkpoints(run)]),
             "logs": part("logs", logs),
-        })  # fmt: skip
+        }  # fmt: skip
 
     def _show(self, parts: dict[str, str]) -> None:
         before, self._shown = self._shown, {}

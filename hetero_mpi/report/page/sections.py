@@ -348,4 +348,8 @@ def _picture(figure: Figure | None, label: str) -> Markup | None:
 
 
 def moment(unix_s: float) -> str:
-    return datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
+    """Local time; of a file's number that is no time of any calendar, that."""
+    try:
+        return datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return f"{unix_s} s, no time"
