@@ -19,6 +19,7 @@ from hetero_mpi.report.plan_text import plan_title, stage_table
 from hetero_mpi.report.run_files.line_files import METRICS_NAME
 from hetero_mpi.report.run_files.metrics import Metrics, read_metrics
 from hetero_mpi.report.run_text import job_rows, loss_lines
+from hetero_mpi.terminal import printable
 
 CARD = "README.md"
 _OURS = "<!-- Written by `hetero_mpi export`, which replaces this file while this line is in it. -->"
@@ -45,17 +46,31 @@ def write_card(
     known: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["hetero_mpi"]}
     if name and is_hub_id(name, Path(name)):
         known |= {"base_model": name, "base_model_relation": "adapter" if kind == "adapter" else "finetune"}
+    unclear = False
     if base is not None and (base / CARD).is_file():
         with contextlib.suppress(Exception):  # somebody else's file, of any form
             said = ModelCard.load(base / CARD).data.to_dict()
-            known |= {key: said[key] for key in _LICENCE if said.get(key)}
+            known |= {key: said[key] for key in _LICENCE if said.get(key) and _is_text(said[key])}
+            unclear = bool(said.get("license")) and "license" not in known
     facts = {
         "base": known.get("base_model") or (Path(name).name if name else "none: trained from scratch"),
-        "licence of the base": known.get("license", "not known") if name else "",
+        "licence of the base": _licence(known.get("license"), unclear) if name else "",
         "adapter": "added to the weights of the base" if kind == "merged" else "",
     }
     lines = [f"---\n{ModelCardData(**known).to_yaml()}\n---", _OURS, f"# {_cell(former.name)}"]
     ModelCard("\n\n".join([*lines, *_body(_run_of(checkpoint, told), facts)]) + "\n").save(target / CARD)
+
+
+def _is_text(value: Any) -> bool:
+    """A text, or some, as the hub takes them for a licence, without characters that no card shows."""
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(one, str) and printable(one) == one for one in texts)
+
+
+def _licence(found: Any, unclear: bool) -> str:
+    if unclear:
+        return "not understood: read the card of the base"
+    return ", ".join(found) if isinstance(found, list) else found or "not known"
 
 
 def _run_of(checkpoint: Path, told: Mapping[str, Any]) -> PastRun:

@@ -85,6 +85,27 @@ def test_without_its_run_a_checkpoint_tells_what_it_knows(tmp_path: Path, run: t
     assert "Plan: 2 stages" in card.text and "Loss: " not in card.text
 
 
+@pytest.mark.parametrize(
+    ("licence", "kept", "text"),
+    [
+        ("[mit, apache-2.0]", ["mit", "apache-2.0"], "mit, apache-2.0"),
+        *(
+            (odd, None, "not understood: read the card of the base")
+            for odd in ("3", "true", "{a: 1}", "2020-01-01", r'"\ud800"')
+        ),
+        ('"a|b <i>: #"', "a|b <i>: #", "a\\|b &lt;i&gt;: #"),
+        ("null", None, "not known"),
+    ],
+)
+def test_a_licence_of_any_form(
+    tmp_path: Path, run: tuple[Path, dict[str, Any]], licence: str, kept: Any, text: str
+) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / CARD).write_text(f"---\nlicense: {licence}\n---\n")
+    card = card_of(tmp_path, run)
+    assert said(card).get("license") == kept and f"| licence of the base | {text} |" in card.text
+
+
 def test_a_card_of_somebody_else_stays(tmp_path: Path, run: tuple[Path, dict[str, Any]]) -> None:
     first = card_of(tmp_path, run).content
     assert card_of(tmp_path, run, "merged").content != first, "its own is written anew"
