@@ -83,6 +83,14 @@ def test_steps_of_a_job_that_are_no_number(run: Path, steps: Any) -> None:
     assert "60 steps" in report_html(read_run(run))
 
 
+def test_what_has_broken_off_goes_on_where_it_has_a_checkpoint(run: Path) -> None:
+    write_present(run, Present(1.0e9, "training step 61"))
+    assert "--resume goes on." in report_html(read_run(run))
+    for path in (run / "checkpoints").glob("*.h5"):
+        path.unlink()
+    assert "it has no checkpoint, so it can only begin anew." in report_html(read_run(run))
+
+
 def test_a_defect_in_reading_is_told_and_not_taken_for_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Path) -> None:
         raise PermissionError(13, "denied", "/home/ada/metrics.jsonl")
