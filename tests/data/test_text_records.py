@@ -143,6 +143,14 @@ def test_keys_with_other_names(tmp_path: Path, name: str) -> None:
     (tmp_path / "c.jsonl").write_text(json.dumps({"prompt": "an answer", "completion": "a question"}))
     (record,) = read_records([str(tmp_path / "c.jsonl")], keys=swapped).records
     assert [one.content for one in record.messages] == ["a question", "an answer"]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "Sky", "completion": "low", "good": False}))
+    job = tmp_path / "job.toml"
+    job.write_text(JOB)
+    named = load_job(
+        job, ["data.records=['d.jsonl']", "data.keys={label = 'good'}", "train.preference=kto"]
+    ).job.data.keys
+    (record,) = read_records([str(tmp_path / "d.jsonl")], preference="labels", keys=OwnKeys(named or {})).records
+    assert not record.desirable
     with pytest.raises(UserError, match="system is read from 'sys', and no record has that key"):
         wrong = OwnKeys({"system": "sys"})
         read_records([str(tmp_path / "b.jsonl")], keys=wrong)
