@@ -73,7 +73,7 @@ class RecordSequences:
                 f"{longest:,} tokens."
             )
         rows = self._filled(kept if self.preference != "labels" else _with_mismatched(kept, width))
-        notes = _notes(what, kept, dropped, rows.targets)
+        notes = _notes(what, kept, dropped, rows.targets[:: rows.lanes])
         return replace(rows, found=f"{len(kept)} {what}", notes=notes)
 
     def _entries(self, tokenized: Iterable[Tokenized], width: int) -> Iterator[tuple[_Part, ...]]:
@@ -178,15 +178,25 @@ def _labelled(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_
 
 
 def _with_mismatched(kept: Sequence[tuple[_Part, ...]], capacity: int) -> list[tuple[_Part, _Part]]:
-    """Each record, and its prompt with the answer of the record before it (the first one: of the last), as TRL takes them."""
+    """Each record, and its prompt with the answer of a record before it (the first one: of the last), as TRL takes them.
+
+    Records in a row that have one prompt, as the two of a pair do, get answers to the prompt before, each that in its own place.
+    """
+    prompts = [own.ids[: int(np.flatnonzero(own.answer)[0])] for (own,) in kept]
+    runs: list[list[int]] = []
+    for number, prompt in enumerate(prompts):
+        if number and np.array_equal(prompt, prompts[number - 1]):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
     found = []
-    for (before,), (own,) in zip([*kept[-1:], *kept[:-1]], kept, strict=True):
-        prompt = own.ids[: int(np.flatnonzero(own.answer)[0])]
-        ids = np.concatenate([prompt, before.ids[before.answer]])[:capacity]
-        answer = np.arange(len(ids)) >= len(prompt)
-        found.append(
-            (own, replace(own, ids=ids, answer=answer, labels=np.where(answer, ids, IGNORED).astype(np.int32)))
-        )
+    for others, run in zip([*runs[-1:], *runs[:-1]], runs, strict=True):
+        for place, number in enumerate(run):
+            prompt, (own,), (before,) = prompts[number], kept[number], kept[others[place % len(others)]]
+            ids = np.concatenate([prompt, before.ids[before.answer]])[:capacity]
+            answer = np.arange(len(ids)) >= len(prompt)
+            labels = np.where(answer, ids, IGNORED).astype(np.int32)
+            found.append((own, replace(own, ids=ids, answer=answer, labels=labels)))
     return found
 
 

@@ -291,7 +291,7 @@ def labelled(prompt: str, completion: str, label: Any) -> dict[str, Any]:
 
 
 def test_records_with_labels(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Each record has a row of its own kind, and behind it its prompt with the answer of the record before."""
+    """Each record has a row of its own kind, and behind it its prompt with the answer of the prompt before."""
     values = [labelled("grass", "green", True), labelled("a b c", "red", 0), {**PLAIN, "prompt": "d"}]
     (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, values)))
     records = read_records([str(tmp_path / "labels.jsonl")], preference="labels").records
@@ -314,10 +314,35 @@ def test_records_with_labels(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
             return tokenizer.decode(kept if answer else tokens[: answers.index(max(answers)) + 1])
 
         assert [text(record, True).removesuffix("<|end|>") for record in own] == ["green", "red", "green", "red"]
-        assert [text(record, True) for record in other] == [text(record, True) for record in (own[-1], *own[:-1])]
+        assert [text(record, True) for record in other] == [
+            text(record, True) for record in (own[2], own[0], own[1], own[1])
+        ]
         assert [text(record, False) for record in other] == [text(record, False) for record in own]
         compared = dataset.gather(dataset.train).compared
         assert compared is not None and (compared.count, compared.chosen, compared.rejected) == (4, 2, 2)
+
+
+def test_mismatched_answers_are_those_of_another_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Pairs, and records of one prompt in a row: none gets an answer to its own prompt."""
+    values = [PLAIN, {"prompt": "sky", "chosen": "blue", "rejected": "low"}, labelled("a", "b", True)]
+    (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, values)))
+    records = read_records([str(tmp_path / "labels.jsonl")], preference="labels").records
+    form = choose_template(tokenizer, "plain", records)
+    made = RecordSequences(tokenizer, form, SequenceSettings(60, False, 0.0, 0), preference="labels")
+    dataset = build_record_sequences([("data.records", records)], made)
+    found = [tokenizer.decode([one for one in row if one != IGNORED]) for row in dataset.targets.tolist()]
+    assert [text.removesuffix("<|end|>") for text in found[1::2]] == ["b", "b", "green", "red", "blue"]
+    learnt = np.count_nonzero(dataset.targets[::2] != IGNORED)
+    assert (
+        f"in 5 sequences ({100 * _used(dataset) / (5 * 61):.0f} % full); {learnt} tokens are learnt" in dataset.notes[0]
+    )
+
+
+def _used(dataset: Dataset) -> int:
+    """Tokens of all records by themselves."""
+    assert dataset.positions is not None
+    ends = (dataset.targets[::2] != IGNORED).cumsum(axis=1).argmax(axis=1)
+    return int((ends + 2).sum())
 
 
 @pytest.mark.parametrize("label", ["yes", None, 2])
