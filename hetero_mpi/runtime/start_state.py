@@ -66,6 +66,7 @@ from hetero_mpi.state.stored_state import (
     check_train,
     find_checkpoint,
     rate_change,
+    step_change,
     supervised,
 )
 from hetero_mpi.state.training_state import TrainingState, unpacked
@@ -311,8 +312,8 @@ def _same_data(context: RunContext, path: Path, said: Mapping[str, Any]) -> bool
     check_reference(train, context.dataset, unpacked(said["state"]["reference"]) if then == now else None)
     check_steps(path, step, train)
     with damage_named(path, "metadata/job"):
-        warning = rate_change(said["job"]["train"], train, step)
-    say(*filter(None, [warning]))
+        changes = [told(said["job"]["train"], train, step) for told in (rate_change, step_change)]
+    say(*filter(None, changes))
     return then == now
 
 

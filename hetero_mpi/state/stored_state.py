@@ -59,6 +59,13 @@ LATEST = "latest"
 """``--resume latest``: from the newest state in the run directory."""
 ANY = "any"
 """Like ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
+_KEPT = ("seed", "global_batch", "last_batch", "dtype", "optimizer", "preference")
+"""Keys of ``[train]`` that a resumed run has as it began with them."""
+_TOLD = (
+    *("preference_beta", "preference_smoothing", "preference_margin", "desirable_weight", "undesirable_weight"),
+    *("freeze", "neftune_noise_alpha", "weight_decay", "beta1", "beta2", "epsilon", "clip_norm"),
+)
+"""Keys that it may change, which is told."""
 _RATE = (
     *("steps", "learning_rate", "schedule", "warmup_steps"),
     *("min_learning_rate_ratio", "decay_steps", "decay", "cycles"),
@@ -286,7 +293,7 @@ def _check_shapes(reader: CheckpointReader, path: Path, tuning: Tuning, spec: Pa
 def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None:
     """Refuse a stored state of a run that took its steps in another way. Raises UserError."""
     then = reader.metadata["job"]
-    now = {key: getattr(train, key) for key in ("seed", "global_batch", "last_batch", "dtype", "optimizer")}
+    now = {key: getattr(train, key) for key in _KEPT}
     for key, value in now.items():
         if value == "auto":  # the dtype, before it is settled
             continue
@@ -347,6 +354,17 @@ def check_steps(path: Path, step: int, train: TrainTable) -> None:
             f"{path} was written after step {step}, and the job ends at [train] steps = {train.steps}: raise it, or resume from an "
             f"earlier checkpoint by its name"
         )
+
+
+def step_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
+    """A remark if the job has changed what steps do, the learning rate aside; else None. Takes what ``rate_change`` does."""
+    was = {key: then.get(key, TrainTable.model_fields[key].default) for key in _TOLD}
+    changed = [
+        f"{key} is {as_toml(getattr(train, key))}, was {as_toml(was[key])}"
+        for key in _TOLD
+        if getattr(train, key) != was[key]
+    ]
+    return f"From step {step + 1} on [train] {', '.join(changed)}" if changed and step < train.steps else None
 
 
 def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers.integrations.neftune import neftune_post_forward_hook
 
+from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.schema import JobConfig
@@ -21,7 +23,8 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.state.stored_state import rate_change
+from hetero_mpi.state.stored_state import check_train, rate_change, step_change
+from tests.support.checkpoint_samples import told
 from tests.support.family_configs import tiny_keys
 from tests.support.stages import stage_of
 
@@ -129,6 +132,25 @@ def test_a_resume_with_other_rates_of_some_parameters_says_so() -> None:
         "Warning: learning rates of some parameters jump at step 6, since [train]"
     )
     assert 'learning_rates is {q_proj = 0.0001}, was "", lora_plus_ratio is 1.0, was 2.0' in text
+
+
+def test_a_resume_with_other_steps_says_so() -> None:
+    train = TrainTable(preference="dpo", preference_smoothing=0.1, freeze=[0, "norm"])
+    then = train.model_dump()
+    assert step_change(then, train, 5) is None
+    remark = step_change({**then, "preference_smoothing": 0.0, "freeze": [], "clip_norm": None}, train, 5)
+    expected = 'preference_smoothing is 0.1, was 0.0, freeze is [0, "norm"], was [], clip_norm is 1.0, was ""'
+    assert remark == f"From step 6 on [train] {expected}"
+
+
+def test_going_on_with_another_preference_is_refused(tmp_path: Path) -> None:
+    train, path = TrainTable(preference="dpo"), tmp_path / "step.h5"
+    with CheckpointWriter(path, told(1, job={"train": train.model_dump(), "data": {}})):
+        pass
+    with CheckpointReader(path) as reader:
+        check_train(reader, path, train)
+        with pytest.raises(UserError, match=r"preference = 'dpo', this job says 'simpo'.*set it back"):
+            check_train(reader, path, train.model_copy(update={"preference": "simpo"}))
 
 
 @pytest.mark.parametrize(
