@@ -137,6 +137,7 @@ _SHORT = {
     " at most ": " ≤ ",
     "a list of": "list of",
     "a table of keys": "table",
+    "a table (a ": "table (",
     '" or "': '", "',
 }
 """Words of a rule -> what a table of ``docs/job.md`` has in their place."""

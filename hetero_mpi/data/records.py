@@ -238,9 +238,8 @@ def _labelled(fields: _Fields, source: str) -> list[Record | None]:
         return [one and replace(one, desirable=desirable) for one, desirable in found]
     label = fields.get("label")
     if label not in (True, False):
-        raise BadRecord(
-            f"'label' must be true (a desirable answer) or false; the record has {keys_named(fields.values)}"
-        )
+        there = f"it is {label!r:.40}" if "label" in fields.values else f"the record has {keys_named(fields.values)}"
+        raise BadRecord(f"'label' must be true (a desirable answer) or false; {there}")
     record = _record(fields, source)
     return [record and replace(record, desirable=bool(label))]
 

@@ -57,6 +57,8 @@ def may_be_empty(field: FieldInfo) -> bool:
 def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
     if get_origin(annotation) is Annotated:
         plain, *metadata = get_args(annotation)
+        if described := [part.description for part in metadata if isinstance(part, FieldInfo) and part.description]:
+            return described[0]
         inner = [entry for part in metadata for entry in (part.metadata if isinstance(part, FieldInfo) else [part])]
         return _describe(plain, {**bounds, **_bounds(inner)})
     if get_origin(annotation) in (Union, types.UnionType):
@@ -72,8 +74,10 @@ def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
         what = "texts in quotes" if element is str else one.removeprefix("a ").replace("number", "numbers")
         return f"a list of {what}" + (f" (at least {least})" if least else "")
     if get_origin(annotation) is dict:
-        key = get_args(annotation)[0]
-        return "a table of keys" + (f" ({', '.join(get_args(key))})" if get_origin(key) is Literal else "")
+        key, value = get_args(annotation)
+        if get_origin(key) is Literal:
+            return f"a table of keys ({', '.join(get_args(key))})"
+        return "a table of keys" if value is Any else f"a table ({_describe(key, {})} = {_describe(value, {})})"
     if annotation in (int, float):
         return ("a whole number" if annotation is int else "a number") + _range(bounds)
     return _PLAIN[annotation]

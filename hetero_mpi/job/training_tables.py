@@ -21,8 +21,7 @@ def _compiled(pattern: str) -> str:
     return pattern
 
 
-Pattern = Annotated[str, AfterValidator(_compiled)]
-"""A regular expression."""
+Pattern = Annotated[str, AfterValidator(_compiled), Field(description="a regular expression")]
 
 
 class JobTable(BaseModel):

@@ -27,16 +27,21 @@ def tuning_of(job: JobConfig, chain: LayerChain) -> Tuning:
     else:
         nf4, double = job.model.quantization == "nf4", job.model.double_quantization
         found = adapter_tuning(language(chain), job.adapter, nf4, double)
-    still, shares = _still(job.train, found, chain), _shares(job.train, found)
+    still = _still(job.train, found, chain)
+    shares = _shares(job.train, found, still)
     found = replace(found, shares=shares, still=still, noise=job.train.neftune_noise_alpha)
     return in_eight_bit(found, chain) if job.train.optimizer == EIGHT_BIT else found
 
 
-def _shares(train: TrainTable, tuning: Tuning) -> dict[str, float]:
-    """:attr:`Tuning.shares`: by ``learning_rates``, and else LoRA+'s."""
+def _shares(train: TrainTable, tuning: Tuning, still: frozenset[str]) -> dict[str, float]:
+    """:attr:`Tuning.shares`: by ``learning_rates``, and else LoRA+'s. ``still``: is not trained."""
     found: dict[str, float] = {}
-    for pattern, rate in reversed((train.learning_rates or {}).items()):
-        found |= dict.fromkeys(_named("learning_rates", pattern, tuning), rate / train.learning_rate)
+    for pattern, rate in (train.learning_rates or {}).items():
+        own = _named("learning_rates", pattern, tuning) - found.keys()
+        if own <= still:
+            told = "is found in no parameter that is trained and that none before it is found in"
+            raise UserError(f"[train] learning_rates: {as_toml(pattern)} {told}: put it first, or leave it out")
+        found |= dict.fromkeys(own, rate / train.learning_rate)
     if train.lora_plus_ratio != 1:
         later = [name for name in tuning.trainable if ".lora_B." in name or name.endswith(MAGNITUDE)]
         found = dict.fromkeys(later, train.lora_plus_ratio) | found

@@ -345,10 +345,12 @@ def _used(dataset: Dataset) -> int:
     return int((ends + 2).sum())
 
 
-@pytest.mark.parametrize("label", ["yes", None, 2])
-def test_labels_that_say_nothing_are_named(tmp_path: Path, label: Any) -> None:
+@pytest.mark.parametrize(
+    ("label", "told"), [("true", "it is 'true'"), (None, "the record has 'prompt', "), (2, "it is 2")]
+)
+def test_labels_that_say_nothing_are_named(tmp_path: Path, label: Any, told: str) -> None:
     (tmp_path / "labels.jsonl").write_text(json.dumps(labelled("grass", "green", label)))
-    with pytest.raises(UserError, match="line 1: 'label' must be true"):
+    with pytest.raises(UserError, match=f"line 1: 'label' must be true .*{told}"):
         read_records([str(tmp_path / "labels.jsonl")], preference="labels")
 
 

@@ -171,6 +171,11 @@ lerning_rate = 3
         (["data.text=a.txt"], 'text = "a.txt": must be a list of texts in quotes (at least 1) or empty ("")'),
         (["data.records=[]"], "records = []: must be a list of texts in quotes (at least 1)"),
         (
+            ["train.learning_rates={q_proj = 0}"],
+            "{q_proj = 0}: must be a table (a regular expression = a number above 0) or empty",
+        ),
+        (["train.freeze=['(']"], "must be a list of whole numbers of at least 0 or a regular expression"),
+        (
             ["data.records=['a.jsonl']"],
             'text = ["notes/*.txt", "{stdlib}/*.py", "!a/**"]: set exactly one of data.text',
         ),

@@ -80,6 +80,11 @@ def test_later_matrices_of_adapters_learn_faster() -> None:
             {"learning_rates": {"q_prj": 1e-4}},
             '[train] learning_rates: "q_prj" is found in no name of a trained parameter',
         ),
+        (
+            {"learning_rates": {"_proj": 1e-3, "q_proj": 1e-4}},
+            'learning_rates: "q_proj" is found in no parameter that is trained and that none before it is found in',
+        ),
+        ({"learning_rates": {"layers.0": 1e-3}, "freeze": [0]}, 'learning_rates: "layers.0" is found in no parameter'),
         ({"freeze": ["nothing"]}, '[train] freeze: "nothing" is found in no name'),
         ({"freeze": [9]}, "this model has no block 9; the first is 0, the last"),
         ({"freeze": ["."]}, "nothing is left to train"),
