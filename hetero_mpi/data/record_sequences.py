@@ -51,7 +51,8 @@ class RecordSequences:
     def rows(self, records: Iterable[Record], key: str, bad: BadRecords | None = None) -> Rows:
         """The sequences of the records that the job's ``key`` names. ``bad``: takes those that cannot be rendered.
 
-        Raises UserError when no record keeps a target, when the tokenizer has no end token or its template fails.
+        Raises UserError when no record keeps a target, when all have one prompt where others' answers are needed, when the
+        tokenizer has no end token or its template fails.
         """
         tokenized = tokenize_records(self.tokenizer, self.template, records, bad, self.ends)
         # A sequence of T inputs with targets one further is T + 1 tokens.
@@ -72,7 +73,7 @@ class RecordSequences:
                 f"before their first answer, such as {dropped[0]}. Raise data.sequence_length: the longest record has "
                 f"{longest:,} tokens."
             )
-        rows = self._filled(kept if self.preference != "labels" else _with_mismatched(kept, width))
+        rows = self._filled(kept if self.preference != "labels" else _with_mismatched(kept, width, key))
         notes = _notes(what, kept, dropped, rows.targets[:: rows.lanes])
         return replace(rows, found=f"{len(kept)} {what}", notes=notes)
 
@@ -177,7 +178,7 @@ def _labelled(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_
         yield (replace(_part(entry, capacity, answer, answer), mark=2 if entry.record.desirable else 3),)
 
 
-def _with_mismatched(kept: Sequence[tuple[_Part, ...]], capacity: int) -> list[tuple[_Part, _Part]]:
+def _with_mismatched(kept: Sequence[tuple[_Part, ...]], capacity: int, key: str) -> list[tuple[_Part, _Part]]:
     """Each record, and its prompt with the answer of a record before it (the first one: of the last), as TRL takes them.
 
     Records in a row that have one prompt, as the two of a pair do, get answers to the prompt before, each that in its own place.
@@ -189,6 +190,11 @@ def _with_mismatched(kept: Sequence[tuple[_Part, ...]], capacity: int) -> list[t
             runs[-1].append(number)
         else:
             runs.append([number])
+    if len(runs) == 1:
+        raise UserError(
+            f'{key} must hold answers to two prompts at least for train.preference = "kto", which compares with answers to other '
+            f"prompts; its {len(kept):,} records have one. Add records, or set another preference"
+        )
     found = []
     for others, run in zip([*runs[-1:], *runs[:-1]], runs, strict=True):
         for place, number in enumerate(run):
