@@ -52,6 +52,7 @@ def contradictions(known: Known, name: str) -> Problems:
         yield from _data(known)
     yield from _train(known)
     yield from _schedule(known)
+    yield from _preference(known)
     if known("plan.schedule") == "split" and known("adapter.method") not in (None, "none"):
         rule = 'puts off the gradients of trained matrices, and an adapter leaves these frozen: use "auto" or "1f1b"'
         yield "plan.schedule", rule
@@ -80,6 +81,7 @@ def _model(known: Known) -> Problems:
 
 
 OF_PREFERENCES = {
+    "preference_beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
     "preference_smoothing": ("dpo", "simpo"),
     "preference_margin": ("simpo",),
     "desirable_weight": ("kto",),
@@ -120,6 +122,8 @@ def _factory(known: Known) -> Problems:
         foreign.append("data.sequence_length")
     for key in foreign:
         yield key, "is for language models, and this job's comes from model.factory: leave it out"
+    if any(isinstance(entry, int) for entry in known("train.freeze") or ()):
+        yield "train.freeze", 'blocks have numbers in language models only: name parameters, such as "conv1.weight"'
     if known("train.dtype") not in (None, "auto", "fp32"):
         yield "train.dtype", "must be fp32, as the model's layers are; it comes from model.factory"
 
@@ -179,9 +183,6 @@ def _data(known: Known) -> Problems:
         for key, wrong in (("data.isolate", False), ("data.train_on_prompt", True)):
             if known(key) is wrong:
                 yield key, "does not apply to preferences (train.preference), whose records are compared: leave it out"
-    for key, methods in OF_PREFERENCES.items():
-        if known.changed(f"train.{key}") and known("train.preference") not in (None, *methods):
-            yield f"train.{key}", f"is for train.preference = {' and '.join(methods)}: leave it out"
 
 
 _OF_SCHEDULE = {"decay_steps": "warmup_stable_decay", "decay": "warmup_stable_decay", "cycles": "cosine_with_restarts"}
@@ -200,6 +201,12 @@ def _schedule(known: Known) -> Problems:
         yield "train.lora_plus_ratio", 'is for adapters: set adapter.method = "lora", or leave it out'
     if schedule == "constant" and known("train.min_learning_rate_ratio"):
         yield "train.min_learning_rate_ratio", 'is where a schedule ends, and "constant" does not fall: leave it out'
+
+
+def _preference(known: Known) -> Problems:
+    for key, methods in OF_PREFERENCES.items():
+        if known.changed(f"train.{key}") and known("train.preference") not in (None, *methods):
+            yield f"train.{key}", f"is for train.preference = {' and '.join(methods)}: leave it out"
 
 
 def _train(known: Known) -> Problems:

@@ -337,7 +337,7 @@ def test_mismatched_answers_are_those_of_another_prompt(tmp_path: Path, tokenize
         f"in 5 sequences ({100 * _used(dataset) / (5 * 61):.0f} % full); {learnt} tokens are learnt" in dataset.notes[0]
     )
 
-    with pytest.raises(UserError, match="two prompts at least .* its 2 records have one. Add records"):
+    with pytest.raises(UserError, match=r"two prompts at least .* its 2 records have one. Add records"):
         build_record_sequences([("data.records", records)], made, evaluation=records[:2])
 
 

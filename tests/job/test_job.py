@@ -207,6 +207,10 @@ lerning_rate = 3
             'template = "chat": a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"',
         ),
         (["train.preference=dpo"], 'preference = "dpo": learns from answers: set data.records, not data.text'),
+        (
+            ["train.preference_beta=0.2"],
+            "preference_beta = 0.2: is for train.preference = dpo and ipo and simpo and orpo",
+        ),
         (["train.preference_margin=1"], "preference_margin = 1: is for train.preference = simpo: leave it out"),
         (
             ["train.preference=orpo", "train.preference_smoothing=0.1"],
@@ -244,6 +248,8 @@ def test_a_model_of_layers_needs_nothing_else(tmp_path: Path) -> None:
         (["data.pad=longest"], 'pad = "longest": is for language models'),
         (["sample.prompt=hello"], 'prompt = "hello": is for language models'),
         (["cluster.emulate=p.toml"], 'emulate = "p.toml": is for language models'),
+        (["train.desirable_weight=2"], "desirable_weight = 2: is for train.preference = kto: leave it out"),
+        (["train.freeze=[0]"], "freeze = [0]: blocks have numbers in language models only: name parameters"),
         (["train.dtype=bf16"], 'dtype = "bf16": must be fp32, as the model\'s layers are'),
         (["model.factory=my_model.model"], 'is written "package.module:function"'),
         (["model.path=x"], "model.path and model.factory are set"),
