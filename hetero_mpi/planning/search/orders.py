@@ -189,11 +189,13 @@ class Orders:
             pipelines.append(Line(ranks, held, depths, int(self.sizes[found.size[p]]), found.sequences[p]))
         return tuple(pipelines)
 
-    def dealt(self, found: Found) -> Lines:
-        """The candidate's pipelines with a layer or more for every rank, by speed, as deep as may be."""
+    def dealt(self, found: Found) -> Lines | None:
+        """The candidate's pipelines with a layer or more for every rank, by speed, as deep as may be; None: too many ranks."""
         pipelines = []
         for p, (size, sequences) in enumerate(zip(found.size[:-1], found.sequences, strict=False)):
             ranks = tuple(rank for rank, of in zip(found.who, found.pipeline, strict=True) if of == p)
+            if len(ranks) > self.layers:
+                return None
             counts = [1] * len(ranks)
             for _ in range(self.layers - len(ranks)):
                 counts[max(range(len(ranks)), key=lambda k: self.speed[ranks[k]] / (counts[k] + 1))] += 1
