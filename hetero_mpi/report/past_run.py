@@ -30,6 +30,7 @@ from hetero_mpi.report.run_files.present import Present, read_present
 from hetero_mpi.report.run_files.rank_steps import RankStep, read_rank_steps
 from hetero_mpi.report.run_files.run_directory import RUN_NAME, SAMPLE_NAME, run_json, run_starts, run_table
 from hetero_mpi.shipped import USED_PROFILE
+from hetero_mpi.terminal import printable
 
 _PATH = re.compile(r"""(?<![\w./~}-])~?/(?:[^\s'"`,;:()\[\]{}<>|]*/)*([^\s'"`,;:()\[\]{}<>|/]*)""")
 """An absolute path within a text, or one of a home; its last part."""
@@ -158,7 +159,7 @@ def read_run(directory: Path) -> PastRun:
         directory=directory,
         place=str(directory),
         job_file=str(told.get("job_file") or "JOB"),
-        name=str(told.get("name") or directory.resolve().name),
+        name=printable(str(told.get("name") or directory.resolve().name)),
         job=run_table(told, "job"),
         versions=run_table(told, "versions"),
         report=report,
@@ -278,7 +279,8 @@ def _hosts(run: PastRun) -> list[str]:
     for _, event in objects(run.directory / EVENTS_NAME):
         for key in ("host", "hosts", "present", "missing"):
             told = event.get(key, ())
-            found += [told] if isinstance(told, str) else [name for name in told if isinstance(name, str)]
+            names = told if isinstance(told, list) else [told]
+            found += [name for name in names if isinstance(name, str)]
     # "titan#2" is another machine of the same name.
     return list(dict.fromkeys([*found, *(name.partition("#")[0] for name in found)]))
 

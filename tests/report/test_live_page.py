@@ -29,9 +29,9 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.schema import ReportTable
 from hetero_mpi.report.page import live_page
-from hetero_mpi.report.page.document import key_figures, report_html
+from hetero_mpi.report.page.document import key_figures, report_html, write_report
 from hetero_mpi.report.page.live_page import LiveServer, watch
-from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.past_run import anonymous, read_run
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files import present
 from hetero_mpi.report.run_files.metrics import MetricsWriter
@@ -73,6 +73,18 @@ def test_numbers_that_are_no_times_are_shown_as_they_are(run: Path, unix_s: str)
     with (run / "events.jsonl").open("a") as file:
         file.write(f'{{"unix_s": {unix_s}, "event": "rebalanced", "text": "another time"}}\n')
     assert "another time" in report_html(read_run(run))
+
+
+@pytest.mark.parametrize("host", [None, 3, True, {"a": 1}, [1, "host0"]])
+def test_hosts_of_an_event_that_are_no_names(run: Path, host: Any) -> None:
+    happened(run, event="ranks-lost", text="host0 is lost", host=host)
+    assert "host0" not in report_html(anonymous(read_run(run)))
+
+
+def test_a_name_that_no_file_can_hold_is_spelt_out(run: Path, tmp_path: Path) -> None:
+    told = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**told, "name": "\ud800<b>"}))
+    assert "\\ud800&lt;b&gt;" in write_report(read_run(run), tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize("steps", ["many", [100], {"a": 1}, None, 1.5])
