@@ -33,7 +33,7 @@ LINES = {
     "model": 7_670,
     "planning": 10_340,
     "profiling": 1_370,
-    "report": 4_860,
+    "report": 4_870,
     "runtime": 6_800,
     "state": 1_830,
     "web": 430,
