@@ -25,7 +25,7 @@ LINES = {
     "comm": 2_900,
     "commands": 2_490,
     "data": 3_660,
-    "device": 1_650,
+    "device": 1_690,
     "emulation": 770,
     "engine": 2_070,
     "job": 1_250,
@@ -37,7 +37,7 @@ LINES = {
     "runtime": 6_800,
     "state": 1_830,
     "web": 430,
-    "in all": 55_070,
+    "in all": 55_110,
 }
 """Lines of each package, and in all."""
 SLACK = 40

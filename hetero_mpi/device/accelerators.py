@@ -30,6 +30,7 @@ from hetero_mpi.device.backend import (
     host_memory,
     processor_name,
 )
+from hetero_mpi.device.sensors import sensors
 from hetero_mpi.device.shortage import OTHER_KERNELS, has_kernels
 from hetero_mpi.errors import UserError
 
@@ -146,17 +147,7 @@ class Accelerator(Backend):
         return int(self.module().memory_allocated(self.device))
 
     def sensors(self) -> dict[str, float]:
-        found, milli = {}, 1e-3 if self.name == "cuda" else 1.0
-        for name, function, unit in (
-            ("busy", "utilization", 0.01),
-            ("watts", "power_draw", milli),
-            ("celsius", "temperature", 1.0),
-        ):
-            with contextlib.suppress(
-                Exception
-            ):  # no pynvml or amdsmi, no such function of this vendor, a slice of a GPU
-                found[name] = unit * getattr(self.module(), function)(self.device)
-        return found
+        return sensors(self.module(), self.device, self.name)
 
     def free_unused(self) -> None:
         super().free_unused()

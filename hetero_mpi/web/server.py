@@ -139,6 +139,7 @@ class WebServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         host, port = (str(part) for part in self.server_address[:2])
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # these are no address to open
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def stop(self, patience_s: float) -> None:

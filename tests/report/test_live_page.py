@@ -24,6 +24,7 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.commands.options import parser
+from hetero_mpi.device import sensors as device_sensors
 from hetero_mpi.device.accelerators import CudaBackend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
@@ -384,14 +385,31 @@ def test_the_option_is_short_for_the_key() -> None:
             ReportTable.model_validate({"watch": wrong})
 
 
-def test_a_device_tells_what_its_vendor_s_library_does() -> None:
+def test_a_device_tells_what_its_vendor_s_library_does_or_its_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Card(CudaBackend):
+        place: Any = None
+
         def module(self) -> Any:
             def none(device: Any) -> float:
                 raise RuntimeError("a slice of a GPU has no power of its own")
 
-            return SimpleNamespace(utilization=lambda device: 97, power_draw=none, temperature=lambda device: 61)
+            return SimpleNamespace(
+                utilization=lambda device: 97,
+                power_draw=none,
+                temperature=lambda device: 61,
+                get_device_properties=lambda device: self.place,
+            )
 
     assert Card().sensors() == {"busy": 0.97, "celsius": 61.0}
     assert Backend().sensors() == {}
+    card = tmp_path / "0000:c4:00.0"
+    (card / "hwmon" / "hwmon3").mkdir(parents=True)
+    (card / "gpu_busy_percent").write_text("42\n")
+    (card / "hwmon" / "hwmon3" / "power1_average").write_text("97000000\n")
+    monkeypatch.setattr(device_sensors, "PCI_DEVICES", tmp_path)
+    assert Card().sensors() == {"busy": 0.97, "celsius": 61.0}, "torch does not tell which device it is"
+    Card.place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC4, pci_device_id=0)
+    assert Card().sensors() == {"busy": 0.97, "celsius": 61.0, "watts": pytest.approx(97.0)}
     assert 0.5 < Backend().used_bytes() / psutil.Process().memory_info().rss < 2
