@@ -33,7 +33,7 @@ LAID_OUT = 12
 DEALT = 4
 """Of up to so many ranks all work in further candidates: what fits only with very unlike owners of the state is found so."""
 FEW = 6
-"""Up to so many ranks all numbers of pipelines are looked at closely."""
+"""Up to so many ranks all numbers of pipelines are looked at closely; of fewer ranks less is tried, as there are fewer plans."""
 MOST_NUMBERS, NUMBERS_IN_BRIEF = 3, 2
 """So many numbers of more ranks, the most promising ones; and where the request is to be answered briefly."""
 SLOWER = 1.08
@@ -85,7 +85,8 @@ class Search:
             self.costs, self._step_s, self.clock.step_s, self._owned_s, 0 if request.allow_idle else self.every
         )
         times = THOROUGH if request.thorough else 1
-        self.looks = times * LOOKS
+        share = min(1.0, len(self.ranks) / FEW)
+        self.short, self.long, self.looks = (round(share * many) for many in (SHORT, LONG, times * LOOKS))
         self.actions = times * ACTIONS / (NICS if shares_nics(profile) else 1)
         self._known: dict[Lines, float] = {}
         self._orders: dict[tuple[int, ...], Orders] = {}
@@ -151,7 +152,7 @@ class Search:
             orders = self.orders(number)
             for depth in (1.0, 0.0):
                 draw = np.random.default_rng(number)
-                found, state = orders.improved(orders.begin(number, draw, depth), SHORT, depth, draw, KEPT)
+                found, state = orders.improved(orders.begin(number, draw, depth), self.short, depth, draw, KEPT)
                 if found:
                     break
             self._candidates[number] = found, state, depth
@@ -161,7 +162,7 @@ class Search:
         """The best of what comes of these plans and of further candidates."""
         _, state, begun = self._begun(number)
         for place, depth in enumerate(DEPTHS if begun else (begun,)):
-            found, _ = self.orders(number).improved(state, LONG, depth, np.random.default_rng(place), KEPT)
+            found, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(place), KEPT)
             starts = [*starts, *self._priced(found, rounds, depth)]
         alive = best_of(starts)[:STARTS]
         if len(self.ranks) == 1:
