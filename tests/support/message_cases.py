@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -267,7 +268,10 @@ def what_is_under_way_is_told(make: MakeTransport, rank: int) -> None:
     with make() as transport:
         if rank == 0:
             sends = [transport.send(1, 5, pattern(8 << 20, seed)) for seed in range(2)]
-            assert transport.sending() == {"1": [2, 16 << 20]}  # type: ignore[attr-defined]
+            deadline = time.monotonic() + 60
+            while transport.sending() != {"1": [2, 16 << 20]}:  # type: ignore[attr-defined]
+                assert time.monotonic() < deadline, "the thread that sends takes them when it comes to run"
+                time.sleep(0.01)
             transport.wait(transport.send(1, 6, pattern(1, 0)))
             for send in sends:
                 transport.wait(send)
