@@ -18,6 +18,8 @@ from hetero_mpi.data.tokenizer import own_tokens_only, train_bpe
 from tests.data import test_marks, test_masks, test_tools
 from tests.data.test_masks import tokenizer_of
 
+pytestmark = pytest.mark.slow  # many renderings of long conversations
+
 FORMATS = {
     **test_masks.FORMATS,
     **{f"marks-{name}": one for name, one in test_marks.MARKED.items()},

@@ -21,6 +21,8 @@ from tests.planning.search.pipeline_bound import pipeline_bound_s
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 from tests.support.seeds import seeds
 
+pytestmark = pytest.mark.slow  # plans of many ranks
+
 EQUAL = 1 + 1e-9
 
 
