@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.perfetto import Browser
 from hetero_mpi.report.page.document import write_report
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
 from tests.report.test_page import LORA
+from tests.support.browser import Browser, browser
 from tests.support.past_runs import cluster, make_run, planned
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed"),
-]
+pytestmark = pytest.mark.slow
 FACTS = """(() => {
   const shown = e => e.getClientRects().length > 0, wide = [...document.querySelectorAll(".wide")];
   const hinted = w => { const p = w.previousElementSibling; return p && p.matches(".hint") && shown(p); };
   const inside = e => { const r = e.getBoundingClientRect(); return r.left >= 0 && r.right <= innerWidth + 0.5; };
   const words = [...document.querySelectorAll("h1,h2,p,li,code,pre,td,.tile,.charts svg,.bar")].filter(shown);
-  return JSON.stringify({
+  return {
     width: innerWidth, page: document.documentElement.scrollWidth,
     cut: words.filter(e => !inside(e) && !e.closest(".wide svg")).map(e => e.textContent.slice(0, 60)),
     silent: wide.filter(w => w.scrollWidth > w.clientWidth && !hinted(w)).map(w => w.textContent.slice(0, 60)),
     headings: document.querySelectorAll(".of").length && shown(document.querySelector(".of")),
     paper: getComputedStyle(document.body).backgroundColor,
-  });
+  };
 })()"""
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser("chromium") as started:
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("browser")) as started:
         yield started
 
 
@@ -54,22 +48,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(read_run(run), run / "report.html")
 
 
-def facts(browser: Browser, page: Path, width: int, scheme: str) -> dict[str, Any]:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.call("Emulation.setDeviceMetricsOverride", **metrics)
-    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-    browser.call("Page.navigate", url=page.as_uri())
-    found = None
-    while found is None or found["page"] == 0:
-        text = browser.value(f"document.readyState === 'complete' && location.protocol === 'file:' ? {FACTS} : null")
-        found = json.loads(text) if text else None
-    return dict(found)
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 800, 980, 1200])
-def test_nothing_is_cut(browser: Browser, page: Path, width: int, scheme: str) -> None:
-    found = facts(browser, page, width, scheme)
+def test_nothing_is_cut(shown: Browser, page: Path, width: int, scheme: str) -> None:
+    shown.look(width, scheme=scheme, mobile=width < 600)
+    shown.open(page.as_uri())
+    found = shown.value(FACTS)
     assert found["page"] <= found["width"] == width, "the page itself does not scroll sideways"
     assert found["cut"] == [] and found["silent"] == [], found
     assert found["headings"] == (width < 900), "rows are lists where tables would be too wide, and tell their headings"
