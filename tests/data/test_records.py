@@ -17,6 +17,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.runtime.setup.data_setup import prepare, prompt_template
 from tests.support.family_configs import tiny_keys
+from tests.support.jobs import SMALLEST
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 ALPACA = {"instruction": "Say hello", "input": "", "output": "Hello"}
@@ -213,22 +214,16 @@ def test_useless_files(tmp_path: Path, content: bytes, expected: str) -> None:
 
 # Jobs
 
-JOB = """\
-[model.config]
-model_type = "llama"
-hidden_size = 8
-intermediate_size = 8
-num_hidden_layers = 1
-num_attention_heads = 1
-max_position_embeddings = 64
-[tokenizer]
-path = "tokenizer"
+JOB = (
+    SMALLEST
+    + """\
 [data]
 records = ["a.jsonl"]
 sequence_length = 32
 packing = false
 held_out = 0.5
 """
+)
 
 
 @pytest.fixture

@@ -20,21 +20,17 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
 from hetero_mpi.runtime.setup.data_setup import Material, prepare
 from tests.data.test_hub_records import put
+from tests.support.jobs import SMALLEST
 
-JOB = """\
-[model.config]
-model_type = "llama"
-hidden_size = 8
-intermediate_size = 8
-num_hidden_layers = 1
-num_attention_heads = 1
-[tokenizer]
-path = "tokenizer"
+JOB = (
+    SMALLEST
+    + """\
 [data]
 sequence_length = 8
 held_out = 0.1
 cache = false
 """
+)
 TEXTS = [f"Document {number} says\nab {'abc ' * number}" for number in range(6)]
 
 

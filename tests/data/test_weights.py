@@ -15,22 +15,18 @@ from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
 from hetero_mpi.runtime.setup.data_setup import prepare
+from tests.support.jobs import SMALLEST
 
-JOB = """\
-[model.config]
-model_type = "llama"
-hidden_size = 8
-intermediate_size = 8
-num_hidden_layers = 1
-num_attention_heads = 1
-[tokenizer]
-path = "tokenizer"
+JOB = (
+    SMALLEST
+    + """\
 [data]
 records = ["a.jsonl", "b.jsonl"]
 sequence_length = 32
 packing = false
 held_out = 0.1
 """
+)
 SIZES = {"a": 20, "b": 60}
 
 

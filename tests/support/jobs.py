@@ -32,6 +32,18 @@ from tests.support.training_cases import Case
 
 SEQUENCE = training_cases.SEQUENCE
 GLOBAL_BATCH = 4
+SMALLEST = """\
+[model.config]
+model_type = "llama"
+hidden_size = 8
+intermediate_size = 8
+num_hidden_layers = 1
+num_attention_heads = 1
+max_position_embeddings = 64
+[tokenizer]
+path = "tokenizer"
+"""
+"""The beginning of a job whose data are what is tested: a model that is hardly one, and a tokenizer beside the job."""
 
 
 @dataclass(frozen=True)
