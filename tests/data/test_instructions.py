@@ -11,12 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset as HubDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
 
 from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.data.chat_template import choose_template, plain_texts, render_prompt, tokenize_records
@@ -390,6 +388,7 @@ def test_the_sample_data_is_sound(chatty: PreTrainedTokenizerFast, template: str
 def test_without_a_template_a_completion_stands_behind_its_prompt_as_in_trl(
     chatty: PreTrainedTokenizerFast, plain: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
+    trl = pytest.importorskip("trl", reason="needs the extra trl")
     rows = [{"prompt": f"Grass {n} is", "completion": text} for n, text in enumerate([" green", "", "ish\n", " a b "])]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     records = read_records([str(tmp_path / "a.jsonl")]).records
@@ -399,10 +398,15 @@ def test_without_a_template_a_completion_stands_behind_its_prompt_as_in_trl(
             AutoConfig.for_model("llama", vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                  num_attention_heads=1)
         )  # fmt: skip
-        args = SFTConfig(
+        args = trl.SFTConfig(
             output_dir=str(tmp_path), report_to=[], use_cpu=True, max_length=None, eos_token=tokenizer.eos_token
         )
-        trainer = SFTTrainer(tiny, args, train_dataset=HubDataset.from_list(theirs), processing_class=tokenizer)
+        trainer = trl.SFTTrainer(
+            tiny,
+            args,
+            train_dataset=pytest.importorskip("datasets").Dataset.from_list(theirs),
+            processing_class=tokenizer,
+        )
         found = list(tokenize_records(tokenizer, choose_template(tokenizer, "none", records), records))
         assert [one.ids.tolist() for one in found] == trainer.train_dataset["input_ids"]
         labels = [np.where(one.answer, one.ids, -100).tolist() for one in found]
