@@ -12,10 +12,10 @@ from hetero_mpi.engine.rank_setup import RankSetup
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.held_layers import Kept, Shared
+from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.planning.types.plan import StagePlan
 
 

@@ -16,6 +16,7 @@ from transformers.integrations import sdpa_attention
 
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.layer.gradients import Beginnings, Finished, GradientReadyHooks, WeightGradients
+from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.layer.loss import target_losses
 from hetero_mpi.model.layer.micro_batch import MicroBatch as MicroBatch
 from hetero_mpi.model.layer.micro_batch import Slices, joined, parts
@@ -24,7 +25,6 @@ from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage_layers import LayerShare, StageLayers
 from hetero_mpi.model.stage_layers import StageSpec as StageSpec
-from hetero_mpi.model.transformers.weights import Start
 
 
 @dataclass(frozen=True)

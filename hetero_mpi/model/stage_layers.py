@@ -16,11 +16,10 @@ from torch import nn
 
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
 from hetero_mpi.model.held_layers import HeldLayers, Kept, Shared, frozen_layers, take_over
-from hetero_mpi.model.layer.interface import LayerChain, PassThrough
+from hetero_mpi.model.layer.interface import LayerChain, PassThrough, Start
 from hetero_mpi.model.layer.loss import RouterLoss
 from hetero_mpi.model.layer.micro_batch import MicroBatch
 from hetero_mpi.model.layer.quantize import is_empty, quantize
-from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, full_training, inject, start_value
 
 

@@ -24,12 +24,11 @@ from hetero_mpi.device.backend import HOST, return_freed_memory
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.host_weights import HostLayer, HostWeights
 from hetero_mpi.model.layer.gradients import Finished, GradientReadyHooks
-from hetero_mpi.model.layer.interface import PassThrough
+from hetero_mpi.model.layer.interface import PassThrough, Start
 from hetero_mpi.model.layer.micro_batch import MicroBatch, Slices, joined, parts
 from hetero_mpi.model.layer.quantize import unpack_experts
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage import Stage, StageSpec
-from hetero_mpi.model.transformers.weights import Start
 
 Inputs = dict[int, list[torch.Tensor]]
 """Layer -> its input of every slice."""

@@ -20,8 +20,8 @@ from hetero_mpi.model.adapter_files import check_adapter
 from hetero_mpi.model.group.division import require_divisible
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.host_weights import large_files_folder
+from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.optimizer import LossScale
-from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.custom_model import start_values

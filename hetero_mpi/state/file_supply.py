@@ -31,9 +31,9 @@ from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import DirectoryContents, ListedTensor, ModelFiles
 from hetero_mpi.model.files.shard_cache import ShardCache
-from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.layer.interface import LayerChain, Start
 from hetero_mpi.model.transformers.chain import TransformersChain, language
-from hetero_mpi.model.transformers.weights import FileStart, SeededStart, Start, TensorSource
+from hetero_mpi.model.transformers.weights import FileStart, SeededStart, TensorSource
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.report.run_files.logs import say
 

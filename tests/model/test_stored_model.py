@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
@@ -229,3 +229,46 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
 def test_ends_are_added_once() -> None:
     assert (with_end([], 3), with_end([3], 3), with_end([5, 7], 3)) == (3, 3, [5, 7, 3])
     assert with_end([], None) is None and read_generation(None) is None
+
+
+def packed_experts(tensors: Tensors) -> None:
+    """In place of gpt-oss's experts: random codes of 4 bits and scales, in the layout of the published files."""
+    drawn = torch.Generator().manual_seed(7)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=drawn, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 126, shape, generator=drawn, dtype=torch.uint8)
+
+
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}}
+WIDE = {"hidden_size": 64, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize("label", [MXFP4, {}], ids=["labelled", "no label"])
+def test_gpt_oss_as_published_is_unpacked_as_transformers_unpacks_it(
+    directory: Callable[..., Path], label: dict[str, Any]
+) -> None:
+    path = directory("gpt_oss", label, packed_experts, **WIDE)
+    found, stored = own_logits(path), stored_model(ModelFiles(path))
+    assert not stored.notes and "quantization_config" not in read_config(stored.config).to_diff_dict()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **MXFP4}))
+    whole = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    with torch.no_grad():
+        expected = whole(input_ids=TOKENS).logits
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_gpt_oss_without_a_scale_is_refused(directory: Callable[..., Path]) -> None:
+    def change(tensors: Tensors) -> None:
+        packed_experts(tensors)
+        del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+
+    path = directory("gpt_oss", MXFP4, change, **WIDE)
+    with pytest.raises(
+        UserError, match=r"the files lack model\.layers\.1\.mlp\.experts\.down_proj_scales, which a gpt_oss"
+    ):
+        own_logits(path)

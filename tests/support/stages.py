@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.layer.interface import LayerChain, Start
 from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
-from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning
 
 _BUILT_WITH = ("kept", "embedding", "divided", "folder")

@@ -14,9 +14,9 @@ from hetero_mpi.model.group.division import Holding, divisions
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.held_layers import Kept
+from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
-from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, full_training
 from tests.support.stages import stage_of
 

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -165,6 +165,14 @@ class LayerChain(ABC):
     @abstractmethod
     def counted(self, targets: NDArray[Any]) -> int:
         """The number of targets by which the summed loss of a batch is divided."""
+
+
+class Start(Protocol):
+    """Where start weights come from."""
+
+    def fill(self, chain: Any, model: Any, layer: int) -> None:
+        """Give a layer of a chain's frame its values, fp32 in host memory. Some starts know one kind of chain only."""
+        ...
 
 
 def embedding_matrices(module: nn.Module) -> set[str]:

@@ -48,6 +48,8 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
         )
     require_proven(family)
     arguments = {name: value for name, value in keys.items() if name not in ("model_type", "transformers_version")}
+    if is_mxfp4(arguments.get("quantization_config")) and family == "gpt_oss":
+        del arguments["quantization_config"]  # ``weights.py`` unpacks it
     try:
         config = AutoConfig.for_model(family, **arguments)
     except Exception as error:  # transformers raises many kinds, all of them about the values given
@@ -57,6 +59,11 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
     _refuse_settings(config)
     config.use_cache = False
     return config
+
+
+def is_mxfp4(scheme: Any) -> bool:
+    """Whether a ``quantization_config`` is that of gpt-oss as it is published: experts in MXFP4 (OCP Microscaling, 4 bits)."""
+    return isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4"
 
 
 def check_keys(keys: Mapping[str, Any]) -> None:

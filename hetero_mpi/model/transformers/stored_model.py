@@ -20,7 +20,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ModelFiles, StoredTensor, read_pieces
 from hetero_mpi.model.transformers.chain import build_on_meta
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.transformers.weights import names_in_model
+from hetero_mpi.model.transformers.weights import HALVES, names_in_model
 
 _COMPUTED = re.compile(r"rotary_emb\.\w*(inv_freq|cos_cached|sin_cached)$|(^|\.)masked_bias$|(^|\.)position_ids$")
 """Buffers in old files that every model computes by itself."""
@@ -89,6 +89,13 @@ class _Fit:
             if not converted and stored != wanted:
                 self.shapes[name] = stored, wanted
         self.missing = [name for name in names if name not in self.keys and name not in self.tied]
+        halves = [key for found in self.keys.values() if len(found) == 1 for key in found if key.endswith(HALVES)]
+        self.missing += [
+            key.removesuffix(end) + other
+            for key in halves
+            for end, other in (HALVES, HALVES[::-1])
+            if key.endswith(end)
+        ]
 
     @classmethod
     def of(cls, files: ModelFiles, keys: dict[str, Any]) -> _Fit:

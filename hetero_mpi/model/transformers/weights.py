@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    ConversionOps,
     WeightConverter,
     WeightRenaming,
     convert_and_load_state_dict_in_model,
@@ -26,6 +27,12 @@ from transformers.modeling_utils import LoadStateDictConfig
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain
+
+_MXFP4 = ("gate_up_proj", "down_proj")
+_BLOCKS, _SCALES = HALVES = "_blocks", "_scales"
+"""Ends of the names of two tensors that make one."""
+_ROWS = 1 << 20
+"""Rows of 32 weights that are unpacked at a time: transformers' own number takes gigabytes."""
 
 
 class SeededStart:
@@ -70,7 +77,7 @@ class FileStart:
 
     def __init__(self, files: TensorSource, chain: TransformersChain) -> None:
         self.files = files
-        self.mapping = get_model_conversion_mapping(chain.model)
+        self.mapping = weight_mapping(chain.model)
         self.dtypes: dict[str, torch.dtype] = {}
         """The dtype in the files, of each tensor of the model."""
         self.keys_of_layer = self._assign(chain)
@@ -104,14 +111,41 @@ class FileStart:
             # Anything else (a tied copy, a rotary buffer of old files) is not a weight of ours: ``stored_model.py`` has judged it.
             if name in chain.parameters or name in chain.constants:
                 keys[chain.layer_of(name)].append(key)
-                self.dtypes[name] = getattr(torch, self.files.names[key].dtype)
+                stored = getattr(torch, self.files.names[key].dtype)
+                self.dtypes[name] = stored if stored.is_floating_point else torch.bfloat16  # codes of 4 bits
         return keys
+
+
+class UnpackMxfp4(ConversionOps):
+    """Experts of gpt-oss as published (a byte for two weights, a byte of scale for 32) to plain weights: exactly, also in bf16."""
+
+    def convert(
+        self, input_dict: dict[str, Any], *, model: nn.Module, full_layer_name: str, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        name = full_layer_name.rpartition(".")[2]
+        blocks, scales = (
+            value[0] if isinstance(value, list) else value
+            for value in (input_dict[name + _BLOCKS], input_dict[name + _SCALES])
+        )
+        dtype = model.get_parameter(full_layer_name).dtype
+        return {full_layer_name: convert_moe_packed_tensors(blocks, scales, dtype=dtype, rows_per_chunk=_ROWS)}
+
+
+def weight_mapping(model: PreTrainedModel) -> list[Any]:
+    """transformers' conversion of names and tensors from the files of a model's family to the model."""
+    packed = [
+        WeightConverter([name + _BLOCKS, name + _SCALES], name, [UnpackMxfp4()])
+        for name in (_MXFP4 if model.config.model_type == "gpt_oss" else ())
+    ]
+    return [*packed, *get_model_conversion_mapping(model)]
 
 
 def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[str, bool]]:
     """Name in the files -> (name in the model, or where the model has no such tensor what transformers would call it; is it a part
     of that tensor, or changed on the way, so that shapes differ?)."""
-    mapping = get_model_conversion_mapping(model)
+    mapping = weight_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     names = model.state_dict()
@@ -120,11 +154,3 @@ def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tup
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
         found[key] = (key, False) if name not in names and key in names else (name, pattern is not None)
     return found
-
-
-class Start(Protocol):
-    """Where start weights come from."""
-
-    def fill(self, chain: Any, model: Any, layer: int) -> None:
-        """Give a layer of a chain's frame its values, fp32 in host memory. Some starts know one kind of chain only."""
-        ...

@@ -20,12 +20,12 @@ from hetero_mpi.job.schema import ClusterTable
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import read_adapter
 from hetero_mpi.model.host_weights import large_files_folder
+from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
