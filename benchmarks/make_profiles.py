@@ -12,13 +12,14 @@ import argparse
 import csv
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import moe_parts  # noqa: E402
 import published_runs  # noqa: E402
 from profile_parts import (  # noqa: E402
     GIB,
@@ -37,7 +38,7 @@ from profile_parts import (  # noqa: E402
     sheet_cluster,
 )
 
-from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes  # noqa: E402
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes  # noqa: E402
 from hetero_mpi.planning.types.toml_files import save_profile  # noqa: E402
 
 LLAMA_1B = Shape(2048, 16, 8192, 128256, 512)
@@ -60,6 +61,9 @@ A100 = Card("NVIDIA A100 80GB", "cuda", 80, 2039e9, 312e12, 24e9)
 RTX_4090 = Card("NVIDIA RTX 4090", "cuda", 24, 1008e9, 165.2e12, 24e9)
 RTX_3090 = Card("NVIDIA RTX 3090", "cuda", 24, 936e9, 71e12, 24e9)
 RTX_3080_TI = Card("NVIDIA RTX 3080 Ti", "cuda", 12, 912e9, 68e12, 24e9)
+RTX_3060 = Card("NVIDIA RTX 3060 12GB", "cuda", 12, 360e9, 25.4e12, 6e9)
+RTX_2080_TI = Card("NVIDIA RTX 2080 Ti", "cuda", 11, 616e9, 56.9e12, 12e9, ("fp32", "fp16"))
+RTX_2060_12 = Card("NVIDIA RTX 2060 12GB", "cuda", 12, 336e9, 28.7e12, 12e9, ("fp32", "fp16"))
 TYPE_A = Card("type A (made up)", "cuda", 64, 1600e9, 200e12, 24e9)
 TYPE_B = Card("type B (made up)", "rocm", 64, 1200e9, 120e12, 24e9)
 ZORSE_CARDS = {
@@ -224,6 +228,56 @@ def zorse_cloud() -> ClusterProfile:
     return zorse("zorse-4xa10g-4xt4-4xv100", "llama-7b", LLAMA_7B, 2048, cards, [job])
 
 
+@dataclass(frozen=True)
+class Home:
+    """Machines of one home: (host, card) of every rank, memory of each host in GiB."""
+
+    places: Sequence[tuple[str, Card]]
+    memory: dict[str, float]
+    note: str
+
+    def profile(self, name: str, model: moe_parts.Mixture, way: moe_parts.Way) -> ClusterProfile:
+        cost = moe_parts.cost_of(model, way)
+        kinds = {layer.kind for layer in cost.layers}
+        devices = [device(r, h, c, moe_parts.times_of(c, model, way, kinds)) for r, (h, c) in enumerate(self.places)]
+        notes = [self.note, *moe_parts.STATED, STATED[1]]
+        found = cluster(name, moe_parts.SOURCE, cost, devices, GIGABIT, notes)
+        hosts = {host.name: host for host in found.hosts}
+        told = [
+            hosts[host]
+            if host in hosts and hosts[host].memory_bytes
+            else HostProfile(host, int(gib * GIB), f"{gib:g} GiB (assumed)", host in hosts and hosts[host].shared_nic)
+            for host, gib in self.memory.items()
+        ]
+        return replace(found, hosts=tuple(told))
+
+
+HOMES = {
+    "moe-4090-3060": Home(
+        [("desktop", RTX_4090), ("desktop", RTX_3060)],
+        {"desktop": 58},
+        "One desktop of 64 GiB, the RTX 3060 in a slot of 4 lanes.",
+    ),
+    "moe-5090-strix-halo": Home(
+        [("desktop", RTX_5090), ("mini-pc", STRIX_HALO)],
+        {"desktop": 58, "mini-pc": 96},
+        "A desktop of 64 GiB and a mini PC of 128 GiB, over Gigabit Ethernet; Strix Halo's speed as in homelab-5090-strix-halo.",
+    ),
+    "moe-two-old-boxes": Home(
+        [("old-a", RTX_2080_TI), ("old-b", RTX_2060_12)],
+        {"old-a": 28, "old-b": 28},
+        "Two machines of 2019 with 32 GiB each, over Gigabit Ethernet; Turing has no bf16, so the job is fp16.",
+    ),
+}
+"""Where experts in 4 bits are fine-tuned; the files of ``profiles/`` are of Qwen3-30B-A3B."""
+
+
+def home_moe(name: str) -> ClusterProfile:
+    home = HOMES[name]
+    dtype = "bf16" if all("bf16" in card.dtypes for _, card in home.places) else "fp16"
+    return home.profile(name, moe_parts.QWEN3_30B, moe_parts.Way(nf4=True, adapted_experts=False, dtype=dtype))
+
+
 _TEN = "10 Gigabit Ethernet: assumed."
 
 
@@ -266,6 +320,7 @@ def sailor_gpus() -> ClusterProfile:
 CLUSTERS: dict[str, Callable[[], ClusterProfile]] = {
     "homelab-5090-strix-halo": homelab_strix,
     "homelab-m4max-2titanx": homelab_m4,
+    **{name: partial(home_moe, name) for name in HOMES},
     "sailor-6-nodes": sailor_nodes,
     "sailor-6-gpus": sailor_gpus,
     "zorse-2xl4-a6000-p40": zorse_p40,

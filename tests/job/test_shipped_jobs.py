@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.job.load import load_job
@@ -39,6 +40,19 @@ def test_git_ignores_what_slurm_writes_beside_the_jobs() -> None:
         names.append(re.sub(r"%[jAa]", "12", pattern.replace("%x", job)))
     ignored = subprocess.run(["git", "check-ignore", *names], cwd=ROOT, capture_output=True, text=True).stdout.split()
     assert len(names) > 4 and ignored == names
+
+
+@pytest.mark.slow
+def test_the_small_mixture_of_experts_runs_np2(tmp_path: Path) -> None:
+    """Two steps, as docs/mixtures.md shows it: experts of both ranks are packed and have adapters that changed."""
+    run = tmp_path / "run"
+    command = ["-m", "hetero_mpi", "train", str(ROOT / "jobs" / "moe_small.toml"), "--run-dir", str(run)]
+    done = run_mpi(2, [*command, "--set", "train.steps=2", "--set", "profile.repeats=1"], 300)
+    assert done.returncode == 0, done.stdout
+    assert {rank for _, _, stage in load_report(run / "plan.toml").plan.numbered for rank in stage.ranks} == {0, 1}
+    written = load_file(run / "adapter" / "adapter_model.safetensors")
+    later = {name: bool(tensor.any()) for name, tensor in written.items() if ".experts." in name and "lora_B" in name}
+    assert len(later) == 12 and all(later.values())
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import link_gain  # noqa: E402
 import make_profiles  # noqa: E402
+import moe_machines  # noqa: E402
+from make_profiles import HOMES  # noqa: E402
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
@@ -89,3 +91,13 @@ def test_the_table_of_links_is_what_the_benchmark_prints() -> None:
     shown = "\n".join(link_gain.table(list(link_gain.cells(name)), (name,)))
     page = (ROOT / "docs" / "links.md").read_text()
     assert f"{shown}\n" in page
+
+
+def test_the_table_of_mixtures_is_what_the_benchmark_prints() -> None:
+    """One cell; the others take half a minute."""
+    cell = moe_machines.cell(HOMES["moe-two-old-boxes"], "gpt-oss-20b", moe_machines.WAYS["4 bits"])
+    row = next(
+        line for line in (ROOT / "docs" / "mixtures.md").read_text().splitlines() if "gpt-oss-20b on two-old" in line
+    )
+    assert row.startswith(f"| gpt-oss-20b on two-old-boxes | {cell.text} |")
+    assert cell.alone is None and cell.resident is not None and len(cell.resident.plan.pipelines[0].stages) == 2

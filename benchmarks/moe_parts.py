@@ -1,0 +1,141 @@
+"""Two published mixtures of experts and the time that a card's data sheet gives a block of theirs, for ``make_profiles`` and
+``moe_machines``.
+
+Shapes are those of the models' own ``config.json``; bytes are the program's (``model/model_cost.py``). The time of a block is
+
+* its operations / (the sheet's dense peak * ``EFFICIENCY``), of experts only those that a token uses, and
+* the bytes of all experts that pass the card's memory / (the sheet's speed * ``MEMORY_EFFICIENCY``): experts in 4 bits are read,
+  written in the compute dtype and read again by the product, in forward, in its repeat, and in backward; adapters on experts
+  also write and read a copy with the adapter added, and a gradient of every expert.
+
+``moe_machines.py`` prints this beside what others measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from profile_parts import BYTES, CALL_S, EFFICIENCY, EMBEDDING_SHARE, NF4_BYTES, SIZES, Card
+
+from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, ModelCost
+from hetero_mpi.planning.types.profile import Curve, LayerTimes
+
+MEMORY_EFFICIENCY = 0.7
+"""Assumed."""
+SOURCE = "derived from data sheets and from the shape that the model's own config.json gives"
+STATED = (
+    "Job: LoRA of rank 8 on attention over NF4, Qwen3-30B-A3B, sequences of 512.",
+    "Times: operations / (data-sheet dense peak * 0.4), and bytes of experts that pass the memory / (its data-sheet speed * 0.7), "
+    "+ 50 us per layer. Every micro-batch unpacks all experts of a layer, and again in backward.",
+)
+SEQUENCE = 512
+RANK = 8
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A model all of whose blocks have experts."""
+
+    family: str
+    hidden: int
+    blocks: int
+    heads: int
+    key_heads: int
+    head_size: int
+    experts: int
+    chosen: int
+    width: int
+    vocabulary: int
+    keys: Mapping[str, Any]
+    """What else its configuration says."""
+
+    @property
+    def expert_weights(self) -> int:
+        """Of all experts of a block."""
+        return 3 * self.experts * self.hidden * self.width
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.hidden * self.head_size * (self.heads + self.key_heads)
+
+    @property
+    def inside_experts(self) -> int:
+        """Numbers that a token makes in the experts it uses."""
+        return self.chosen * (2 * self.hidden + 4 * self.width)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.blocks,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_heads,
+            "head_dim": self.head_size,
+            "num_experts_per_tok": self.chosen,
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": False,
+            **self.keys,
+        }
+
+
+QWEN3_30B = Mixture(
+    "qwen3_moe", 2048, 48, 32, 4, 128, 128, 8, 768, 151936, {"num_experts": 128, "moe_intermediate_size": 768}
+)
+GPT_OSS_20B = Mixture(
+    "gpt_oss", 2880, 24, 64, 8, 64, 32, 4, 2880, 201088, {"num_local_experts": 32, "intermediate_size": 2880}
+)
+MODELS = {"Qwen3-30B-A3B": QWEN3_30B, "gpt-oss-20b": GPT_OSS_20B}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How it is fine-tuned: LoRA of rank ``RANK`` on attention, and on the experts or not."""
+
+    nf4: bool
+    adapted_experts: bool
+    dtype: str = "bf16"
+
+
+def cost_of(model: Mixture, way: Way) -> ModelCost:
+    """By the program's own calculation; what a block keeps for backward, and needs while it runs, by formula."""
+    from transformers import AutoConfig
+
+    from hetero_mpi.job.training_tables import AdapterTable
+    from hetero_mpi.model.model_cost import model_cost
+    from hetero_mpi.model.transformers.chain import TransformersChain
+    from hetero_mpi.model.tuning import adapter_tuning
+
+    chain = TransformersChain(AutoConfig.for_model(model.family, **model.config()))
+    parameters = EXPERTS if way.adapted_experts else []
+    table = AdapterTable(method="lora", rank=RANK, alpha=2 * RANK, targets=ATTENTION, parameters=parameters)
+    size, wide = BYTES[way.dtype], 2 * model.head_size * (model.heads + model.key_heads)
+    # Packed experts are computed again in backward: what is inside them is not kept.
+    kept = size * (8 * model.hidden + wide + (0 if way.nf4 else model.inside_experts))
+    found = {kind: float(kept) for kind in chain.kinds} | {EMBEDDING: 0.0, HEAD: 2.0 * size * model.hidden}
+    return model_cost(chain, adapter_tuning(chain, table, way.nf4, way.nf4), way.dtype, SEQUENCE, found)
+
+
+def times_of(card: Card, model: Mixture, way: Way, kinds: Collection[str]) -> dict[str, LayerTimes]:
+    """Times of every kind of layer on a card. ``kinds``: of blocks and both ends; all blocks take the same time."""
+    size, tokens = BYTES[way.dtype], tuple(n * SEQUENCE for n in SIZES)
+    per_s, bytes_per_s = card.peak * EFFICIENCY, card.memory_bytes_per_s * MEMORY_EFFICIENCY
+    attention = 2.0 * model.attention_weights + 2.0 * SEQUENCE * model.head_size * model.heads
+    used = 2.0 * model.expert_weights * model.chosen / model.experts
+    unpacked = (NF4_BYTES + size) * way.nf4
+    forward_bytes = model.expert_weights * (unpacked + size + 3 * size * way.adapted_experts)
+    # Backward reads the experts once more, repeats forward where they are packed, and makes gradients of adapted ones.
+    repeats = int(way.nf4)
+    backward_bytes = repeats * forward_bytes + model.expert_weights * size * (1 + 3 * way.adapted_experts)
+    backward = attention + used * (1 + repeats + way.adapted_experts)
+
+    def curve(operations: float, moved: float) -> Curve:
+        return Curve(tokens, tuple(round(CALL_S + operations * t / per_s + moved / bytes_per_s, 8) for t in tokens))
+
+    block = LayerTimes(curve(attention + used, forward_bytes), curve(backward, backward_bytes))
+    ends = 2.0 * model.hidden * model.vocabulary
+    head = LayerTimes(curve(ends, 0.0), curve(ends, 0.0))
+    embedding = LayerTimes(curve(EMBEDDING_SHARE * ends, 0.0), curve(EMBEDDING_SHARE * ends, 0.0))
+    return {**dict.fromkeys(sorted(kinds), block), EMBEDDING: embedding, HEAD: head}
