@@ -51,6 +51,7 @@ class StageBuilder:
             own.recompute and not own.streamed,  # it repeats each layer anyway, and its backward is one
             split_backward and not own.streamed,
             own.slice_sequences,
+            own.kept_slices,
             shared,
             foreign,
         )

@@ -7,10 +7,11 @@ room for. (Where all weights are trained, such a rank has no blocks.)
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ def large_files_folder() -> Path:
     """Where large temporary files belong: ``TMPDIR``, or /var/tmp. (/tmp is often in memory.)"""
     large = Path("/var/tmp")
     return large if "TMPDIR" not in os.environ and large.is_dir() else Path(tempfile.gettempdir())
+
+
+_InLayer = tuple[int, torch.dtype, int, torch.Size, tuple[int, ...]]
+"""A tensor in a layer's block: the layer, dtype, offset in numbers, shape, strides."""
 
 
 class HostLayer:
@@ -156,6 +161,30 @@ class HostWeights:
             self.layers[layer].prefetch()
         elif layer not in self._in_slot:
             self._begin_copy(layer, keeping)
+
+    @contextlib.contextmanager
+    def referred_to(self) -> Iterator[None]:
+        """A graph that is made meanwhile refers to a layer's weights by their place in the layer: until its backward, other layers'
+        lie where they are now."""
+        if self._copying is None:
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(self._place_of, self._found_at):
+            yield
+
+    def _place_of(self, tensor: torch.Tensor) -> torch.Tensor | _InLayer:
+        slot = None if self._computing is None else self._slots[self._in_slot.index(self._computing)]
+        if slot is None or tensor.untyped_storage().data_ptr() != slot.untyped_storage().data_ptr():
+            return tensor
+        assert self._computing is not None
+        return self._computing, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def _found_at(self, place: torch.Tensor | _InLayer) -> torch.Tensor:
+        if isinstance(place, torch.Tensor):
+            return place
+        layer, dtype, *where = place
+        slot = self._slots[self._in_slot.index(layer)]
+        return torch.empty(0, dtype=dtype, device=slot.device).set_(slot.untyped_storage(), *where)  # type: ignore[arg-type]
 
     def release(self) -> None:
         """No layer is on the device any more: blocks may be written to."""

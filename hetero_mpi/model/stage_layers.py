@@ -77,6 +77,8 @@ class StageSpec:
     empty."""
     slice_sequences: int | None = None
     """A micro-batch is computed in slices of so many sequences, one after the other; None: at once."""
+    kept_slices: int = 0
+    """Of a streamed stage: slices of every micro-batch whose forward is not repeated."""
     shared: Shared = field(default_factory=dict)
     """Layers that several ranks hold -> the names of the trained parameters that each of them owns."""
     foreign: Collection[str] = ()

@@ -1,9 +1,10 @@
 """A stage that holds more than its device: layer by layer, each on all slices of a micro-batch.
 
 Forward keeps the inputs of all layers. Backward takes the layers from the last to the first: it repeats a layer's forward and
-goes back through it. Weights are in host memory (``host_weights``) and come to the device one layer ahead, so one copy serves all
-slices (Cephalo, arXiv:2411.01075, calls it layered gradient accumulation). Adapters and their state stay on the device. Where all
-weights are trained, gradients leave it layer by layer (``offloaded_gradients``), and masters and moments are never there.
+goes back through it. Slices for whose activations there is room are kept instead, and not repeated. Weights are in host memory
+(``host_weights``) and come to the device one layer ahead, so one copy serves all slices (Cephalo, arXiv:2411.01075, calls it
+layered gradient accumulation). Adapters and their state stay on the device. Where all weights are trained, gradients leave it
+layer by layer (``offloaded_gradients``), and masters and moments are never there.
 A rank that computes in host memory (a CPU) keeps what is trained in its ordinary memory, since every step reads and writes all of
 it: of mapped files, each would be written to the disk in every step.
 """
@@ -26,12 +27,12 @@ from hetero_mpi.model.host_weights import HostLayer, HostWeights
 from hetero_mpi.model.layer.gradients import Finished, GradientReadyHooks
 from hetero_mpi.model.layer.interface import PassThrough, Start
 from hetero_mpi.model.layer.micro_batch import MicroBatch, Slices, joined, parts
-from hetero_mpi.model.layer.quantize import unpack_experts
+from hetero_mpi.model.layer.quantize import refer_to_packed, unpack_experts
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage import Stage, StageSpec
 
-Inputs = dict[int, list[torch.Tensor]]
-"""Layer -> its input of every slice."""
+Inputs = dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]]
+"""Layer -> of every slice its input, and its output where that was computed so that backward can begin with it."""
 
 
 class StreamedStage(Stage):
@@ -53,8 +54,12 @@ class StreamedStage(Stage):
         self._host_layers: dict[int, HostLayer] = {}
         super().__init__(spec, start, kept)
         chain, layers = self.chain, range(self.first, self.last)
-        if self.tuning.nf4:  # backward repeats each layer's forward just before
-            unpack_experts(self.model, repeat=False, draws=False)
+        self._keeping = self._backwards = False
+        if self.tuning.nf4:  # backward repeats each layer's forward just before, or else the experts'
+            keeps = spec.kept_slices > 0
+            unpack_experts(self.model, keeps and (lambda: self._keeping), keeps and self.tuning.uses_dropout(chain))
+            if keeps and self.backend.device != HOST:
+                refer_to_packed(self.model)
         self.weights = HostWeights(self._host_layers, self.backend)
         if self.state_device != self.backend.device:
             self.offloaded = OffloadedGradients(self.backend, self._trained_by_layer(), self.tied_head)
@@ -87,8 +92,7 @@ class StreamedStage(Stage):
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         slices = replace(position, targets=targets).slices(len(x), self.spec.slice_sequences)
         inputs: Inputs = {}
-        with torch.no_grad():
-            outputs = self._through(slices, x, inputs)
+        outputs = self._through(slices, x, inputs)
         self._layer_inputs[position.index] = slices, inputs
         return self._together(outputs)
 
@@ -105,6 +109,7 @@ class StreamedStage(Stage):
     def forget(self) -> None:
         super().forget()
         self._layer_inputs.clear()
+        self._backwards = False
 
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
         """None: another stage would have to bring them to the device, and reads them from the model's files as well."""
@@ -131,15 +136,33 @@ class StreamedStage(Stage):
         return found
 
     def _through(self, slices: Slices, x: torch.Tensor, inputs: Inputs | None) -> list[torch.Tensor]:
-        """All layers forward, each on every slice; their inputs are noted."""
+        """All layers forward, each on every slice; what backward begins with is noted."""
         values = [x[rows] for _, rows in slices]
+        most = 0 if inputs is None else self.spec.kept_slices
         for layer in self._one_by_one(range(self.first, self.last)):
-            if inputs is not None:
-                inputs[layer] = values
-            values = [
-                self._compute(layer, layer + 1, part, value) for (part, _), value in zip(slices, values, strict=True)
+            found = [
+                self._kept_pass(layer, part, value) if place < most else self._passed(layer, part, value)
+                for place, ((part, _), value) in enumerate(zip(slices, values, strict=True))
             ]
+            if inputs is not None:
+                inputs[layer] = [(value, y if place < most else None) for place, (value, y) in enumerate(found)]
+            values = [y.detach() for _, y in found]
         return values
+
+    def _passed(self, layer: int, part: MicroBatch, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's input and output, for a backward that repeats it."""
+        with torch.no_grad():
+            return value, self._compute(layer, layer + 1, part, value)
+
+    def _kept_pass(self, layer: int, part: MicroBatch, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, with all that backward needs."""
+        self._keeping = True
+        try:
+            with torch.enable_grad(), self.weights.referred_to():
+                x = value if layer == 0 else value.requires_grad_(True)
+                return x, self._compute(layer, layer + 1, part, x)
+        finally:
+            self._keeping = False
 
     def _backward(
         self, index: int, dy: torch.Tensor | None, finished: Finished | None = None, borrowed: bool = False
@@ -147,12 +170,16 @@ class StreamedStage(Stage):
         slices, inputs = self._layer_inputs.pop(index)
         report = GradientReadyHooks(self.trained_layers, finished)
         gradients = list(parts(dy, [rows.stop - rows.start for _, rows in slices]))
+        self._backwards = True
         for layer in self._one_by_one(reversed(range(self.first, self.last))):
+            self._arrive(layer)
             if self.offloaded is not None:
                 self.offloaded.begin(layer)
-            for place, ((part, _), value) in enumerate(zip(slices, inputs.pop(layer), strict=True)):
-                x = value if layer == 0 else value.detach().requires_grad_(True)
-                y = self._compute(layer, layer + 1, part, x)
+            for place, ((part, _), (value, y)) in enumerate(zip(slices, inputs.pop(layer), strict=True)):
+                x = value
+                if y is None:
+                    x = value if layer == 0 else value.detach().requires_grad_(True)
+                    y = self._compute(layer, layer + 1, part, x)
                 if y.requires_grad:  # not of an embedding that is not trained
                     torch.autograd.backward(y, gradients[place])
                 gradients[place] = x.grad
@@ -166,6 +193,7 @@ class StreamedStage(Stage):
         if self.offloaded is not None and finished is not None:
             self.offloaded.wait()
         report.down_to(self.first)
+        self._backwards = False
         return None if self.is_first else joined([dx for dx in gradients if dx is not None])
 
     def _one_by_one(self, layers: Iterable[int]) -> Iterator[int]:
@@ -192,5 +220,4 @@ class StreamedStage(Stage):
     def _arrive(self, layer: int, *_: object) -> None:
         """A layer begins: its weights must be there, and those of the next one may come."""
         self.weights.need(layer)
-        backwards = torch.is_grad_enabled() and len(self._shown) == 1
-        self.weights.prefetch(layer - 1 if backwards else layer + 1, keeping=layer)
+        self.weights.prefetch(layer - 1 if self._backwards else layer + 1, keeping=layer)

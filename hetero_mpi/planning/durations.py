@@ -299,16 +299,17 @@ def _copying_pass_s(
 
     A layer takes as long as all of its slices or as the copies beside it, whichever is longer: of the next one's weights; in
     backward also, where all weights are trained, of the gradients of the one before, which leave, and of the next one, which come.
-    Each layer is called by itself and costs what a stage of one layer does. In backward it repeats its forward.
+    Each layer is called by itself and costs what a stage of one layer does. In backward it repeats its forward, but of slices that
+    are kept.
     """
     model, device, back = profile.model, profile.devices[stage.ranks[0]], op is not Op.F
     order = range(stage.last - 1, stage.first - 1, -1) if back else range(stage.first, stage.last)
-    overhead_s = _overhead_s(device, op) + (device.forward_overhead_s if back else 0.0)
+    overhead_s, again = _overhead_s(device, op), slices[stage.kept_slices :] if back else ()
 
     def computing_s(layer: int) -> float:
         times = device.layers[model.layers[layer].kind]
-        again = repeated_s if back else lambda *_: 0.0
-        return sum(overhead_s + layer_s(times, op, tokens) + again(times, tokens) for tokens in slices)
+        repeats_s = sum(device.forward_overhead_s + repeated_s(times, tokens) for tokens in again)
+        return sum(overhead_s + layer_s(times, op, tokens) for tokens in slices) + repeats_s
 
     there = STREAMED_LAYERS * weights_there
     copies = [

@@ -92,10 +92,11 @@ def streamed_memory(
     in_flight: int,
     slice_tokens: int,
     shares_host_memory: bool = False,
+    kept_tokens: int = 0,
 ) -> StageMemory:
     """Bytes on the device for the layers [first, last) of a streamed stage: the weights of ``STREAMED_LAYERS`` layers, every
-    layer's input of each micro-batch in flight, and one layer's activations of a slice. Adapters and their state; or of what is
-    trained whole the gradients of ``STREAMED_LAYERS`` layers.
+    layer's input of each micro-batch in flight (of ``kept_tokens`` all activations), and one layer's activations of a slice.
+    Adapters and their state; or of what is trained whole the gradients of ``STREAMED_LAYERS`` layers.
 
     Where the device computes in host memory, frozen weights lie in mapped files, of which the system keeps what there is room for;
     what is trained whole is all there.
@@ -112,12 +113,13 @@ def streamed_memory(
     inputs = sum(layer.boundary_bytes_per_token for layer in model.layers[max(0, first - 1) : last - 1])
     # Beside a layer's activations there are its outputs of all slices, forward, or their gradients, backward.
     between = 2 * max((layer.boundary_bytes_per_token for layer in model.layers[max(0, first - 1) : last]), default=0)
-    again = max(layer.activation_bytes_per_token for layer in layers)
+    again = max(layer.activation_bytes_per_token for layer in layers) * (kept_tokens < tokens)
+    kept = sum(layer.activation_bytes_per_token for layer in layers)
     return replace(
         whole,
         parameters=parameters,
         state=state,
-        activations=in_flight * inputs * tokens,
+        activations=in_flight * (inputs * (tokens - kept_tokens) + math.ceil(kept * kept_tokens)),
         workspace=_workspace(layers, slice_tokens) + math.ceil(again * slice_tokens) + between * tokens,
     )
 
@@ -137,7 +139,8 @@ def memory_of(
     tokens, (in_flight, deferred) = pipeline.size(0) * sequence_length, holding
     at_once = min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
     if stage.streamed:
-        return streamed_memory(model, stage.first, stage.last, tokens, in_flight, at_once, shares)
+        kept = min(tokens, stage.kept_slices * at_once)
+        return streamed_memory(model, stage.first, stage.last, tokens, in_flight, at_once, shares, kept)
     own = stage_memory(model, stage.first, stage.last, tokens, in_flight, stage.recompute, deferred, at_once)
     return replace(own, staging=own.staging + group_sum_bytes(model, tokens)) if stage.grouped else own
 

@@ -159,9 +159,10 @@ def _of_others(model: ModelCost, pipelines: float) -> Floats:
 
 @lru_cache(maxsize=64)
 def _stage_bytes(
-    model: ModelCost, tokens: int, recompute: bool, at_once: int | None = None, streamed_by: str = ""
+    model: ModelCost, tokens: int, recompute: bool, at_once: int | None = None, streamed_by: str = "", kept: int = 0
 ) -> tuple[Floats, Floats]:
-    """``at_once``: tokens of a slice; ``streamed_by``: a device with memory of its ``own``, or in its ``host``'s."""
+    """``at_once``: tokens of a slice; ``streamed_by``: a device with memory of its ``own``, or in its ``host``'s; ``kept``: tokens
+    whose activations it keeps."""
     layers = len(model.layers)
     fixed = np.full((layers + 1, layers + 1), np.inf)
     per_micro_batch = np.zeros_like(fixed)
@@ -169,7 +170,7 @@ def _stage_bytes(
     for (a, b), alike in alike_stages(model).items():
         if alike not in known:
             if streamed_by:
-                parts = streamed_memory(model, a, b, tokens, 1, at_once or tokens, streamed_by == "host")
+                parts = streamed_memory(model, a, b, tokens, 1, at_once or tokens, streamed_by == "host", kept)
             else:
                 parts = stage_memory(model, a, b, tokens, 1, recompute, 0, at_once)
             known[alike] = parts.total - parts.activations, parts.activations
@@ -190,6 +191,7 @@ class StageMode(NamedTuple):
     recompute: bool = False
     streamed: bool = False
     slice_sequences: int | None = None
+    kept_slices: int = 0
 
 
 class Room(NamedTuple):
@@ -229,7 +231,8 @@ class Stages:
         model, first = self.model.keeping(ratio), np.arange(len(self.last))[:, None]
         at_once = None if way.slice_sequences is None else way.slice_sequences * self.sequence_length
         by = "" if not way.streamed else "host" if in_host_memory else "own"
-        fixed, each = _stage_bytes(model, self.tokens, way.recompute, at_once, by)
+        kept = min(self.tokens, way.kept_slices * (at_once or self.tokens))
+        fixed, each = _stage_bytes(model, self.tokens, way.recompute, at_once, by, kept)
         fixed = fixed if by == "own" else fixed - _of_others(model, self.pipelines)
         return fixed[first, self.last], each[first, self.last]
 

@@ -217,10 +217,20 @@ def stage_table(
             _parameters(stage, profile) if profile is not None else None,
             [known for known in memory if known.rank in fresh],
             _micro_batch_s(pipeline, stage, plan, profile) if profile is not None else None,
-            "streamed" if stage.streamed else "yes" if stage.recompute else "",
+            _again(pipeline, stage),
             stage.warm_up,
         ))  # fmt: skip
     return Table(columns, rows)
+
+
+def _again(pipeline: PipelinePlan, stage: StagePlan) -> str:
+    """What backward repeats."""
+    if not stage.streamed:
+        return "yes" if stage.recompute else ""
+    slices = -(-pipeline.micro_batch // (stage.slice_sequences or pipeline.micro_batch))
+    if stage.kept_slices >= slices:
+        return "no, streamed"
+    return "streamed" + (f", {slices - stage.kept_slices} of {slices} slices" if stage.kept_slices else "")
 
 
 def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:

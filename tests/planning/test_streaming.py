@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sys
@@ -74,6 +75,39 @@ def test_a_layer_takes_as_long_as_its_slices_or_the_next_copy() -> None:
     one_by_one = replace(stage, warm_up=0)
     assert seconds(slow, one_by_one, Op.F) == pytest.approx(4 + 10 + 4)
     assert seconds(slow, replace(one_by_one, last=3), Op.F) == pytest.approx(4 + 4), "two layers stay there"
+
+
+def test_slices_that_are_kept_are_not_repeated_and_take_their_activations() -> None:
+    profile, found = cluster(), []
+    rest = StagePlan((1,), 4, len(profile.model.layers), 0)
+    for kept in range(5):
+        stage = StagePlan((0,), 1, 4, 0, streamed=True, slice_sequences=1, kept_slices=kept)
+        plan = plan_of(profile, stage, rest)
+        memory = predict_memory(plan, profile)[0].peak_bytes
+        found.append((seconds(profile, stage, Op.F), seconds(profile, stage, Op.B), memory))
+    forward, backward, memory_bytes = zip(*found, strict=True)
+    assert len(set(forward)) == 1
+    # A slice of three blocks takes 3 s forward; the copy of the first block is waited for in all of them.
+    assert [before - after for before, after in itertools.pairwise(backward)] == pytest.approx([3.0] * 4)
+    block = profile.model.layers[1]
+    each = 3 * SEQUENCE * (block.activation_bytes_per_token - block.boundary_bytes_per_token)
+    grown = [after - before for before, after in itertools.pairwise(memory_bytes)]
+    assert grown[:3] == pytest.approx([each] * 3)
+    assert grown[3] == pytest.approx(each - SEQUENCE * block.activation_bytes_per_token), "none is made anew"
+
+
+def test_a_streamed_stage_keeps_as_many_slices_as_fit() -> None:
+    asked = request(streaming="shorter")
+    kept, times = [], []
+    for memory in (200_000, 220_000, 270_000):
+        profile = heavy_cluster(memory)
+        report = make_plan(profile, asked)
+        stages = [stage for _, _, stage in report.plan.numbered if stage.streamed]
+        assert all(one.peak_bytes <= one.usable_bytes for one in predict_memory(report.plan, profile, 0.05))
+        kept.append(sum(stage.kept_slices * (stage.slice_sequences or 4) for stage in stages))
+        times.append(report.predicted_step_s)
+    assert 0 < kept[0] < kept[1] and kept[-1] == 0, "what fits as a whole is not streamed"
+    assert times == sorted(times, reverse=True) and times[1] < 0.95 * times[0]
 
 
 @pytest.mark.parametrize(

@@ -91,14 +91,18 @@ def steps(stage: Stage, gpu: Backend, micro_batches: int, count: int = 2) -> lis
     return [tensor.detach().cpu() for tensor in (*found, stage.evaluate(tokens, tokens))]
 
 
-@pytest.mark.parametrize("tied, dtype, slices", [(False, "fp32", SLICE), (True, "fp32", None), (True, "bf16", SLICE)])
+@pytest.mark.parametrize(
+    "tied, dtype, slices, kept",
+    [(False, "fp32", SLICE, 0), (True, "fp32", None, 0), (True, "bf16", SLICE, 1), (False, "fp32", SLICE, 2)],
+)
 def test_full_training_gives_the_bits_of_a_resident_stage(
-    gpu: Backend, tied: bool, dtype: str, slices: int | None
+    gpu: Backend, tied: bool, dtype: str, slices: int | None, kept: int
 ) -> None:
     chain = TransformersChain(read_config({**CONFIG, "tie_word_embeddings": tied, "attention_dropout": 0.1}))
     given: Any = chain, 0, chain.layer_count, gpu, dtype, SeededStart(0), 7, None
     resident = stage_of(*given, recompute=True, slice_sequences=slices)
-    check_waits_for_copies(resident, streamed_stage_of(*given, slice_sequences=slices), gpu, 2, 0.01)
+    streamed = streamed_stage_of(*given, slice_sequences=slices, kept_slices=kept)
+    check_waits_for_copies(resident, streamed, gpu, 2, 0.01)
 
 
 def test_of_full_training_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:
@@ -121,6 +125,39 @@ def test_copies_that_take_long_are_waited_for(chain: TransformersChain, gpu: Bac
     given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, nf4)
     resident = stage_of(*given, recompute=True, slice_sequences=SLICE)
     check_waits_for_copies(resident, streamed_stage_of(*given, slice_sequences=SLICE), gpu, 1, 0.02)
+
+
+@pytest.mark.parametrize("nf4", [False, True, None])
+def test_kept_slices_find_weights_that_have_come_to_another_place(
+    chain: TransformersChain, gpu: Backend, nf4: bool | None
+) -> None:
+    """The last layer's weights come anew between two backwards. None: all weights are trained."""
+    given: Any = (
+        chain,
+        0,
+        chain.layer_count,
+        gpu,
+        "bf16",
+        SeededStart(0),
+        7,
+        None if nf4 is None else tuning(chain, nf4),
+    )
+    found = []
+    for stage in (
+        stage_of(*given, slice_sequences=SLICE),
+        streamed_stage_of(*given, slice_sequences=SLICE, kept_slices=1),
+    ):
+        optimizer = Optimizer(stage, TrainTable(steps=1))
+        optimizer.zero()
+        for index in range(2):
+            tokens = torch.randint(1, 512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(index))
+            tokens = tokens.to(gpu.device)
+            stage.forward(MicroBatch(index, 0, 0, 2 * ROWS * TOKENS), tokens, tokens)
+        for index in range(2):
+            stage.backward(index)
+        found.append({name: optimizer.gradient(name).cpu() for name in optimizer.targets})
+    resident, streamed = found
+    assert all(torch.equal(streamed[name], gradient) for name, gradient in resident.items())
 
 
 def test_an_integrated_gpu_streams_from_mapped_files(

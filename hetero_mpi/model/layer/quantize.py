@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -111,7 +111,7 @@ def unpacked_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters() if is_empty(parameter))
 
 
-def unpack_experts(model: nn.Module, repeat: bool, draws: bool) -> None:
+def unpack_experts(model: nn.Module, repeat: bool | Callable[[], bool], draws: bool) -> None:
     """From now on modules with packed experts unpack them to compute.
 
     Args:
@@ -126,10 +126,14 @@ def unpack_experts(model: nn.Module, repeat: bool, draws: bool) -> None:
             outer = model.get_submodule(path[: path.find(".base_layer")] if ".base_layer" in path else path)
             vars(outer).pop("forward", None)
             run = partial(_with_unpacked, holder, names, outer.forward)
-            outer.forward = partial(_repeated, run, draws) if repeat else run
+            outer.forward = partial(_repeated, run, repeat, draws) if repeat else run
 
 
-def _repeated(run: Callable[..., Any], draws: bool, *arguments: Any, **keywords: Any) -> Any:
+def _repeated(
+    run: Callable[..., Any], repeat: bool | Callable[[], bool], draws: bool, *arguments: Any, **keywords: Any
+) -> Any:
+    if callable(repeat) and not repeat():
+        return run(*arguments, **keywords)
     return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=draws, **keywords)
 
 
@@ -148,6 +152,38 @@ def _with_unpacked(
     finally:
         for name, parameter in empty.items():
             setattr(holder, name, parameter)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """bitsandbytes' product with a packed matrix, whose backward reads the weights where they are then: bitsandbytes' own keeps the
+    memory in which they were."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
+        from bitsandbytes import matmul_4bit
+
+        ctx.layer = layer
+        return cast(torch.Tensor, matmul_4bit(x, layer.weight, bias=layer.bias, quant_state=layer.weight.quant_state))
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight = ctx.layer.weight
+        return torch.matmul(dy, dequantize_4bit(weight.data.view(-1, 1), weight.quant_state).to(dy.dtype)), None
+
+
+def refer_to_packed(model: nn.Module) -> None:
+    """Graphs of packed linear layers will outlive a change of the memory in which the weights are."""
+    from bitsandbytes.nn import Linear4bit
+
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            layer.forward = partial(_product, layer)
+
+
+def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, _PackedProduct.apply(x.to(layer.compute_dtype or x.dtype), layer)).to(x.dtype)
 
 
 def packed_bytes(parameters: int, double: bool) -> int:

@@ -133,6 +133,7 @@ def _streamed(profile: ClusterProfile, request: PlanRequest, resident: Decision 
     plan = None if found is None else fitter.fitted(found.plan)
     if plan is None or not fitter.holds(plan):
         return None
+    plan = fitter.keeping(plan)
     step_s = fitter.step_s(plan)
     worthwhile = resident is None or step_s < resident.step_s * (1 - WORTHWHILE * left)
     return Decision(plan, step_s) if worthwhile else None

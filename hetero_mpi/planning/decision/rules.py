@@ -37,6 +37,8 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
                 yield f"{where}.warm_up = {stage.warm_up}: must not be negative"
             if stage.slice_sequences is not None and stage.slice_sequences < 1:
                 yield f"{where}.slice_sequences = {stage.slice_sequences}: must be at least 1"
+            if stage.kept_slices < 0 or (stage.kept_slices and not stage.streamed):
+                yield f"{where}.kept_slices = {stage.kept_slices}: is of streamed stages, and 0 or more"
             if not 0 < stage.state_weight < math.inf:
                 yield f"{where}.state_weight = {stage.state_weight}: must be a number over 0"
             if pipeline.split_backward and place > 0 and (stage.streamed or stage.slice_sequences is not None):

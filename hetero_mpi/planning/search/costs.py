@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -367,7 +367,11 @@ def _ways(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> list
     """``slices``: sequences of a slice, where stages may be streamed: in any of these; resident ones in the smallest."""
     parts = [None, *sorted({size for size in slices if size < micro_batch})]
     resident = [StageMode(again, False, part) for part in parts[:2] for again in sorted(set(request.recompute_choices))]
-    return resident + [StageMode(False, True, part) for part in parts if part is not None or micro_batch in slices]
+    streamed = [part for part in parts if part is not None or micro_batch in slices]
+    every = [-(-micro_batch // (part or micro_batch)) for part in streamed]
+    return resident + [
+        StageMode(False, True, part, n) for part, most in zip(streamed, every, strict=True) for n in (0, most)
+    ]
 
 
 def costs_by_size(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> dict[int, Costs]:
@@ -432,23 +436,22 @@ def _way_s(
 ) -> tuple[list[list[float]], list[list[float]], list[tuple[float, float]], list[float]]:
     """Seconds of a micro-batch: [rank][layer] of forward and backward, [rank] of what comes on top; of a trained parameter's step.
 
-    A streamed layer is called by itself, repeats its forward, and takes no less than its copies do."""
+    A streamed layer is called by itself, repeats its forward of slices that are not kept, and takes no less than its copies do."""
     part, ends = way.slice_sequences or micro_batch, len(model.layers) - 1
     parts = [min(part, micro_batch - begin) * sequence_length for begin in range(0, micro_batch, part)]
     kinds = {layer.kind: index for index, layer in enumerate(model.layers)}
     forward_s, backward_s, overhead_s, step_s = [], [], [], []
     for device in devices:
-        calls_s = len(parts) * device.forward_overhead_s, len(parts) * device.backward_overhead_s
+        each_s, again = device.forward_overhead_s, parts[way.kept_slices :]
+        calls_s = len(parts) * each_s, len(parts) * device.backward_overhead_s
         seconds = dict[str, tuple[float, float]]()
         for kind, index in kinds.items():
             times = device.layers[kind]
-            there_s, back_s, again_s = (
-                sum(of(tokens) for tokens in parts)
-                for of in (times.forward_s.at, times.backward_s.at, partial(repeated_s, times))
-            )
+            there_s, back_s = (sum(map(of, parts)) for of in (times.forward_s.at, times.backward_s.at))
+            again_s = sum(repeated_s(times, tokens) for tokens in again)
             if way.streamed:
                 least_s = _copies_s(device, model, index)
-                there_s, back_s = there_s + calls_s[0], back_s + again_s + sum(calls_s)
+                there_s, back_s = there_s + calls_s[0], back_s + again_s + calls_s[1] + len(again) * each_s
                 seconds[kind] = max(least_s[0], there_s), max(least_s[1], back_s)
             else:
                 seconds[kind] = there_s, back_s + again_s * (way.recompute and 0 < index < ends)

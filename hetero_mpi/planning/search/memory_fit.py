@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from hetero_mpi.planning.memory import fits_memory, memory_of, stage_holdings, state_on_device, usable_bytes, weighted
 from hetero_mpi.planning.orders.warm_up import weight_lag
@@ -93,6 +94,20 @@ class Fitter:
         if len(set(self.request.recompute_choices)) < 2:
             return plan
         return self.descended(plan, self.step_s(plan), self._repeating_otherwise)[0]
+
+    def keeping(self, plan: Plan) -> Plan:
+        """``plan`` with as many slices kept by each streamed stage as its memory holds."""
+        for index, place in [(i, k) for i, one in enumerate(plan.pipelines) for k in range(len(one.stages))]:
+            own = plan.pipelines[index]
+            stage = own.stages[place]
+            slices = -(-own.micro_batch // (stage.slice_sequences or own.micro_batch)) if stage.streamed else 0
+            for count in range(slices, stage.kept_slices, -1):
+                fuller = _with_stage(own, place, kept_slices=count)
+                found = replace(plan, pipelines=(*plan.pipelines[:index], fuller, *plan.pipelines[index + 1 :]))
+                if self.holds(found):
+                    plan = found
+                    break
+        return plan
 
     def _repeating_otherwise(self, plan: Plan) -> Iterator[Plan]:
         """One stage repeats its forwards, or ceases to, where the state is dealt by what ranks leave free."""
@@ -205,7 +220,7 @@ class Fitter:
         lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
         device = self.profile.devices[stage.ranks[0]]
         kind = device.activation_ratio, device.shares_host_memory
-        way = stage.recompute, stage.streamed, stage.slice_sequences
+        way = stage.recompute, stage.streamed, stage.slice_sequences, stage.kept_slices
         key = (stage.first, stage.last, way, pipeline.micro_batch, lists, kind)
         if key not in self._needs:
             self._needs[key] = max(
@@ -215,8 +230,8 @@ class Fitter:
         return self._needs[key]
 
 
-def _with_stage(pipeline: PipelinePlan, place: int, recompute: bool) -> PipelinePlan:
-    stage = replace(pipeline.stages[place], recompute=recompute)
+def _with_stage(pipeline: PipelinePlan, place: int, **changed: Any) -> PipelinePlan:
+    stage = replace(pipeline.stages[place], **changed)
     return replace(pipeline, stages=(*pipeline.stages[:place], stage, *pipeline.stages[place + 1 :]))
 
 

@@ -27,9 +27,11 @@ class StagePlan:
     recompute: bool = False
     streamed: bool = False
     """Layer by layer, each on all slices of a micro-batch: weights (and in full training gradients, masters and moments) are in
-    host memory or mapped files, and on the device only while they are needed. Backward repeats every forward."""
+    host memory or mapped files, and on the device only while they are needed. Backward repeats forward."""
     slice_sequences: int | None = None
     """A micro-batch is computed in slices of so many sequences; None: at once."""
+    kept_slices: int = 0
+    """Of a streamed stage: so many slices of every micro-batch, the first ones, keep their activations and are not repeated."""
     state_weight: float = 1.0
     """The part of the optimizer's state, of layers that several ranks hold, that each owns is in proportion to this
     (``owners``)."""
