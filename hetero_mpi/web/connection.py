@@ -44,7 +44,9 @@ class Connection(BaseHTTPRequestHandler):
     _may_probe = True
 
     def answer(self) -> None:
-        """Send an answer to the request of ``self.command`` (GET or POST), ``self.headers``, ``self.route`` and ``self.body``.
+        """Send an answer to ``self.command`` (GET, HEAD or POST), ``self.headers``, ``self.route`` and ``self.body``.
+
+        To HEAD the answer to GET is sent, whose content is left out (``_head``).
 
         :raises HttpError: is sent instead.
         """
@@ -100,9 +102,9 @@ class Connection(BaseHTTPRequestHandler):
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         return True
 
-    def send(self, value: dict[str, Any], status: int = 200) -> None:
+    def send(self, value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> None:
         """A JSON object."""
-        self.send_content(json.dumps(value).encode(), "application/json", status=status)
+        self.send_content(json.dumps(value).encode(), "application/json", headers, status)
 
     def send_content(self, content: bytes, kind: str, headers: dict[str, str] | None = None, status: int = 200) -> None:
         self._head(status, kind, {"Content-Length": str(len(content)), **(headers or {})}, content)
@@ -121,6 +123,8 @@ class Connection(BaseHTTPRequestHandler):
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # the body is not read, and must not be taken for the next request
         self._guarded(self.answer)
+
+    do_HEAD = do_GET
 
     def do_POST(self) -> None:
         self._guarded(self.answer)
@@ -187,7 +191,7 @@ class Connection(BaseHTTPRequestHandler):
                 return True
             except HttpError as error:
                 self.close_connection = True  # its body may not have been read
-                self.send(error.body(), error.status)
+                self.send(error.body(), error.status, {"Allow": error.allow} if error.allow else None)
                 return False
 
     def _head(self, status: int, kind: str, more: dict[str, str], content: bytes = b"") -> None:
@@ -200,7 +204,7 @@ class Connection(BaseHTTPRequestHandler):
         self.send_response_only(status, HTTPStatus(status).phrase)
         for name, value in {"X-Content-Type-Options": "nosniff", **lines}.items():
             self.send_header(name, value)
-        self._headers_buffer.append(b"\r\n" + content)  # type: ignore[attr-defined]
+        self._headers_buffer.append(b"\r\n" + (b"" if self.command == "HEAD" else content))  # type: ignore[attr-defined]
         self.flush_headers()
 
 

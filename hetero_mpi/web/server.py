@@ -82,11 +82,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class HttpError(Exception):
-    """An answer other than 200, in the form of OpenAI's API. ``code``: for programs."""
+    """An answer other than 200, in the form of OpenAI's API. ``code``: for programs; ``allow``: of a 405, the methods to use."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, allow: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.allow = status, code, allow
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"

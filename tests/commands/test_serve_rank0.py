@@ -166,6 +166,16 @@ def test_no_body_is_taken_for_a_request(server: ApiServer) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "status"), [("/", b"200"), ("/health", b"200"), ("/v1/models", b"200"), (PLAIN, b"405"), ("/v1/x", b"404")]
+)
+def test_head_is_answered_as_get_without_the_content(server: ApiServer, path: str, status: bytes) -> None:
+    answers = [said(server, request(f"{method} {path}", "Connection: close")) for method in ("GET", "HEAD")]
+    head, end, content = answers[0].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status) and content and answers[1] == head + end
+    assert (b"\r\nAllow: POST" in head) == (path == PLAIN)
+
+
+@pytest.mark.parametrize(
     ("token", "status"), [(f"bearer {TOKEN}", b"200"), (f"BEARER  {TOKEN}", b"200"), (f"Basic {TOKEN}", b"401")]
 )
 def test_the_name_of_the_scheme_may_have_any_case(server: ApiServer, token: str, status: bytes) -> None:

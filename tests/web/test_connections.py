@@ -15,7 +15,7 @@ import pytest
 
 from hetero_mpi.web import connection, server
 from hetero_mpi.web.connection import Connection
-from hetero_mpi.web.server import Names, WebServer, bound_socket
+from hetero_mpi.web.server import HttpError, Names, WebServer, bound_socket
 
 
 class _Answers(Connection):
@@ -29,6 +29,8 @@ class _Answers(Connection):
             with self.body("application/json", 1 << 20) as body:
                 self.send({"bytes": len(body)})
             return
+        if self.route == "/posted":
+            raise HttpError(405, "by POST only", allow="POST")
         while self.route == "/slow" and not self.gate.wait(0.02):
             if not self.alive():
                 self.gone.set()
@@ -154,6 +156,22 @@ def test_only_own_names_are_answered_whatever_the_method_and_path(web: WebServer
     for host in ("localhost", f"127.0.0.1:{port}", "[::1]", "LOCALHOST.", "chat.example"):
         assert b" 403 " not in asked(web, f"{method} {path}", f"Origin: http://{host}", host=host)[:20]
     assert b" 403 " not in asked(web, f"{method} {path}", "Origin: https://chat.example", host="127.0.0.1")[:20]
+
+
+@pytest.mark.parametrize(("path", "status"), [("/", b"200"), ("/posted", b"405")])
+def test_head_has_the_status_and_headers_of_get_and_no_content(web: WebServer, path: str, status: bytes) -> None:
+    got = asked(web, f"GET {path}")
+    head, end, content = got.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status) and content and (b"\r\nAllow: POST" in head) == (status == b"405")
+    assert asked(web, f"HEAD {path}") == head + end
+    for odd in ("HEAD / HTTP/9.9", f"HEAD /{'a' * 70_000} HTTP/1.1"):
+        with connected(web) as client:
+            client.sendall(f"{odd}\r\n\r\n".encode())
+            assert read(client).startswith(b"HTTP/1.")
+    assert asked(web, f"HEAD {path}", host="elsewhere.example").endswith(b"\r\n\r\n"), "nor has a refusal"
+    with connected(web) as client:
+        client.sendall(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\nGET /next HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert read(client).count(b"HTTP/1.1 200") == 2, "the connection goes on"
 
 
 def test_one_host_is_named(web: WebServer) -> None:

@@ -157,8 +157,8 @@ class _LiveConnection(Connection):
     server: LiveServer
 
     def answer(self) -> None:
-        if self.command != "GET":
-            raise HttpError(405, "the page of a run can be looked at only (GET)")
+        if self.command == "POST":
+            raise HttpError(405, "the page of a run can be looked at only (GET)", allow="GET, HEAD")
         if self.route == "":
             page = TEMPLATES.get_template("live.html").render(palette=Markup(palette_css()))
             self.send_content(page.encode(), "text/html; charset=utf-8", _UNKEPT)

@@ -325,7 +325,7 @@ class _ApiConnection(Connection):
     server: ApiServer
 
     def answer(self) -> None:
-        (self._get if self.command == "GET" else self._post)(self.server.service)
+        (self._post if self.command == "POST" else self._get)(self.server.service)
 
     def _get(self, service: Service) -> None:
         if self.route == "":
@@ -342,6 +342,8 @@ class _ApiConnection(Connection):
             self.send({"object": "list", "data": models})
         elif self.route == f"/v1/models/{service.model.name}":
             self.send(models[0])
+        elif self.route in _POSTED:
+            raise HttpError(405, f"{self.route} answers POST", allow="POST")
         else:
             raise HttpError(404, f"there is no {self.route[:100]} here", code="not_found")
 
