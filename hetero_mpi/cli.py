@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.commands.options import parser
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.shipped import absent_packages, pip_argument
-from hetero_mpi.terminal import fitted, printable
+from hetero_mpi.terminal import allow_every_character, fitted, printable, write_text
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
+    allow_every_character()
     words = sys.argv[1:] if arguments is None else arguments
     if not words:
         parser().print_help(sys.stderr)
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = getattr(import_module(f"hetero_mpi.{module}"), function)(**given)
             return int(found) if isinstance(found, int) else _show(found)
     except UserError as error:
-        print(fitted(printable(str(error)), sys.stderr), file=sys.stderr)
+        write_text(f"{error}\n", sys.stderr)
         return error.exit_code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import signal
@@ -108,12 +109,18 @@ def _launched() -> bool:
     return any(name in os.environ for name in _LAUNCHED)
 
 
+def allow_every_character() -> None:
+    """Let stdout, whatever its encoding, take any text: what the encoding lacks is spelt out, as stderr does from the beginning."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def write_text(text: str, stream: TextIO) -> None:
-    """Write to stdout or stderr, ``fitted``. If nobody reads it any more (``| head``, a terminal that was closed), it leads nowhere
-    from then on: the work goes on.
+    """Write to stdout or stderr, ``printable`` and ``fitted``. If nobody reads it any more (``| head``, a terminal XX
+    it leads nowhere from then on: the work goes on.
     """
     try:
-        stream.write(fitted(text, stream))
+        stream.write(fitted(printable(text), stream))
         stream.flush()
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):  # a full disk may have room again

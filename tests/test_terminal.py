@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hetero_mpi.cli import main
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.report.run_files.logs import say, setup_logging
-from hetero_mpi.terminal import printable
+from hetero_mpi.terminal import printable, write_text
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.planning_folder import REQUEST, cluster
 
@@ -43,6 +44,20 @@ def test_escape_codes_of_files_do_not_reach_the_terminal(tmp_path: Path, capsys:
     assert not [
         character for character in shown if (character < " " and character != "\n") or character in "\x9b\u202e"
     ]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminal_s_encoding_lacks_is_spelt_out(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "a.h5", told(1, versions={"日本": "→ \ud800"}), {"w": (1,)})
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding))
+    assert main(["inspect", str(tmp_path / "a.h5")]) == 0
+    write_text("say → \ud800\n", sys.stdout)
+    assert all(
+        text in shown.getvalue().decode(encoding) for text in (r"\u65e5\u672c \u2192 \ud800", r"say \u2192 \ud800")
+    )
 
 
 @pytest.mark.parametrize("command", [["reference"], ["inspect", "a.h5"]])

@@ -179,7 +179,7 @@ def _write_metadata(group: Any, key: str, value: Any) -> None:
     elif isinstance(value, str):
         _write_text(group, key, value, "text")
     else:
-        _write_text(group, key, json.dumps(value, ensure_ascii=False), "json")
+        _write_text(group, key, json.dumps(value), "json")  # in ASCII, which holds half characters, too
 
 
 def _write_array(group: Any, name: str, shape: tuple[int, ...], dtype: str, coming: Iterable[NDArray[Any]]) -> Summary:

@@ -89,7 +89,7 @@ class LiveView:
         """Print what the page's process says. A log would keep the token."""
         assert self._page is not None and self._page.stdout is not None
         for line in self._page.stdout:
-            write_line(line.decode().rstrip())
+            write_line(line.decode(errors="replace").rstrip())
 
     def _beside(self, *words: str) -> subprocess.Popen[bytes]:
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -42,7 +42,7 @@ METADATA: dict[str, Any] = {
     "seed": 2**63 + 1,
     "learning_rate": 0.1,
     "emulated": False,
-    "job": {"train": {"steps": 200, "dtype": "fp32"}, "data": {}, "note": "ünï", "nothing": None},
+    "job": {"train": {"steps": 200, "dtype": "fp32"}, "data": {}, "note": "ünï \ud800", "nothing": None},
     "plan": '[[pipelines]]\nmicro_batch = 2 # "two"\n',
     "empty": "",
     "losses": np.array([3.5, 1 / 3, np.nan] * 40),

@@ -171,6 +171,13 @@ def test_missing_and_broken_tokenizers(tokenizer: PreTrainedTokenizerFast, tmp_p
     with pytest.raises(UserError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
     save_tokenizer(tokenizer, tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    whole = config.read_text()
+    config.write_text(json.dumps({**json.loads(whole), "note": "half a character: \ud800"}))
+    with pytest.raises(UserError, match="cannot be loaded: UnicodeEncodeError"):
+        load_tokenizer(tmp_path)
+    config.write_text(whole)
+    load_tokenizer(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(UserError, match="cannot be loaded"):

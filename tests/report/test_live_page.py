@@ -82,10 +82,17 @@ def test_hosts_of_an_event_that_are_no_names(run: Path, host: Any) -> None:
     assert "host0" not in report_html(anonymous(read_run(run)))
 
 
-def test_a_name_that_no_file_can_hold_is_spelt_out(run: Path, tmp_path: Path) -> None:
+def test_texts_that_no_file_can_hold_are_spelt_out(run: Path, tmp_path: Path) -> None:
+    """Half characters (lone surrogates), which JSON can hold."""
+    half = "\ud800<b>"
     told = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**told, "name": "\ud800<b>"}))
-    assert "\\ud800&lt;b&gt;" in write_report(read_run(run), tmp_path / "page.html").read_text()
+    told |= {"name": half, "versions": {f"library-{half}": half}, "job": {**told["job"], "data": {"text": [half]}}}
+    (run / "run.json").write_text(json.dumps(told))
+    happened(run, event=f"kind-{half}", text=f"text-{half}")
+    for run_shown in (read_run(run), anonymous(read_run(run))):
+        page = write_report(run_shown, tmp_path / "page.html").read_text()
+        assert all(f"{what}\\ud800&lt;b&gt;" in page for what in ("<h1>", "library-", "kind-", "text-"))
+    assert "text-" in live_page.Parts(run, False).since(0)["parts"]["what-happened"]
 
 
 @pytest.mark.parametrize("steps", ["many", [100], {"a": 1}, None, 1.5])

@@ -57,6 +57,10 @@ def test_recorded_steps_come_back_and_forget_what_is_done_again(tmp_path: Path) 
     assert [rank_step_from_dict(rank_step_to_dict(record)) for record in records] == list(records)
     with path.open("a") as file:
         file.write('{"step": 61, "ra')  # torn by a crash
+    line = path.read_text().splitlines()[0]
+    with path.open("a") as file:  # of another form
+        for odd in ({"usage": {"seconds": "x"}}, {"events": [["0F1", "x", 1.0, 0, 0.0, None, 0.0]]}, {"begin_s": None}):
+            file.write(f"\n{json.dumps({**json.loads(line), **odd})}")
     assert read_rank_steps(path) == records
     assert {record.rank for record in newest_step(records, plan)} == {0, 1, 2}
     assert newest_step(records[:2], plan) == (), "not every rank told"

@@ -105,6 +105,7 @@ def test_rank_0_talks_and_every_rank_logs(
     warnings.warn("careful", stacklevel=1)
     logging.getLogger("hetero_mpi.comm").info("inside")
     logging.getLogger("somebody.else").info("chatter")
+    logging.getLogger("somebody.else").warning("half a character: %s", "\ud800")
     setup_logging(tmp_path, rank=0, size=12)
     say("first", "second")
     captured = capsys.readouterr()
@@ -114,7 +115,9 @@ def test_rank_0_talks_and_every_rank_logs(
         " 3/12 INFO hetero_mpi.say",
         " 3/12 WARNING py.warnings",
         " 3/12 INFO hetero_mpi.comm",
+        " 3/12 WARNING somebody.else",
     ]
+    assert lines[-1].endswith("half a character: \\ud800")
     assert "careful" in "\n".join(lines) and "chatter" not in "\n".join(lines)
     assert len((tmp_path / "logs" / "rank-0000.log").read_text().splitlines()) == 2
     assert [handler.get_name() for handler in logging.getLogger().handlers].count(LOGGER) == 1

@@ -39,7 +39,7 @@ from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, PACKAGE, own_source, ver
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.host_limits import usable_cores
-from hetero_mpi.terminal import printable, write_text
+from hetero_mpi.terminal import write_text
 
 T = TypeVar("T")
 _LAUNCHED_BY_US: list[str] = []
@@ -70,7 +70,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         launched = launched_as(os.environ, "")
         # Each host may lack its library for itself; what else is refused, is refused on all ranks alike.
         if launched is None or launched.rank == 0 or "mpi4py.MPI" not in sys.modules:
-            write_text(printable(f"{error}\n"), sys.stderr)
+            write_text(f"{error}\n", sys.stderr)
         if "mpi4py.MPI" in sys.modules:
             _tell_joined()  # all are refused, and end together
         _finalize()
@@ -79,7 +79,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         code, problem = main(world), None
     except CollectiveUserError as error:
         if world.rank == 0:
-            write_text(printable(f"{error}\n"), sys.stderr)
+            write_text(f"{error}\n", sys.stderr)
         return _leave(world, error.exit_code)
     except UserError as error:
         code, problem = error.exit_code, str(error)
@@ -89,7 +89,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         end_alone(world, error)
     text = end_together(world, problem, code)
     if text is not None and world.rank == 0:
-        write_text(printable(text + "\n"), sys.stderr)
+        write_text(text + "\n", sys.stderr)
     return _leave(world, code)
 
 

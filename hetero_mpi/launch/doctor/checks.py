@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, answered
 from hetero_mpi.launch.hosts.agent import PROGRAM
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface
 from hetero_mpi.shipped import pip_argument
-from hetero_mpi.terminal import fitted
+from hetero_mpi.terminal import write_text
 
 LEAST_RUN_BYTES = 500_000_000
 """Free space below which a run fails: the checkpoints of as few as 8 M trained parameters do not fit."""
@@ -63,7 +64,7 @@ def report(options: DoctorOptions, findings: Sequence[Finding], places: Sequence
         facts = {place.title: known.to_dict() for place, known in answered(places)}
         print(json.dumps({"would_fail": fails, "findings": as_json(findings), "facts": facts}, indent=1))
     else:
-        print(fitted("\n".join([*lines_of(findings), *self_test_lines(places)])))
+        write_text("\n".join([*lines_of(findings), *self_test_lines(places), ""]), sys.stdout)
     return int(ExitCode.FAILED if fails else ExitCode.DONE)
 
 

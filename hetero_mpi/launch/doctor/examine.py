@@ -29,7 +29,7 @@ from hetero_mpi.launch.hosts.hostfile import read_hostfile, slots_by_host
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, network_of, resolve, source_address
 from hetero_mpi.launch.launcher.command_line import prefix_of
 from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher
-from hetero_mpi.terminal import fitted
+from hetero_mpi.terminal import write_text
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh
@@ -65,8 +65,7 @@ def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Examined]
     agent, _ = launch_agent(launcher.family if launcher else OPEN_MPI, options.mpirun_args, os.environ)
     if not options.json:
         names = ", ".join(target.title for target in targets)
-        text = f"doctor: asking {names} (importing torch there may take a minute)"
-        print(fitted(text, sys.stderr), file=sys.stderr, flush=True)
+        write_text(f"doctor: asking {names} (importing torch there may take a minute)\n", sys.stderr)
     with contextlib.ExitStack() as stack:
         agents = [
             stack.enter_context(HostAgent(agent, one.name, one.local, one.python, one.directory, one.variables))

@@ -29,6 +29,7 @@ from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
 from hetero_mpi.launch.doctor.diagnostics import Finding, Severity, found, lines_of, merged, would_fail
 from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, fault_tolerance, gather, self_tests, try_torch
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses
+from hetero_mpi.terminal import write_text
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh  # brings pydantic, which a host may lack
@@ -251,7 +252,7 @@ def verify_mesh_command(world: World, path: Path) -> int:
     with MpiTransport(world.comm, threaded=threaded) as transport:
         findings = verify_mesh(world, transport, mesh)
     if world.rank == 0:
-        print("\n".join(lines_of(findings)))
+        write_text("\n".join([*lines_of(findings), ""]), sys.stdout)
     return int(ExitCode.FAILED if would_fail(findings) else ExitCode.DONE)
 
 

@@ -52,9 +52,13 @@ def report_html(run: PastRun, linked: bool = False) -> str:
 
 
 def write_report(run: PastRun, path: Path) -> Path:
-    """Write the page atomically. Raises UserError: the file cannot be written."""
+    """Write the page atomically. Raises UserError: the file cannot be written.
+
+    Texts of JSON files may hold half a character (a lone surrogate), which no file can: it is spelt out.
+    """
+    page = report_html(run, linked=path.resolve().parent == run.directory.resolve())
     with writing(path):
-        write_whole(path, report_html(run, linked=path.resolve().parent == run.directory.resolve()))
+        write_whole(path, page.encode(errors="backslashreplace"))
     return path
 
 

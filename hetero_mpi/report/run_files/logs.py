@@ -38,7 +38,7 @@ def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool 
         path = Path(run_dir) / "logs" / f"rank-{rank:04}.log"
         width = len(str(size))
         prefix = f"%(asctime)s {rank:>{width}}/{size} %(levelname)s %(name)s: %(message)s"
-        file = _LogFile(path, encoding="utf-8", delay=True)
+        file = _LogFile(path, encoding="utf-8", delay=True, errors="backslashreplace")
         file.setFormatter(logging.Formatter(prefix))
         _add(root, _Waiting(file) if waits else file, prefix)
     return path

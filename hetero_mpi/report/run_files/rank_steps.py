@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import FiniteFloat, TypeAdapter
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, Op, parse_action
@@ -84,6 +86,10 @@ class RankStep:
     usage: Usage
 
 
+_USAGE = TypeAdapter(Usage)
+_EVENTS = TypeAdapter(list[tuple[str, FiniteFloat, FiniteFloat, int, FiniteFloat, FiniteFloat | None, FiniteFloat]])
+
+
 def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
     """The record as JSON values; an event is ``[action, start_s, end_s, bytes, copied_s, arrived_s, exchanged_s]``."""
     return {
@@ -101,13 +107,11 @@ def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
 def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
     """The inverse of ``rank_step_to_dict``. Unknown keys of ``usage`` are left out."""
     rank, step = int(values["rank"]), int(values["step"])
-    known = {field.name for field in fields(Usage)}
-    usage = Usage(**{name: value for name, value in values["usage"].items() if name in known})
     events = tuple(
         MeasuredEvent(rank, step, parse_action(text), start, end, size, copied, arrived, exchanged_s=exchanged)
-        for text, start, end, size, copied, arrived, exchanged in values["events"]
+        for text, start, end, size, copied, arrived, exchanged in _EVENTS.validate_python(values["events"])
     )
-    return RankStep(rank, step, float(values["begin_s"]), events, usage)
+    return RankStep(rank, step, float(values["begin_s"]), events, _USAGE.validate_python(values["usage"]))
 
 
 def read_rank_steps(path: Path) -> tuple[RankStep, ...]:

@@ -32,6 +32,7 @@ from hetero_mpi.runtime.generate.source import Opened, open_source, stop_tokens
 from hetero_mpi.runtime.generate.writer import Spelling, Task, Writer
 from hetero_mpi.runtime.setup.data_setup import model_directory, prompt_template
 from hetero_mpi.runtime.setup.setup import look_around
+from hetero_mpi.terminal import write_text
 
 DEFAULT_TOKENS = 128
 """New tokens where the user gives no number. Fewer where the model has no positions for so many."""
@@ -119,19 +120,12 @@ def _told(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:
     for token in coming:
         count += 1
         first = time.perf_counter() if count == 1 else first
-        _print(spelling.add(token))
+        write_text(spelling.add(token), sys.stdout)
         yield token
-    _print(spelling.end() + "\n")
+    write_text(spelling.end() + "\n", sys.stdout)
     end = time.perf_counter()
     rate = f", then {(count - 1) / (end - first):.1f} tokens/s" if count > 1 else ""
     say("", f"{count} tokens in {units.seconds(end - begin)}: the first after {units.seconds(first - begin)}{rate}")
-
-
-def _print(text: str) -> None:
-    """Print to stdout and flush; characters that its encoding lacks become question marks."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
 
 
 def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None, run_dir: Path) -> None:
