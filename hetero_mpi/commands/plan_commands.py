@@ -165,8 +165,8 @@ def simulation(
     shared_nic: bool,
 ) -> list[str]:
     """Simulate a step; writes ``timeline.png``, ``timeline.svg`` and ``trace.json``. Returns the lines to print."""
-    from hetero_mpi.report.figures.charts import Panel, timeline
     from hetero_mpi.report.figures.style import save
+    from hetero_mpi.report.figures.timeline import Panel, timeline
     from hetero_mpi.report.trace import save_trace
 
     network = Network(blocking_sends=blocking_sends, shared_nic=shared_nic)

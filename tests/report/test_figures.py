@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from matplotlib.colors import to_rgba
@@ -13,12 +16,14 @@ from matplotlib.transforms import Bbox
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, RankMemory, StagePlan
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import Series, line_chart
+from hetero_mpi.report.figures.curves import Series, line_chart
 from hetero_mpi.report.figures.style import COLOURS, save, svg
 from hetero_mpi.report.plan_text import headline, plan_lines
 from hetero_mpi.report.progress import overview
 from tests.support.past_runs import cluster, planned, several_stages
 from tests.support.planning_samples import with_split
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def texts(figure: Figure) -> list[str]:
@@ -153,15 +158,41 @@ def test_ranks_with_several_stages_are_counted_once() -> None:
 
 def test_charts_leave_out_what_is_no_number() -> None:
     points = tuple((float(step), float("nan") if step == 3 else 1.0 * step) for step in range(1, 2000))
-    figure = line_chart("loss", [Series("training", points, "accent")])
-    assert figure is not None and "nan" not in svg(figure, "loss") and len(svg(figure, "loss")) < 20_000
+    chart = line_chart("loss", [Series("training", points, "accent")])
+    assert chart is not None and "nan" not in chart and len(chart) < 10_000
     assert line_chart("loss", [Series("training", ((1.0, float("nan")),), "accent")]) is None
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0, 0.37, 1e-9, 123_456.0])
 def test_axes_have_round_numbers(value: float) -> None:
     """Also of a series that does not change; and no two ticks are written alike."""
-    figure = line_chart("loss", [Series("training", ((1.0, value), (2.0, value)), "accent")], from_zero=True)
-    assert figure is not None
-    ticks = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    chart = line_chart("loss", [Series("training", ((1.0, value), (2.0, value)), "accent")], from_zero=True)
+    assert chart is not None
+    ticks = re.findall(r'text-anchor="end">([^<]+)<', chart)
+    ticks.remove("step")
     assert len(set(ticks)) == len(ticks) >= 2 and max(map(len, ticks)) <= 8, ticks
+
+
+@pytest.mark.parametrize("steps", [(7.0,), (7.0, 9.0), (1.0, 100_000.0)])
+def test_a_curve_lies_where_its_axes_say(steps: tuple[float, ...]) -> None:
+    """Its points, read by the numbers at the axes, are the values."""
+    points = tuple((step, 3.0 + place) for place, step in enumerate(steps))
+    chart = line_chart(
+        "loss <nats>", [Series("training", points, "accent"), Series("held out", points, "warm", dots=True)]
+    )
+    assert chart is not None and 'aria-label="loss &lt;nats&gt;, steps ' in chart and "–●–</tspan> held out" in chart
+    found = ElementTree.fromstring(chart)
+    texts = [(one.text or "", float(one.attrib["x"]), float(one.attrib["y"])) for one in found.iter(f"{SVG}text")]
+    across = [(x, float(text.replace(",", ""))) for text, x, y in texts if y == 226]
+    up = [(y - 4, float(text)) for text, x, y in texts if x == 60]
+    shown = [(float(one.attrib["cx"]), float(one.attrib["cy"])) for one in found.iter(f"{SVG}circle")]
+    assert len(across) >= 2 and len(up) >= 2
+    shown = shown[-len(points) :]
+    assert [value_at(x, across) for x, _ in shown] == pytest.approx(list(steps), abs=0.005 * steps[-1])
+    assert [value_at(y, up) for _, y in shown] == pytest.approx([y for _, y in points], rel=0.005)
+
+
+def value_at(pixel: float, ticks: Sequence[tuple[float, float]]) -> float:
+    """On an axis of ticks (pixel, value)."""
+    (low, first), (high, last) = ticks[0], ticks[-1]
+    return first + (pixel - low) / (high - low) * (last - first)

@@ -19,8 +19,8 @@ from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, 
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.report.figures.charts import EXCHANGE, Panel, timeline
 from hetero_mpi.report.figures.style import COLOURS, svg
+from hetero_mpi.report.figures.timeline import EXCHANGE, Panel, timeline
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import report_html
 from hetero_mpi.report.past_run import PastRun, read_run

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import pytest
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
+from hetero_mpi.report.run_files.line_files import METRICS_NAME
+from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.support.browser import Browser, browser
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE
@@ -86,6 +89,17 @@ def test_it_follows_the_run_and_asks_for_nothing_else(watched: Watched) -> None:
     page.wait_for(
         "the curves", lambda: page.value("document.querySelectorAll('#part-learning-and-speed svg').length") >= 3
     )
+    written = [(0.0, 0)]
+
+    def follows() -> bool:
+        """The curves show what was written two seconds ago."""
+        written.append((time.monotonic(), read_metrics(watched.running.run / METRICS_NAME).steps[-1].step))
+        labels = page.value("[...document.querySelectorAll('#part-learning-and-speed svg')].map(one => one.ariaLabel)")
+        shown = [int(found[1].replace(",", "")) for label in labels if (found := re.search(r" to ([\d,]+)$", label))]
+        return len(shown) >= 3 and min(shown) >= max(step for when, step in written if when < written[-1][0] - 2.0)
+
+    page.wait_for("further steps", lambda: follows() is not None and len(written) > 30 and watched.step() > first + 20)
+    page.wait_for("curves within two seconds, ten times", lambda: all(follows() for _ in range(10)))
     page.wait_for("the held-out loss", lambda: "held-out loss" in page.text())
     assert "It goes on: " in page.text() and page.value("document.title") == "job"
     address = watched.url.partition("#")[0]

@@ -17,9 +17,9 @@ from hetero_mpi.planning.schedule import Action, Event, Op, parse_action
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.report.figures.charts import KINDS, Panel, timeline
 from hetero_mpi.report.figures.profile_curves import profile_picture
 from hetero_mpi.report.figures.style import COLOURS, save, svg
+from hetero_mpi.report.figures.timeline import KINDS, Panel, timeline
 from hetero_mpi.report.trace import save_trace, trace
 from tests.support.planning_samples import (
     make_model,

@@ -102,7 +102,7 @@ _FAR_APART = 3.0
 """Values whose ratio is larger have an axis each."""
 _MARGIN = 10
 """Pixels around the figure in a file."""
-_FONTS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+FONTS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -232,7 +232,7 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
     # matplotlib knows links only: what it takes for the target of one is the text under the pointer.
     text = re.sub(r'<a xlink:href="([^"]*)"[^>]*>', r"<g><title>\1</title>", text).replace("</a>", "</g>")
     text = re.sub(r">\s+<", "><", text.strip())
-    about = f'role="img" aria-label="{escape(label)}" font-family="{_FONTS}" stroke-linejoin="round"'
+    about = f'role="img" aria-label="{escape(label)}" font-family="{FONTS}" stroke-linejoin="round"'
     size = r'width="([\d.]+)pt" height="([\d.]+)pt"'
     text = re.sub(size, lambda found: f'width="{found[1]}" height="{found[2]}" {about}', text, count=1)
     text = text.replace("; stroke-linejoin: miter", "")

@@ -1,9 +1,10 @@
 """The live page: the report of a run as it is at this moment, for browsers. Its parts are drawn once for all who watch.
 
 A process of its own serves it, at a low priority: drawing would hold the interpreter of a rank, and with it the step. Numbers,
-ranks and events are as new as the files; figures cost most, and are drawn beside the requests, with a pause that is some times as
-long. Who watches shows a token, which is in the address that is printed, behind the #: browsers keep that to themselves. On another
-address than this machine's own no hosts, users and paths are named, and no logs shown.
+curves, ranks and events are as new as the files; the other figures cost most, and are drawn beside the requests when anything but
+steps has changed, with a pause that is some times as long. Who watches shows a token, which is in the address that is printed,
+behind the #: browsers keep that to themselves. On another address than this machine's own no hosts, users and paths are named, and
+no logs shown.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ _WATCHED_S, _LINGER_S = 3.0, 2.5
 """Who has asked within this time watches, and is shown the end for so long."""
 _LOG_BYTES = 1 << 15
 _UNKEPT = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin"}
+
+
+_EVER_NEW = sections.learning, sections.next_commands, sections.happenings, sections.checkpoints
+"""Sections that cost little to draw."""
 
 
 class Parts:
@@ -109,7 +114,7 @@ class Parts:
             "tiles": part("tiles", key_figures(run)),
             "now": part("now", run),
             **self._figures,
-            **_markup(run, [sections.next_commands(run), sections.happenings(run), sections.checkpoints(run)]),
+            **_markup(run, [one(run) for one in _EVER_NEW]),
             "logs": part("logs", logs),
         }  # fmt: skip
 
@@ -122,16 +127,17 @@ class Parts:
             self._shown[name] = since, text
 
     def _draw(self) -> None:
-        """Draw the figures of the newest run that was read: those of steps alone, where nothing else has changed."""
+        """Draw the figures of the newest run that was read, unless only its steps have changed."""
         before: object = None
         while self._wanted.wait():
             self._wanted.clear()
             run, begin_s = self._run, time.monotonic()
             assert run is not None
             rest = replace(run, metrics=Metrics((), ()), present=None), run.over
+            if rest == before:
+                continue
             try:
-                found = page_sections(run) if rest != before else [sections.learning(run)]
-                self._figures, before = {**self._figures, **_markup(run, found)}, rest
+                self._figures, before = _markup(run, page_sections(run)), rest
             except Exception:  # a run of another version, or a defect: the numbers are shown all the same
                 logging.getLogger(__name__).exception("drawing the figures")
             time.sleep(_REST * (time.monotonic() - begin_s))

@@ -16,8 +16,9 @@ from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.charts import MOST_LANES, Panel, Series, StepMark, line_chart, timeline
+from hetero_mpi.report.figures.curves import Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import svg
+from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_note, stage_table
 from hetero_mpi.report.profile_text import place_text
@@ -176,7 +177,7 @@ def _series(steps: Sequence[StepMetrics], named: Mapping[str, tuple[str, str]]) 
 
 def _chart(label: str, series: Sequence[Series], **form: Any) -> list[Markup]:
     """A chart, as ``line_chart`` draws it; none without points."""
-    drawn = _picture(line_chart(label, series, **{"from_zero": True, **form}), label)
+    drawn = line_chart(label, series, **{"from_zero": True, **form})
     return [drawn] if drawn else []
 
 

@@ -1,0 +1,146 @@
+"""Curves: values over steps, written as SVG for a page. matplotlib takes thirty times as long, and the live page draws them anew
+twice a second.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
+
+from hetero_mpi.report.figures.style import FONTS, far_apart
+
+MOST_POINTS = 400
+"""A series of more points is drawn as means of neighbouring points."""
+_ROUND = [1, 2, 2.5, 5, 10]
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 460, 250, 64, 446, 34, 214, 18
+"""Pixels: size of a chart, edges of its axes, and distance between two axes in it."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart: its label, points and colour."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    colour: str
+    """A colour role of the style."""
+    dots: bool = False
+    """Mark the points; for series of few points."""
+    dashed: bool = False
+
+
+_Shown = tuple[Series, list[tuple[float, float]]]
+"""A series, and those of its points that are drawn."""
+
+
+@dataclass(frozen=True)
+class StepMark:
+    """An event after a step, drawn as a vertical line over a chart; ``text`` appears under the pointer."""
+
+    step: float
+    text: str
+    colour: str
+
+
+def plain(value: float) -> str:
+    """The label of an axis value."""
+    return f"{value:,.10g}"
+
+
+def line_chart(
+    label: str, series: Sequence[Series], y_text: Callable[[float], str] = plain, from_zero: bool = False,
+    marks: Sequence[StepMark] = (),
+) -> Markup | None:  # fmt: skip
+    """A chart of the finite values of ``series``; None where there are none.
+
+    Args:
+        label: of the y axis, with its unit.
+        y_text: writes a value of the y axis.
+        from_zero: the y axis begins at 0; series of very different size have an axis each, one above the other.
+        marks: those outside the steps of ``series`` are drawn at the edge.
+    """
+    shown = [(one, points) for one in series if (points := _thinned(one.points))]
+    if not shown:
+        return None
+    groups = [[one] for one in shown] if from_zero and far_apart([_middle(points) for _, points in shown]) else [shown]
+    steps = [step for _, points in shown for step, _ in points]
+    ends = (min(steps), max(steps)) if min(steps) < max(steps) else (steps[0] - 1, steps[0] + 1)
+    across = _scale(ends, (_LEFT, _RIGHT))
+    tall = (_BOTTOM - _TOP - _BETWEEN * (len(groups) - 1)) / len(groups)
+    parts = [_text(0, 14, label + (", an axis each" if len(groups) > 1 else ""), _TITLE)]
+    for place, group in enumerate(sorted(groups, key=lambda group: -_middle(group[0][1]))):
+        top = _TOP + place * (tall + _BETWEEN)
+        parts += _axes(group, across, (top + tall, top), y_text, from_zero)
+        for mark in marks:
+            x = across(min(max(mark.step, min(steps)), max(steps)))
+            lines = [_path([(x, top), (x, top + tall)], mark.colour, form) for form in ('9" opacity="0.18', "1.2")]
+            parts.append(Markup("<g><title>{}</title>{}{}</g>").format(mark.text, *lines))
+    ticks = MaxNLocator(5, steps=_ROUND, integer=True).tick_values(*ends)
+    parts += [_text(across(at), 226, plain(at), _MIDDLE) for at in ticks if ends[0] <= at <= ends[1]]
+    parts.append(_text(_RIGHT, 241, "step", _END))
+    if len(shown) > 1:
+        kinds = ["–●–" if one.dots else "– –" if one.dashed else "——" for one, _ in shown]
+        keys = [Markup('\N{EM SPACE}<tspan fill="var(--{})">{}</tspan> {}').format(one.colour, kind, one.name)
+                for kind, (one, _) in zip(kinds, shown, strict=True)]  # fmt: skip
+        parts.append(_text(_WIDTH, 14, Markup("").join(keys), _END))
+    about = f"{label}, steps {plain(min(steps))} to {plain(max(steps))}"
+    return Markup(
+        '<svg width="{}" height="{}" viewBox="0 0 {} {}" role="img" aria-label="{}" font-family="{}" font-size="11" '
+        'fill="none" stroke-linejoin="round" xmlns="http://www.w3.org/2000/svg">{}</svg>'
+    ).format(_WIDTH, _HEIGHT, _WIDTH, _HEIGHT, about, FONTS, Markup("").join(parts))
+
+
+_TITLE = 'fill="var(--ink)" font-size="12" font-weight="700"'
+_MIDDLE, _END = 'fill="var(--soft)" text-anchor="middle"', 'fill="var(--soft)" text-anchor="end"'
+
+
+def _axes(
+    group: Sequence[_Shown], across: Callable[[float], float], ends: tuple[float, float], y_text: Callable[[float], str],
+    from_zero: bool,
+) -> list[Markup]:  # fmt: skip
+    """The lines of a group, with their y axis between the pixels ``ends``."""
+    values = [y for _, points in group for _, y in points]
+    ticks = MaxNLocator(5, steps=_ROUND).tick_values(0.0 if from_zero else min(values), max(values))
+    up = _scale((ticks[0], ticks[-1]), ends)
+    parts = []
+    for tick in ticks:
+        parts.append(_path([(_LEFT, up(tick)), (_RIGHT, up(tick))], "faint", "0.8"))
+        parts.append(_text(_LEFT - 4, up(tick) + 4, y_text(tick), _END))
+    for one, points in group:
+        drawn = [(across(x), up(y)) for x, y in points]
+        parts.append(_path(drawn, one.colour, '1.6" stroke-dasharray="6 2.6' if one.dashed else "1.6"))
+        if one.dots or len(points) == 1:
+            dot = f'<circle cx="%.1f" cy="%.1f" r="3.5" fill="var(--{one.colour})"/>'
+            parts += [Markup(dot % point) for point in drawn]
+    return parts
+
+
+def _path(points: Sequence[tuple[float, float]], colour: str, form: str) -> Markup:
+    way = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return Markup(f'<path d="M{way}" stroke="var(--{colour})" stroke-width="{form}"/>')
+
+
+def _text(x: float, y: float, text: str, form: str) -> Markup:
+    return Markup(f'<text x="{x:.1f}" y="{y:.1f}" {form}>{{}}</text>').format(text)
+
+
+def _scale(values: tuple[float, float], pixels: tuple[float, float]) -> Callable[[float], float]:
+    factor = (pixels[1] - pixels[0]) / (values[1] - values[0])
+    return lambda value: pixels[0] + (value - values[0]) * factor
+
+
+def _middle(points: Sequence[tuple[float, float]]) -> float:
+    return statistics.median(y for _, y in points)
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most ``MOST_POINTS`` points, without those that are not finite."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    size = max(1, -(-len(finite) // MOST_POINTS))
+    groups = [finite[first : first + size] for first in range(0, len(finite), size)]
+    return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
