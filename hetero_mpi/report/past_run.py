@@ -12,8 +12,9 @@ import getpass
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -179,14 +180,21 @@ def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProf
     """The plan and the profile, as far as there are files; no profile if the plan does not fit its ranks and model."""
     used = directory / USED_PROFILE
     paths = directory / "plan.toml", used if used.exists() else directory / "profile.toml"
-    report = load_report(paths[0]) if paths[0].exists() else None
-    profile = load_profile(paths[1]) if paths[1].exists() else None
+    there = [
+        (path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else () for path in paths
+    ]
+    report, profile = _loaded(load_report, paths[0], there[0]), _loaded(load_profile, paths[1], there[1])
     if report is not None and profile is not None:
         plan = report.plan
         ranks = plan.ranks + [idle.rank for idle in report.idle]
         if max(ranks) >= len(profile.devices) or plan.layers != len(profile.model.layers):
             return report, None
     return report, profile
+
+
+@lru_cache(8)  # for the page of a run, which looks at them again and again
+def _loaded(load: Callable[[Path], Any], path: Path, there: tuple[int, ...]) -> Any:
+    return load(path) if there else None
 
 
 def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:

@@ -80,19 +80,24 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line with its end, values) of every line that is a JSON object. Torn lines are left out; without a file there are none.
+    """(line with its end, values) of every line that is a JSON object. Torn lines are left out."""
+    return ((line, values) for line in lines(path) if (values := object_of(line)) is not None)
 
-    Raises UserError: it is no regular file.
-    """
-    if not path.exists():
-        return
-    require_regular(path)
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                values = json.loads(line)
-                if isinstance(values, dict):
-                    yield line, values
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a file with their ends; without a file there are none. Raises UserError: it is no regular file."""
+    if path.exists():
+        require_regular(path)
+        with path.open(encoding="utf-8", errors="replace") as file:
+            yield from file
+
+
+def object_of(line: str) -> dict[str, Any] | None:
+    """The JSON object that a line holds; None: it holds none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(line)
+        return values if isinstance(values, dict) else None
+    return None
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -18,11 +18,12 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetero_mpi.report.run_files.line_files import LineFile, keep_until, objects
+from hetero_mpi.report.run_files.line_files import LineFile, keep_until, lines, object_of
 from hetero_mpi.report.run_files.logs import say
 
 WARM_UP_STEPS = 2
@@ -125,16 +126,19 @@ class MetricsWriter:
 
 def read_metrics(path: str | Path) -> Metrics:
     """Read a metrics file. ``null`` becomes NaN. Torn lines, lines of unknown kinds, and unknown keys are left out."""
-    steps: list[StepMetrics] = []
-    evaluations: list[Evaluation] = []
-    for _, values in objects(Path(path)):
-        if "evaluation_loss" in values:
-            known = _numbers({**values, "loss": values["evaluation_loss"]}, Evaluation)
-            evaluations += [Evaluation(**known)] if known is not None else []
-        else:
-            known = _numbers(values, StepMetrics)
-            steps += [StepMetrics(**known)] if known is not None else []
-    return Metrics(tuple(steps), tuple(evaluations))
+    found = [_record(line) for line in lines(Path(path))]
+    steps = tuple(one for one in found if isinstance(one, StepMetrics))
+    return Metrics(steps, tuple(one for one in found if isinstance(one, Evaluation)))
+
+
+@lru_cache(1 << 17)  # the page of a run reads all of its lines twice a second
+def _record(line: str) -> StepMetrics | Evaluation | None:
+    values = object_of(line) or {}
+    if "evaluation_loss" in values:
+        known = _numbers({**values, "loss": values["evaluation_loss"]}, Evaluation)
+        return Evaluation(**known) if known is not None else None
+    known = _numbers(values, StepMetrics)
+    return StepMetrics(**known) if known is not None else None
 
 
 _ALLOWED = {"float": (int, float), "float | None": (int, float, type(None)), "int": (int,), "bool": (bool,)}
