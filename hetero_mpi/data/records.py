@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hetero_mpi import units
 from hetero_mpi.data.messages import ChatMessage, Role, json_of, kind_name, messages_of, text_of, tools_of, turns_of
 from hetero_mpi.data.record_files import (
     PAIRS,
@@ -72,8 +73,8 @@ class Records:
         shapes = Counter(record.shape for record in self.records)
         found = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
         total = len(self.records) // (2 if self.preference == "pairs" else 1)
-        kind, what = ("pairs", "pairs of answers") if self.preference == "pairs" else ("records", "records")
-        lines = [f"{total:,} {what} from {self.files:,} files ({found})"]
+        kind, of = ("pair", " of answers") if self.preference == "pairs" else ("record", "")
+        lines = [f"{units.plural(total, kind)}{of} from {units.plural(self.files, 'file')} ({found})"]
         left_out = {"without an answer": self.unanswered, "without an answer to learn (train = false)": self.untrained}
         for why, sources in left_out.items():
             if sources:
@@ -82,7 +83,7 @@ class Records:
         unread = [(key, count) for key, count in self.unread.items() if key.partition("[].")[2] not in read]
         if unread:
             (key, count), *further = sorted(unread, key=lambda entry: (-entry[1], entry[0]))
-            named = [f"{count:,} of {total:,} {kind} have `{key}`", *(f"{count:,} `{key}`" for key, count in further)]
+            named = [f"{count:,} of {total:,} {kind}s have `{key}`", *(f"{count:,} `{key}`" for key, count in further)]
             lines.append(f"{', '.join(named)}, which {'are' if further else 'is'} not learnt")
         return lines
 

@@ -23,6 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi import units
 from hetero_mpi.data.batch import IGNORED, Tokens
 from hetero_mpi.data.dataset import Dataset, Rows, SequenceSettings, join_evaluation, mapped, share_out
 from hetero_mpi.data.messages import kind_name, text_of
@@ -69,7 +70,8 @@ class CorpusReport:
 
     def lines(self) -> list[str]:
         limit = ", cut at data.max_bytes" if self.truncated else ""
-        lines = [f"{self.documents:,} documents from {self.files:,} files, {self.bytes / 1e6:,.1f} MB of text{limit}"]
+        found = f"{units.plural(self.documents, 'document')} from {units.plural(self.files, 'file')}"
+        lines = [f"{found}, {self.bytes / 1e6:,.1f} MB of text{limit}"]
         if self.skipped:
             path, reason = next(iter(self.skipped.items()))
             lines.append(f"{len(self.skipped):,} files skipped, such as {path}: {reason}")

@@ -104,7 +104,7 @@ def test_a_pair_whose_last_answer_is_not_learnt_is_left_out(tmp_path: Path) -> N
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, (PLAIN, silent))))
     found = read_records([str(tmp_path / "pairs.jsonl")], preference="pairs")
     assert len(found.records) == 2 and len(found.untrained) == 1
-    assert found.lines()[0].startswith("1 pairs of answers from 1 files")
+    assert found.lines()[0].startswith("1 pair of answers from 1 file")
 
 
 def test_a_bad_pair_counts_once() -> None:

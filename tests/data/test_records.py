@@ -244,7 +244,7 @@ def test_a_job_with_records(workshop: Path) -> None:
     material = prepare(job(workshop))
     assert material.template == "plain"
     assert material.notes[-3:-1] == (
-        "2 records from 1 files (1 alpaca, 1 prompt/completion)",
+        "2 records from 1 file (1 alpaca, 1 prompt/completion)",
         "records become text by the plain form (## Task, ## Answer), which is saved as the tokenizer's chat template",
     )
     assert (len(material.dataset.train), len(material.dataset.held_out)) == (1, 1)
@@ -273,7 +273,7 @@ def test_text_files_that_give_nothing_are_told(workshop: Path) -> None:
     (workshop / "empty.txt").write_text("")
     text = ["data.records=", "data.text=['*.txt']", "data.sequence_length=2", "data.packing=true", "data.held_out=0"]
     notes = prepare(job(workshop, *text)).notes
-    assert "corpus: 1 documents from 1 files, 0.0 MB of text" in notes
+    assert "corpus: 1 document from 1 file, 0.0 MB of text" in notes
     assert f"corpus: 1 files skipped, such as {workshop}/empty.txt: is empty" in notes
 
 

@@ -287,7 +287,7 @@ def test_of_mixed_data_sets_all_pairs_that_are_drawn_have_a_reference(on: Any, r
 def test_the_shipped_jobs(on: Any, ranks: int, name: str) -> None:
     runs, outcomes = on(ranks)
     assert (
-        "24 pairs of answers from 1 files" in outcomes[f"jobs-{name}"].printed
+        "24 pairs of answers from 1 file" in outcomes[f"jobs-{name}"].printed
         and "(per pair)" in outcomes[f"jobs-{name}"].printed
     )
     told = re.findall(r"held-out loss .*, reward margin .*, accuracy \d+%", outcomes[f"jobs-{name}"].printed)

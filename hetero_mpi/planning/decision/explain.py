@@ -152,7 +152,9 @@ def _held(plan: Plan, rank: int) -> str:
 
 def _counts(plan: Plan, profile: ClusterProfile) -> str:
     used = sum(len(pipeline.held) for pipeline in plan.pipelines)
-    shares = units.counted((f"{one.micro_batches} micro-batches of {one.micro_batch}" for one in plan.pipelines), " + ")
+    shares = units.counted(
+        (f"{units.plural(one.micro_batches, 'micro-batch')} of {one.micro_batch}" for one in plan.pipelines), " + "
+    )
     many = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
     return f"{used} of {len(profile.devices)} ranks{many}, {shares} = global batch {plan.global_batch}"
 

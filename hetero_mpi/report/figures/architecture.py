@@ -130,7 +130,7 @@ def _footer(sheet: Sheet, plan: Plan, profile: ClusterProfile, y: float, width: 
 def _pipeline_label(index: int, pipeline: PipelinePlan, plan: Plan) -> str:
     if len(plan.pipelines) > 1:
         return f"pipeline {index}: {pipeline.sequences} sequences, {pipeline.micro_batch} at a time"
-    return f"{pipeline.micro_batches} micro-batches of {pipeline.micro_batch}"
+    return f"{units.plural(pipeline.micro_batches, 'micro-batch')} of {pipeline.micro_batch}"
 
 
 def _rows(boxes: Sequence[_StageBox]) -> list[list[_StageBox]]:
