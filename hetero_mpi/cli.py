@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import shlex
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.commands.options import parser
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.shipped import absent_packages, pip_argument
-from hetero_mpi.terminal import allow_every_character, fitted, printable, write_text
+from hetero_mpi.terminal import fitted, printable, write_text
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    allow_every_character()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is spelt out, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if arguments is None else arguments
     if not words:
         parser().print_help(sys.stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import re
 import signal
@@ -107,12 +106,6 @@ def _launchers_stdout() -> str:
 
 def _launched() -> bool:
     return any(name in os.environ for name in _LAUNCHED)
-
-
-def allow_every_character() -> None:
-    """Let stdout, whatever its encoding, take any text: what the encoding lacks is spelt out, as stderr does from the beginning."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def write_text(text: str, stream: TextIO) -> None:

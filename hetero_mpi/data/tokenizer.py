@@ -103,8 +103,8 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
             require_regular(path)
     with faults_named(f"the tokenizer in {directory} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        words = [getattr(tokenizer, "init_kwargs", None), getattr(tokenizer, "chat_template", None)]
-        json.dumps(words, ensure_ascii=False, default=str).encode()  # half characters could not be written at the end
+        # Half characters (lone surrogates) could not be written at the end.
+        json.dumps(getattr(tokenizer, "init_kwargs", None), ensure_ascii=False, default=str).encode()
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"the tokenizer in {directory} must be a fast one (tokenizer.json); it is {type(tokenizer).__name__}"

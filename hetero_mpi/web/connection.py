@@ -46,8 +46,6 @@ class Connection(BaseHTTPRequestHandler):
     def answer(self) -> None:
         """Send an answer to ``self.command`` (GET, HEAD or POST), ``self.headers``, ``self.route`` and ``self.body``.
 
-        To HEAD the answer to GET is sent, whose content is left out (``_head``).
-
         :raises HttpError: is sent instead.
         """
         raise NotImplementedError

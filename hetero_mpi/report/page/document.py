@@ -52,12 +52,9 @@ def report_html(run: PastRun, linked: bool = False) -> str:
 
 
 def write_report(run: PastRun, path: Path) -> Path:
-    """Write the page atomically. Raises UserError: the file cannot be written.
-
-    Texts of JSON files may hold half a character (a lone surrogate), which no file can: it is spelt out.
-    """
+    """Write the page atomically. Raises UserError: the file cannot be written."""
     page = report_html(run, linked=path.resolve().parent == run.directory.resolve())
-    with writing(path):
+    with writing(path):  # a text of JSON may hold half a character (a lone surrogate)
         write_whole(path, page.encode(errors="backslashreplace"))
     return path
 

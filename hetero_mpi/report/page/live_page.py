@@ -47,8 +47,7 @@ _LOG_BYTES = 1 << 15
 _UNKEPT = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin"}
 
 
-_EVER_NEW = sections.learning, sections.next_commands, sections.happenings, sections.checkpoints
-"""Sections that cost little to draw."""
+_CHEAP_SECTIONS = sections.learning, sections.next_commands, sections.happenings, sections.checkpoints
 
 
 class Parts:
@@ -114,7 +113,7 @@ class Parts:
             "tiles": part("tiles", key_figures(run)),
             "now": part("now", run),
             **self._figures,
-            **_markup(run, [one(run) for one in _EVER_NEW]),
+            **_markup(run, [one(run) for one in _CHEAP_SECTIONS]),
             "logs": part("logs", logs),
         }  # fmt: skip
 

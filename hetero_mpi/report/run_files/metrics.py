@@ -134,11 +134,9 @@ def read_metrics(path: str | Path) -> Metrics:
 @lru_cache(1 << 17)  # the page of a run reads all of its lines twice a second
 def _record(line: str) -> StepMetrics | Evaluation | None:
     values = object_of(line) or {}
-    if "evaluation_loss" in values:
-        known = _numbers({**values, "loss": values["evaluation_loss"]}, Evaluation)
-        return Evaluation(**known) if known is not None else None
-    known = _numbers(values, StepMetrics)
-    return StepMetrics(**known) if known is not None else None
+    kind = Evaluation if "evaluation_loss" in values else StepMetrics
+    known = _numbers({**values, "loss": values["evaluation_loss"]} if kind is Evaluation else values, kind)
+    return kind(**known) if known is not None else None
 
 
 _ALLOWED = {"float": (int, float), "float | None": (int, float, type(None)), "int": (int,), "bool": (bool,)}
