@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import published_runs as runs  # noqa: E402
-import published_streaming as streaming  # noqa: E402
 
 from hetero_mpi.planning.dry_run import validate  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
@@ -28,8 +27,8 @@ def times() -> runs.Times:
     return runs.read_times(runs.DATA / "sailor_opt350m_layers.csv")
 
 
-def start(*arguments: str, program: str = "published_runs") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{program}.py"), *arguments]
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "published_runs.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -145,35 +144,11 @@ def test_gradients_first_ends_with_few_micro_batches_too(stages: int, count: int
     assert (schedule != schedule_of(plan, model)) == (count > 1 and stages > 1)
 
 
-@pytest.mark.parametrize("name", ["sailor_opt350m_layers", "sailor_runs", "zorse_llama_layers", "roundpipe_layers"])
+@pytest.mark.parametrize("name", ["sailor_opt350m_layers", "sailor_runs", "zorse_llama_layers"])
 def test_figures_name_their_source_and_licence(name: str) -> None:
     text = (runs.DATA / f"{name}.csv").read_text()
     heading = " ".join(line for line in text.splitlines() if line.startswith("#"))
-    sources = ("eth-easl/sailor", "benson-guo/zorse", "ITcarrot/RoundPipe-artifact")
+    sources = ("eth-easl/sailor", "benson-guo/zorse")
     assert "MIT" in heading and "licence" in heading and any(source in heading for source in sources)
     rows = list(csv.reader(line for line in text.splitlines() if not line.startswith("#")))
     assert len(rows) > 4 and len({len(row) for row in rows}) == 1
-
-
-def test_streamed_runs_within_the_bar_and_in_the_document(tmp_path: Path) -> None:
-    done = start("--check", "--json", str(tmp_path / "raw.json"), program="published_streaming")
-    assert done.returncode == 0, done.stdout + done.stderr
-    raw = {row["model"]: row for row in json.loads((tmp_path / "raw.json").read_text())}
-    text = (ROOT / "docs" / "measurements.md").read_text()
-    for name, row in raw.items():
-        error = row["predicted_tokens_per_s"] / row["tokens_per_s"] - 1
-        assert name not in streaming.DENSE or abs(error) < streaming.BAR
-        assert (
-            f"| {name} | {row['tokens_per_s']:,.0f} | {row['predicted_tokens_per_s']:,.0f} | {100 * error:+.1f} % |"
-            in text
-        )
-
-
-def test_a_streamed_row_by_hand() -> None:
-    """A pass begins at the end of the chain where the one before ended, whose two layers are on the device: all copies hide."""
-    row = next(row for row in streaming.read_rows() if row.model == "llama3.1-8b")
-    slices = row.sequences / 4
-    layer_s = 2 * row.forward_s + row.backward_s
-    computing_s = slices * (row.blocks * layer_s + row.head_forward_s + row.head_backward_s)
-    step_s = row.sequences * 2048 / streaming.predict(row)
-    assert step_s == pytest.approx(computing_s, rel=2e-4)

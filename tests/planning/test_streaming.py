@@ -23,7 +23,7 @@ from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.support.planning_samples import SEQUENCE, make_device, make_model, make_profile
 
@@ -240,6 +240,24 @@ def test_one_search_finds_the_slices_that_are_best() -> None:
     found = decide.decide(profile, asked)
     assert found is not None and streamed_in(found.plan) > 0
     assert found.step_s <= min(one.step_s for one in by_itself if one is not None)
+
+
+def test_more_is_computed_at_once_where_time_is_not_in_proportion_to_tokens() -> None:
+    """As experts have it: their weights pass the device's memory once, however many tokens they serve."""
+
+    def planned(fixed: float) -> PipelinePlan:
+        def curve(one_s: float) -> Curve:
+            return Curve((SEQUENCE, 8 * SEQUENCE), (one_s, one_s * (8 - 7 * fixed)))
+
+        small = heavy_cluster(300_000, ranks=1)
+        layers = {**small.devices[0].layers, "block": LayerTimes(curve(1.0), curve(2.0))}
+        profile = replace(small, devices=(replace(small.devices[0], layers=layers),))
+        (pipeline,) = make_plan(profile, request(micro_batch_choices=(1, 2, 4, 8))).plan.pipelines
+        assert pipeline.stages[0].streamed
+        return pipeline
+
+    at_once = [min(p.micro_batch, p.stages[0].slice_sequences or p.micro_batch) for p in map(planned, (0.0, 0.5))]
+    assert at_once == [1, 4]
 
 
 def test_stages_are_streamed_where_a_step_gets_shorter() -> None:
