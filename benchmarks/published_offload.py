@@ -3,6 +3,7 @@
 * MegaTrain-Plus on a DGX Spark: one streamed stage, whose layers compute in host memory. Three constants come from one row's three
   figures: operations per second and seconds per load of a layer from its forward and backward, which repeats the forward, and
   seconds per parameter from the rest of its step. Gradients stay in bf16 and there is no optimizer: 4 bytes a parameter in all.
+  MegaTrain itself has the same constants, one more forward in backward, and a copy of every layer's weights each time they come.
 * ZeRO-3 with parameters and optimizer in host memory: one streamed stage. Arithmetic takes as long as at the card's dense peak for
   bf16 (data sheet): RoundPipe's fp16 layers run faster than that on the same card, with sums in fp16, so that the peak is what
   limits. What else a step takes, whatever its tokens, comes from one row.
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from make_profiles import RTX_4090, RTX_5090  # noqa: E402
-from moe_parts import QWEN3_30B  # noqa: E402
+from moe_parts import MEMORY_EFFICIENCY, QWEN3_30B  # noqa: E402
 from profile_parts import EFFICIENCY, GIB  # noqa: E402
 from published_roundpipe import DATA, read_rows, told  # noqa: E402
 
@@ -35,7 +36,8 @@ from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfi
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 
 BLOCK, BF16_BYTES = "block", 2
-SPARK_BYTES = 128e9
+SPARK_BYTES, SPARK_BYTES_PER_S = 128e9, 273e9
+"""Data sheet."""
 LOGIT_BYTES = 6
 """A logit in bf16, and its gradient in fp32. Liger's loss keeps no more than some of them at once."""
 
@@ -157,6 +159,8 @@ class SparkRow:
     forward_s: float
     backward_s: float
     step_s: float
+    upstream_s: float
+    """Of MegaTrain itself."""
     use: str
 
 
@@ -179,23 +183,39 @@ class Spark:
         rest_s = row.step_s - row.forward_s - row.backward_s
         return cls(per_s, (row.forward_s - forward / per_s) / calls, rest_s / model.parameters)
 
-    def predicted(self, row: SparkRow) -> Found:
+    def predicted(self, row: SparkRow, upstream: bool = False) -> Found:
+        """``upstream``: of MegaTrain itself, for which no row is fitted."""
+        tokens = (SPARK_SEQUENCE, SPARK_SEQUENCES * SPARK_SEQUENCE)
+        layers = of_rate(row.shape, SPARK_SEQUENCE, self.operations_per_s, tokens)
+        if upstream:
+            layers[BLOCK] = self._upstream(layers[BLOCK], row.shape)
         profile = profile_of(
             "measurements of bdqnghi/MegaTrain-Plus (Apache-2.0)",
             row.shape.cost(SPARK_SEQUENCE, BF16_BYTES, LOGIT_BYTES),
             name="NVIDIA GB10",
             memory_bytes=int(SPARK_BYTES),
             shares_host_memory=True,
-            layers=of_rate(
-                row.shape, SPARK_SEQUENCE, self.operations_per_s, (SPARK_SEQUENCE, SPARK_SEQUENCES * SPARK_SEQUENCE)
-            ),
+            layers=layers,
             forward_overhead_s=self.load_s,
             optimizer_s_per_parameter=self.rest_s_per_parameter,
         )
+        measured_s, use = (row.upstream_s, row.use.replace("fitted", "held out")) if upstream else (row.step_s, row.use)
         try:
-            return Found(row.model, row.use, row.step_s, step_s(profile, SPARK_SEQUENCES))
+            return Found(row.model, use, measured_s, step_s(profile, SPARK_SEQUENCES))
         except UserError as problem:
-            return Found(row.model, row.use, row.step_s, None, str(problem).splitlines()[0])
+            return Found(row.model, use, measured_s, None, str(problem).splitlines()[0])
+
+    def _upstream(self, block: LayerTimes, model: Dense) -> LayerTimes:
+        """A block whose weights are read and written once more whenever they come, in backward also for one more forward."""
+        copy_s = 2 * BF16_BYTES * model.block / (SPARK_BYTES_PER_S * MEMORY_EFFICIENCY)
+
+        def more(curve: Curve, times: int, *others: Curve, fixed_s: float = 0.0) -> Curve:
+            own = (seconds + times * copy_s + fixed_s for seconds in curve.seconds)
+            return Curve(curve.tokens, tuple(map(sum, zip(own, *(one.seconds for one in others), strict=True))))
+
+        forward, backward = block.forward_s, block.backward_s
+        repeated = more(backward, 2, forward, forward, fixed_s=self.load_s)
+        return LayerTimes(more(forward, 1), backward, recompute_s=repeated)
 
 
 def read_spark() -> list[SparkRow]:
@@ -203,15 +223,16 @@ def read_spark() -> list[SparkRow]:
     for line in csv.DictReader(told(DATA / "megatrain_spark.csv")):
         whole = ("hidden", "blocks", "width", "heads", "key_heads", "head_size", "vocabulary")
         shape = Dense(**{name: int(line[name]) for name in whole}, tied=line["tied"] == "1")
-        seconds = {name: float(line[name]) for name in ("forward_s", "backward_s", "step_s")}
+        seconds = {name: float(line[name]) for name in ("forward_s", "backward_s", "step_s", "upstream_s")}
         found.append(SparkRow(line["model"], shape, **seconds, use=line["use"]))
     return found
 
 
-def spark() -> tuple[Spark, list[Found]]:
+def spark() -> tuple[Spark, list[Found], list[Found]]:
+    """(what is fitted, rows of MegaTrain-Plus, rows of MegaTrain itself)"""
     rows = read_spark()
     constants = Spark.fitted(next(row for row in rows if row.use == "fitted"))
-    return constants, [constants.predicted(row) for row in rows]
+    return constants, *([constants.predicted(row, upstream) for row in rows] for upstream in (False, True))
 
 
 # ZeRO-3

@@ -67,17 +67,18 @@ def test_roundpipe_within_its_bars_and_in_the_document(cards: list[streaming.Car
         assert f"| {model} | {' | '.join(errors)} |" in text
 
 
-def test_megatrain_within_its_bar_and_what_has_no_room_is_refused() -> None:
-    _, found = offload.spark()
+@pytest.mark.parametrize("upstream", [False, True])
+def test_megatrain_within_its_bar_and_what_has_no_room_is_refused(upstream: bool) -> None:
+    _, *both = offload.spark()
     by_use: dict[str, list[offload.Found]] = {}
-    for one in found:
+    for one in both[upstream]:
         by_use.setdefault(one.use, []).append(one)
-    assert len(by_use["held out"]) == 4 and all(abs(one.error) <= streaming.SPARK for one in by_use["held out"])
-    (fitted,), (refused,) = by_use["fitted"], by_use["refused"]
-    assert fitted.error == pytest.approx(0, abs=1e-9)
+    held_out, (refused,) = by_use["held out"], by_use["refused"]
+    assert len(held_out) == 4 + upstream and all(abs(one.error) <= streaming.SPARK for one in held_out)
+    assert upstream or by_use["fitted"][0].error == pytest.approx(0, abs=1e-9)
     assert refused.name == "qwen2.5-32b" and refused.predicted_s is None and "128 GB are usable" in refused.refusal
-    assert all(one.predicted_s is not None for one in found if one is not refused)
-    assert_told(by_use["held out"])
+    assert all(one.predicted_s is not None for one in both[upstream] if one is not refused)
+    assert_told(held_out)
 
 
 def test_no_held_out_row_decides_a_constant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_no_held_out_row_decides_a_constant(monkeypatch: pytest.MonkeyPatch, tmp
         (tmp_path / path.name).write_text("\n".join(changed))
     monkeypatch.setattr(offload, "DATA", tmp_path)
     after = offload.spark(), offload.zero()
-    for (constant, found), (other, changed_rows) in zip(before, after, strict=True):
+    for (constant, found, *_), (other, changed_rows, *_) in zip(before, after, strict=True):
         assert constant == other and found != changed_rows
         assert [one.predicted_s for one in found] == [one.predicted_s for one in changed_rows]
 
