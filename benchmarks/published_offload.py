@@ -276,7 +276,8 @@ def _zero_profile(sequences: int) -> ClusterProfile:
 
 KT_TOKENS = 1024
 FORWARD_PER_S, BACKWARD_PER_S = 17.55e12, 18.41e12
-"""Operations of its experts in bf16 on a Xeon Platinum 8488C (AMX), as published."""
+"""Operations of DeepSeek-V3's experts in bf16 on a Xeon Platinum 8488C (AMX), forward and backward, as measured by KTransformers
+(doc/en/SFT/KTransformers-Fine-Tuning_Developer-Technical-Notes.md)."""
 NAMED = "weights repacked", "buffers cleared", "weights reloaded"
 """Stages that no cost of this program stands for: its products read weights as they lie, and gradients are written, not added."""
 
