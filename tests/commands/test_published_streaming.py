@@ -67,6 +67,16 @@ def test_roundpipe_within_its_bars_and_in_the_document(cards: list[streaming.Car
         assert f"| {model} | {' | '.join(errors)} |" in text
 
 
+def test_one_constant_is_what_cards_do_not_share(cards: list[streaming.Cards]) -> None:
+    more_s, errors = streaming.unshared(cards)
+    assert more_s > 0 and errors.pop(streaming.MOST_CARDS) == pytest.approx(0, abs=1e-9)
+    assert max(abs(error) for count, error in errors.items() if count > 1) <= streaming.UNSHARED_BAR
+    told = [f"{100 * error:+.1f}" for count, error in errors.items() if count > 1]
+    assert f"| with {more_s:.1f} s more | {' | '.join(told)} | fitted |" in DOCUMENT.read_text()
+    others = [replace(one, measured=2 * one.measured) if one.cards != streaming.MOST_CARDS else one for one in cards]
+    assert streaming.unshared(others)[0] == more_s, "no other row decides it"
+
+
 @pytest.mark.parametrize("upstream", [False, True])
 def test_megatrain_within_its_bar_and_what_has_no_room_is_refused(upstream: bool) -> None:
     _, *both = offload.spark()
