@@ -224,7 +224,7 @@ def stage_table(
 
 
 def _again(pipeline: PipelinePlan, stage: StagePlan) -> str:
-    """What backward repeats."""
+    """The cell of the column ``recompute``: does backward repeat all of the stage, none, or some slices?"""
     if not stage.streamed:
         return "yes" if stage.recompute else ""
     slices = -(-pipeline.micro_batch // (stage.slice_sequences or pipeline.micro_batch))
