@@ -1,7 +1,8 @@
 """hetero_mpi: train and fine-tune models over unlike machines, in one MPI job.
 
 From the command line: ``mpirun -np 3 python -m hetero_mpi train jobs/quickstart.toml``. From a Python program that mpirun
-started: :class:`Job`, :func:`profile`, :func:`plan`, :func:`simulate`, :func:`train` (docs/python.md).
+started: :class:`Job`, :func:`profile`, :func:`plan`, :func:`simulate`, :func:`train`,
+:func:`steps` (docs/python.md).
 
 Importing the package is cheap: torch, mpi4py and transformers are imported by what needs them, when it needs them. So are the
 names below (PEP 562), and planning needs none of the three.
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hetero_mpi.api import Job as Job
     from hetero_mpi.api import Simulation as Simulation
+    from hetero_mpi.api import load_run as load_run
     from hetero_mpi.api import plan as plan
     from hetero_mpi.api import profile as profile
     from hetero_mpi.api import simulate as simulate
+    from hetero_mpi.api import steps as steps
     from hetero_mpi.api import train as train
     from hetero_mpi.errors import UserError as UserError
     from hetero_mpi.model.custom.layered_model import LayeredModel as LayeredModel
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from hetero_mpi.planning.types.toml_files import load_report as load_report
     from hetero_mpi.planning.types.toml_files import save_plan as save_plan
     from hetero_mpi.planning.types.toml_files import save_profile as save_profile
+    from hetero_mpi.report.past_run import PastRun as PastRun
+    from hetero_mpi.run_under_way import Step as Step
+    from hetero_mpi.run_under_way import StopTraining as StopTraining
     from hetero_mpi.runtime.result import TrainResult as TrainResult
 
 __version__ = "0.1.0"
@@ -42,12 +48,14 @@ if not any(name in os.environ for name in (*_WAITING, "KMP_BLOCKTIME")):
     os.environ.update(_WAITING)
 
 _NAMES = {
-    "api": "Job Simulation profile plan simulate train",
+    "api": "Job Simulation load_run plan profile simulate steps train",
     "errors": "UserError",
     "model.custom.layered_model": "LayeredModel",
     "planning.types.toml_files": "load_plan load_profile load_report save_plan save_profile",
     "planning.types.plan": "Plan PlanReport",
     "planning.types.profile": "ClusterProfile",
+    "report.past_run": "PastRun",
+    "run_under_way": "Step StopTraining",
     "runtime.result": "TrainResult",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

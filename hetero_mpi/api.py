@@ -1,18 +1,20 @@
 """The package's functions for Python programs: what the commands do, as values that a program goes on with (docs/python.md).
 
-``plan`` and ``simulate`` need neither MPI nor torch. ``profile`` and ``train`` are collective: every process that mpirun started
-calls them, in the same order. What a user can put right is raised as ``UserError``, by all ranks alike, after which all may go
-on; anything else ends all ranks, as one that is left behind in a message could not be reached in any other way.
+``plan``, ``simulate`` and ``load_run`` need neither MPI nor torch. ``profile``, ``train`` and ``steps`` are collective: every
+process that mpirun started calls them, in the same order; without mpirun there is one. What a user can put right is raised as
+``UserError``, by all ranks alike, after which all may go on; anything else ends all ranks, as one that is left behind in a message
+could not be reached in any other way. Where there is one rank, it raises that too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.commands.plan_commands import PlanQuestion, chosen_plan, plan_question
 from hetero_mpi.errors import UserError
@@ -30,12 +32,15 @@ from hetero_mpi.planning.types.toml_files import (
     profile_from_dict,
     profile_to_dict,
 )
+from hetero_mpi.report.past_run import PastRun, read_run
+from hetero_mpi.report.run_files.metrics import Evaluation
+from hetero_mpi.run_under_way import Run, Step, Steps, check_alone, close_at_exit
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
+    from hetero_mpi.runtime.follower import Followed
     from hetero_mpi.runtime.result import TrainResult
-
-T = TypeVar("T")
+    from hetero_mpi.runtime.setup.context import TrainOptions
 
 
 @dataclass(frozen=True)
@@ -114,12 +119,10 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
         UserError: the same on all ranks.
     """
 
-    def work(world: World) -> ClusterProfile:
+    with _collectively() as world:
         from hetero_mpi.commands.profile_command import measure
 
         return measure(world, _named(job), reprofile)
-
-    return _collectively(work)
 
 
 def plan(
@@ -161,6 +164,54 @@ def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterPro
     )
 
 
+def load_run(directory: str | Path) -> PastRun:
+    """A run as its directory tells of it, during the run, after it and after a crash: job, plan, profile, steps, evaluations,
+    events, checkpoints. Needs neither MPI nor torch.
+
+    Raises:
+        UserError: it is not the directory of a run, or a file of it is damaged.
+    """
+    return read_run(Path(directory))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The arguments of ``train`` and ``steps``."""
+
+    job: Job | str | Path
+    plan: Plan | str | Path | None
+    profile: ClusterProfile | str | Path | None
+    resume: str | Path | None
+    run_dir: str | Path | None
+    reprofile: bool
+
+    def options(self, world: World) -> TrainOptions:
+        """Rank 0's. Collective."""
+        from hetero_mpi.runtime.setup.context import TrainOptions
+
+        shared: dict[str, Any] | None = None
+        with world.led("reading plan and profile"):
+            if world.rank == 0:
+                own_plan = load_plan(self.plan) if isinstance(self.plan, (str, Path)) else self.plan
+                own_profile = load_profile(self.profile) if isinstance(self.profile, (str, Path)) else self.profile
+                shared = {
+                    "plan": plan_to_dict(own_plan) if own_plan is not None else None,
+                    "profile": profile_to_dict(own_profile) if own_profile is not None else None,
+                    "resume": str(self.resume) if self.resume is not None else None,
+                    "run_dir": str(self.run_dir) if self.run_dir is not None else None,
+                    "reprofile": self.reprofile,
+                }
+        shared = world.broadcast_json(shared)
+        return TrainOptions(
+            job=_named(self.job),
+            run_dir=shared["run_dir"],
+            resume=shared["resume"],
+            plan=plan_from_dict(shared["plan"]) if shared["plan"] is not None else None,
+            profile=profile_from_dict(shared["profile"]) if shared["profile"] is not None else None,
+            reprofile=shared["reprofile"],
+        )
+
+
 def train(
     job: Job | str | Path,
     plan: Plan | str | Path | None = None,
@@ -169,10 +220,17 @@ def train(
     *,
     run_dir: str | Path | None = None,
     reprofile: bool = False,
+    on_plan: Callable[[PlanReport], object] | None = None,
+    on_step: Callable[[Step], object] | None = None,
+    on_evaluate: Callable[[Evaluation], object] | None = None,
+    on_checkpoint: Callable[[Path], object] | None = None,
 ) -> TrainResult:
     """Train a job to its end, as the command ``train`` does. Collective; every rank gets the same result.
 
     Rank 0's arguments count, and only rank 0 reads files that they name. MPI may be used afterwards, by another ``train`` too.
+
+    Callbacks are each rank's own, and are called on every rank that has one, with the same values, between two steps. One that
+    raises ``StopTraining`` ends training after the step, and the result is written; any other exception ends all ranks.
 
     Args:
         job: a job, or the path of a job file.
@@ -181,49 +239,59 @@ def train(
         resume: a checkpoint to go on from, or ``"latest"``.
         run_dir: where results go, instead of ``output.run_dir``.
         reprofile: measure, whatever was measured before.
+        on_plan: called with a plan before its first step, at the start and when the plan changes.
+        on_step: called after each step.
+        on_evaluate: called with a held-out loss, before ``on_step`` of the step it was measured after.
+        on_checkpoint: called with the path of a checkpoint once it is whole, on rank 0's host.
 
     Raises:
         UserError: the same on all ranks. Its ``exit_code`` is ``ExitCode.STOPPED`` where a signal has asked for the end: the run
             has left a checkpoint.
     """
+    called = [on_plan, on_step, on_evaluate, on_checkpoint]
+    run = Run(_run(Choices(job, plan, profile, resume, run_dir, reprofile), any(called)))
+    for event in run:
+        kinds = [PlanReport, Step, Evaluation, Path]
+        for call in [call for call, kind in zip(called, kinds, strict=True) if call and isinstance(event, kind)]:
+            run.call(call, event)
+    assert run.result is not None  # nobody has left it
+    return run.result
 
-    def work(world: World) -> TrainResult:
+
+def steps(
+    job: Job | str | Path,
+    plan: Plan | str | Path | None = None,
+    profile: ClusterProfile | str | Path | None = None,
+    resume: str | Path | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    reprofile: bool = False,
+) -> Steps:
+    """The steps of a run, to be iterated over by all ranks: ``for step in hetero_mpi.steps(job): ...``. Arguments, errors and
+    numbers are those of ``train``; the run begins with the first step that is asked for.
+
+    The body runs on every rank between two steps. To leave the loop, on any rank, ends the run on all of them with a checkpoint, as
+    a signal does; ``resume`` goes on from there.
+    """
+    return Steps(_run(Choices(job, plan, profile, resume, run_dir, reprofile), True))
+
+
+def _run(choices: Choices, followed: bool) -> Followed[TrainResult | None]:
+    """A run that this program follows, if any rank wants so."""
+    with _collectively() as world:
         from hetero_mpi.runtime.run import run_job
-        from hetero_mpi.runtime.setup.context import TrainOptions
 
-        shared: dict[str, Any] | None = None
-        with world.led("reading plan and profile"):
-            if world.rank == 0:
-                own_plan = load_plan(plan) if isinstance(plan, (str, Path)) else plan
-                own_profile = load_profile(profile) if isinstance(profile, (str, Path)) else profile
-                shared = {
-                    "plan": plan_to_dict(own_plan) if own_plan is not None else None,
-                    "profile": profile_to_dict(own_profile) if own_profile is not None else None,
-                    "resume": str(resume) if resume is not None else None,
-                    "run_dir": str(run_dir) if run_dir is not None else None,
-                    "reprofile": reprofile,
-                }
-        shared = world.broadcast_json(shared)
-        options = TrainOptions(
-            job=_named(job),
-            run_dir=shared["run_dir"],
-            resume=shared["resume"],
-            plan=plan_from_dict(shared["plan"]) if shared["plan"] is not None else None,
-            profile=profile_from_dict(shared["profile"]) if shared["profile"] is not None else None,
-            reprofile=shared["reprofile"],
-        )
-        result = run_job(world, options)
-        assert result is not None  # not a dry run
-        return result
-
-    return _collectively(work)
+        close_at_exit()
+        followed = any(world.all_gather_json(followed))
+        return (yield from run_job(world, choices.options(world), followed))
 
 
 def _named(job: Job | str | Path) -> Job | Path:
     return job if isinstance(job, Job) else Path(job)
 
 
-def _collectively(work: Callable[[World], T]) -> T:
+@contextlib.contextmanager
+def _collectively() -> Iterator[World]:
     # Imported here: these bring mpi4py, without which plans can be made.
     from hetero_mpi.comm.ranks.mpi_start import collectively
     from hetero_mpi.report.run_files.logs import setup_logging
@@ -231,9 +299,11 @@ def _collectively(work: Callable[[World], T]) -> T:
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if threading.current_thread() is not threading.main_thread():
-        raise UserError("profile and train handle signals and talk to MPI: call them from the main thread")
+        raise UserError("profile, train and steps handle signals and talk to MPI: call them from the main thread")
+    check_alone()
     try:
-        return collectively(work)
+        with collectively() as world:
+            yield world
     finally:
         setup_logging(None, -1, 0)  # a run's log files are the run's; what the program logs is its own
         logging.captureWarnings(False)

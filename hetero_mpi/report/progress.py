@@ -71,6 +71,7 @@ class ProgressDisplay:
     ``first_step``: steps done before this run (0 unless resumed). On a terminal it is a screen. Otherwise a line for the first
     step, the last, and in between after a tenth of the run or a quarter of the time so far (5 s at least, 10 minutes at most),
     whichever comes first: some twenty in a few minutes. ``steps_per_epoch``: of a run that counts epochs.
+    ``screen``: may there be one?
 
     Attributes:
         overview, standings: shown on the screen.
@@ -86,6 +87,7 @@ class ProgressDisplay:
         about: Overview | None = None,
         unit: str = "tokens",
         steps_per_epoch: float | None = None,
+        screen: bool = True,
     ) -> None:
         self.total_steps = total_steps
         self.first_step = first_step
@@ -100,7 +102,7 @@ class ProgressDisplay:
         self._latest: StepMetrics | None = None
         self._recent: deque[StepMetrics] = deque(maxlen=_RECENT)
         self._screen = None
-        if is_terminal(self._stream):
+        if screen and is_terminal(self._stream):
             from hetero_mpi.report.screen import Screen  # loads rich
 
             self._screen = Screen(self._stream, self.view)

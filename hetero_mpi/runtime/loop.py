@@ -15,7 +15,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.data.batch import Batch, answer_counts
 from hetero_mpi.data.dataset import Dataset
 from hetero_mpi.engine.recording import Recorder
-from hetero_mpi.engine.trainer import StepResult
+from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.model.optimizer import StepDecision, learning_rate
 from hetero_mpi.planning.types.plan import Plan, PlanReport
@@ -25,6 +25,7 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics, rewards_text
 from hetero_mpi.report.run_files.run_directory import note_end
+from hetero_mpi.runtime.follower import Event, Followed, Follower, Wish
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.state.saving import Saver, Snapshots
 from hetero_mpi.state.training_state import TrainingState
@@ -67,6 +68,10 @@ class Training:
     """Has this rank been asked to end the run (``runtime.signals``)? On rank 0 also: has an idle rank?"""
     rebalancer: PlanChanges | None
     """None: the plan never changes."""
+    follower: Follower | None
+    """None: no program follows the run."""
+    sample: Callable[[Trainer], None]
+    """Writes a sample. Collective over the active ranks."""
     metrics: MetricsWriter | None
     """On rank 0, as ``display``."""
     display: ProgressDisplay | None
@@ -101,6 +106,10 @@ class Loop:
         self.metadata = training.described(share)
         self._asked, self._rebalancer, self._beside = training.asked, training.rebalancer, beside
         self._metrics, self._display = training.metrics, training.display
+        self._follower, self._sample, self._report = training.follower, training.sample, share.report
+        active = self.world.numbers or range(self.world.size)
+        self._idle, self._wish = [rank for rank in range(context.world.size) if rank not in active], Wish.GO_ON
+        self._told_checkpoint = state.newest_checkpoint
         self._run_dir = context.run_dir
         threaded = self.job.cluster.communication_thread
         directory, newest = context.run_dir / "checkpoints", state.newest_checkpoint
@@ -111,17 +120,19 @@ class Loop:
         steps, scale = (state.step, self.job.train.steps), share.emulation.time_scale if share.emulation else 1.0
         self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
 
-    def run(self) -> bool:
+    def run(self) -> Followed[bool]:
         """Train until the last step (returns True), or until the plan is to be changed; the same on all ranks. The last checkpoint
-        is on disk then.
+        is on disk then. Yields what happens to the program that follows the run.
 
         Raises:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
             CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has written a checkpoint.
         """
         with self.saver:
-            done = self._run()
+            yield from self._tell(self._report)
+            done = yield from self._run()
             self.trainer.settle()
+        yield from self._tell()
         if done and self._over():
             waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
             say(
@@ -135,7 +146,7 @@ class Loop:
             self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
         return done
 
-    def _run(self) -> bool:
+    def _run(self) -> Followed[bool]:
         train, every = self.job.train, self.job.checkpoint.every
         for step in range(self.state.step, train.steps):
             if self._over():
@@ -154,14 +165,26 @@ class Loop:
                 self._skipped(step, decision)
             last = step + 1 == train.steps
             best = False
+            evaluated = len(self.state.evaluations)
             if len(self._held_out.tokens) and (last or _due(step + 1, train.evaluate_every)):
                 self._evaluate()
                 best = self.state.higher_in_a_row == 0 and train.patience > 0
                 last = last or self._over()
-            if last or decision.stop or best or _due(step + 1, every):
+            saved = last or decision.stop or best or _due(step + 1, every)
+            if saved:
                 self._save()
-            if decision.stop and not last:
-                self._stop()
+            yield from self._tell(*self.state.evaluations[evaluated:], line)
+            if self._wish == Wish.SAMPLE and not last:
+                self._wish = Wish.GO_ON
+                self._sample(self.trainer)
+            ended = self._wish >= Wish.END and not last
+            if ended and not saved:
+                self._save()
+            if (decision.stop or self._wish == Wish.LEAVE) and not last:
+                self._stop("the program has left it" if self._wish == Wish.LEAVE else "a signal asked for")
+            if ended:
+                say(f"step {step + 1}: training ends, as the program asked for")
+                return True
             if not last:
                 self._beside()
             if self._rebalancer is not None and self._rebalancer.due(step, result) and not last:
@@ -183,12 +206,23 @@ class Loop:
         along = self._rebalancer.word() if self._rebalancer is not None else np.zeros(0)
         return self.trainer.step(step, batch, self._asked, along), batch
 
-    def _stop(self) -> NoReturn:
+    def _tell(self, *events: Event) -> Followed[None]:
+        """Tell the program, if one follows, what has happened, a checkpoint once it is whole. Its wish counts after the step."""
+        if self._follower is None:
+            return
+        newest: list[Event] = []
+        if self.world.rank == 0 and self.saver.newest not in (None, self._told_checkpoint):
+            self._told_checkpoint = self.saver.newest
+            newest = [self.saver.newest]
+        wish = yield from self._follower.tell([*newest, *events], self.world, self._idle)
+        self._wish = max(wish, self._wish)
+
+    def _stop(self, why: str) -> NoReturn:
         self.saver.finish()
         newest = self.saver.newest if self.world.rank == 0 else self.state.newest_checkpoint
         left = f"{newest} is whole" if newest is not None else "no checkpoint could be written"
         raise CollectiveUserError(
-            f"Stopped after step {self.state.step}, as a signal asked for: {left}; go on with --resume",
+            f"Stopped after step {self.state.step}, as {why}: {left}; go on with --resume",
             ExitCode.STOPPED,
         )
 

@@ -32,6 +32,8 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter
 from hetero_mpi.report.run_files.run_directory import holds_run, is_used
+from hetero_mpi.runtime.follower import Followed, Follower
+from hetero_mpi.runtime.generate.generate import write_sample
 from hetero_mpi.runtime.live_view import LiveView
 from hetero_mpi.runtime.loop import Loop, Training
 from hetero_mpi.runtime.rebalance import rebalancer_of
@@ -65,21 +67,36 @@ _LOG = logging.getLogger(__name__)
 
 def train(world: World, options: TrainOptions) -> int:
     """Run a job and return the exit code. Collective; raises as ``run_job``."""
-    run_job(world, options)
+    for _ in run_job(world, options):
+        raise AssertionError("nobody follows it")
     return ExitCode.DONE
 
 
-def run_job(world: World, options: TrainOptions) -> TrainResult | None:
-    """Run a job and return its result on every rank (None for a dry run). Collective. Raises UserError: an error the user can
-    correct; the same on all ranks.
+def run_job(world: World, options: TrainOptions, followed: bool = False) -> Followed[TrainResult | None]:
+    """Run a job and return its result on every rank (None for a dry run, and where the program that follows it has left it).
+    Collective. Raises UserError: an error the user can correct; the same on all ranks.
+
+    ``followed``: yields what happens, between the steps, to a program that sends a ``Wish`` for each.
     """
     with StopRequest() as stop, LiveView(world) as live:
-        return outlive(world, lambda history: _attempt(world, options, stop, history, live))
+        follower = Follower(world, stop) if followed else None
+        try:
+            return (yield from outlive(world, lambda history: _attempt(world, options, stop, history, live, follower)))
+        except CollectiveUserError as error:
+            if follower is None or not follower.left or error.exit_code != ExitCode.STOPPED:
+                raise
+            say(str(error))
+            return None
 
 
 def _attempt(
-    world: World, options: TrainOptions, stop: StopRequest, history: RunHistory, live: LiveView
-) -> TrainResult | None:
+    world: World,
+    options: TrainOptions,
+    stop: StopRequest,
+    history: RunHistory,
+    live: LiveView,
+    follower: Follower | None,
+) -> Followed[TrainResult | None]:
     """One attempt at the whole run, with what earlier attempts have left in ``history``."""
     loaded, run_dir = history.job_of(world, lambda: read_job(world, options))
     with claimed(world, run_dir):
@@ -93,12 +110,17 @@ def _attempt(
         threaded = loaded.job.cluster.communication_thread
         with MpiTransport(world.comm, threaded=threaded, hosts=world.hosts) as transport:
             context = history.context_of(world, transport, lambda: set_up(world, transport, loaded, run_dir))
-            return _train(context, options, stop, history, live)
+            return (yield from _train(context, options, stop, history, live, follower))
 
 
 def _train(
-    context: RunContext, options: TrainOptions, stop: StopRequest, history: RunHistory, live: LiveView
-) -> TrainResult | None:
+    context: RunContext,
+    options: TrainOptions,
+    stop: StopRequest,
+    history: RunHistory,
+    live: LiveView,
+    follower: Follower | None,
+) -> Followed[TrainResult | None]:
     world, pending, start = context.world, Pending(), StartState()
     if not options.dry_run:
         start, past = find_start(context, history, options, pending)
@@ -130,11 +152,13 @@ def _train(
         rebalancer = rebalancer_of(context, options.plan is not None)
         if rebalancer is not None:
             stack.callback(rebalancer.close)
-        shown = _open_display(context, state, stack)
+        shown = _open_display(context, state, stack, screen=follower is None)
         live.begin(context.job.report, context.run_dir, shown[1])
         others = OtherPrograms()
-        training = Training(context, metadata, lambda: stop() or world.asked(), rebalancer, *shown)
-        share, state = _train_to_the_end(training, history, share, state)
+        asked, tokenizer = lambda: stop() or world.asked(), context.material.tokenizer if context.material else None
+        sample = partial(write_sample, loaded=context.loaded, tokenizer=tokenizer, run_dir=context.run_dir)
+        training = Training(context, metadata, asked, rebalancer, follower, sample, *shown)
+        share, state = yield from _train_to_the_end(training, history, share, state)
     if share.members is not None:
         with _passed_on(world, share):
             _leave_result(context, share, state, others)
@@ -203,27 +227,32 @@ def _metadata(context: RunContext) -> dict[str, Any]:
 
 def _train_to_the_end(
     training: Training, history: RunHistory, share: Share, state: TrainingState
-) -> tuple[Share, TrainingState]:
+) -> Followed[tuple[Share, TrainingState]]:
     """Take the steps of a run over all its plans; returns the share that took the last one, and the state after it. Collective over
     all ranks of the job. Nobody else may hold the trainer of ``share``: a change of plan needs its memory.
 
     Active ranks train until rank 0 wants another plan. Idle ranks sleep until then. All ranks change together.
     """
-    while (word := _until_change(training, history, share, state)) is not None:
+    while (word := (yield from _until_change(training, history, share, state))) is not None:
         if share.members is None:
             history.state = state = TrainingState.from_dict(word["state"])
         share = _changed(training, share, report_from_dict(word["plan"]), state)
     return share, state
 
 
-def _until_change(training: Training, history: RunHistory, share: Share, state: TrainingState) -> dict[str, Any] | None:
+def _until_change(
+    training: Training, history: RunHistory, share: Share, state: TrainingState
+) -> Followed[dict[str, Any] | None]:
     """Train, or sleep on an idle rank, until another plan is due; returns that plan and the state, on all ranks. None: the run is
     over. Collective over all ranks of the job.
     """
     context, rebalancer, world = training.context, training.rebalancer, training.context.world
     if share.members is None:
         world.doing = "idle, by the plan"
-        word: dict[str, Any] | None = world.sleep_until_released(training.asked)
+        word: dict[str, Any] | None
+        while (word := world.sleep_until_released(training.asked)) is not None and "told" in word:
+            assert training.follower is not None
+            yield from training.follower.hear(word["told"])
         return word
     assert share.trainer is not None
     if rebalancer is not None:
@@ -235,7 +264,7 @@ def _until_change(training: Training, history: RunHistory, share: Share, state: 
             loop = Loop(training, share, state, beside, snapshots)
             with watched(context, share) as watchdog:
                 show_plan(training.display, context, share.plan, watchdog)
-                done = loop.run()
+                done = yield from loop.run()
         if rebalancer is not None:
             rebalancer.end()
         if done:
@@ -276,9 +305,9 @@ def _idle_ranks(world: World, share: Share) -> list[int]:
 
 
 def _open_display(
-    context: RunContext, state: TrainingState, stack: contextlib.ExitStack
+    context: RunContext, state: TrainingState, stack: contextlib.ExitStack, screen: bool
 ) -> tuple[MetricsWriter | None, ProgressDisplay | None]:
-    """The metrics and the screen of the steps, on rank 0; nothing elsewhere."""
+    """The metrics and the screen of the steps, on rank 0; nothing elsewhere. ``screen``: no program prints between them."""
     if context.world.rank != 0:
         return None, None
     metrics = stack.enter_context(open_metrics(context, state.step))
@@ -286,5 +315,6 @@ def _open_display(
     train, per_epoch = context.job.train, None
     if train.epochs is not None and context.dataset is not None:
         per_epoch = steps_per_epoch(len(context.dataset.train), train.global_batch, train.last_batch == "smaller")
-    display = stack.enter_context(ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch))
+    shown = ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch, screen=screen)
+    display = stack.enter_context(shown)
     return metrics, display

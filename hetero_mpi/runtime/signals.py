@@ -43,7 +43,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked_by: signal.Signals | None = None
-        self._noting = False
+        self._noting = self._aside = False
         self._saved = _BEFORE
         self._first_s = 0.0
         self._before: dict[int, Any] = {}
@@ -69,7 +69,17 @@ class StopRequest:
         yield
         self._noting, self._saved = False, _AFTER
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    @contextmanager
+    def aside(self, wanted: bool) -> Iterator[None]:
+        """A block in which SIGINT goes to the handler that was there before, if ``wanted``."""
+        self._aside = wanted
+        yield
+        self._aside = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._aside and number == signal.SIGINT and callable(before := self._before[number]):
+            before(number, frame)
+            return
         now = time.monotonic()
         if self.asked_by is None:
             self.asked_by, self._first_s = signal.Signals(number), now

@@ -36,7 +36,7 @@ from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.ranks.collectives import Collectives, decode, encode
 from hetero_mpi.comm.ranks.leave import end_all
 from hetero_mpi.comm.ranks.ulfm import RankLost
-from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Exchange, Message
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
@@ -213,11 +213,12 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._stop.set()
-        if error is None or isinstance(error, (CollectiveUserError, RankLost)):
+        together = self.world.leaves_together(error)
+        if together or isinstance(error, RankLost):
             assert self._watching is not None
             self._watching.finish()
             del self._lookout  # it knows the trainer, whose memory is needed
-        if error is None or isinstance(error, CollectiveUserError):
+        if together:
             self._heartbeat.close()
 
     def standings(self) -> dict[int, Standing]:

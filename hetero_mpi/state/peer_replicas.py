@@ -185,7 +185,7 @@ class PeerReplicas(BesideTraining):
             room = _is_room(local.lack_of_disk(held_bytes), "on hosts' disks", "a lost machine", allowed)
             self._local = local if room else None
         self.enabled = self.enabled and (self._local is not None or (self._in_memory and world.size > 1))
-        super().__init__(MpiTransport(world.comm, threaded=False) if self.enabled else None)
+        super().__init__(world, MpiTransport(world.comm, threaded=False) if self.enabled else None)
         self._held = snapshots.holder(self._versions)
         self._buffers = deque(self._new_buffers() for _ in range(self._versions * self.enabled))
         self._costs = CopyCosts()

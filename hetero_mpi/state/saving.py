@@ -45,7 +45,7 @@ from hetero_mpi.checkpoint import (
 )
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.ulfm import RankLost
-from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import receive_in_order, send_in_order
 from hetero_mpi.device.backend import Backend, host_memory
 from hetero_mpi.engine.trainer import Trainer
@@ -142,8 +142,8 @@ class BesideTraining:
     go on with another one. With any other error the other ranks may never come here, and this process is about to end all of them.
     """
 
-    def __init__(self, transport: MpiTransport | None) -> None:
-        self._transport = transport
+    def __init__(self, world: World, transport: MpiTransport | None) -> None:
+        self.world, self._transport = world, transport
         self._work: Background[None] | None = None
 
     def finish(self) -> float:
@@ -158,7 +158,7 @@ class BesideTraining:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is None or isinstance(error, CollectiveUserError):
+        if self.world.leaves_together(error):
             self.finish()
         elif isinstance(error, RankLost) and self._transport is not None:
             self._transport.close()
@@ -189,8 +189,8 @@ class Saver(BesideTraining):
         newest: Path | None = None,
     ) -> None:
         self._own_transport = MpiTransport(world.comm, threaded=False)
-        super().__init__(self._own_transport)
-        self.world, self.directory, self.table, self.newest = world, directory, table, newest
+        super().__init__(world, self._own_transport)
+        self.directory, self.table, self.newest = directory, table, newest
         self._snapshots, self._listed, self._live = snapshots, snapshots.listed, snapshots.live
         self._held = snapshots.holder(1)
         self._buffers: list[NDArray[np.uint8]] = []

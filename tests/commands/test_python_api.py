@@ -52,6 +52,53 @@ def test_errors_are_raised_on_all_ranks_and_the_program_goes_on(used: tuple[Path
     assert "this job has 3: start" in found["few"][0]
 
 
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of 3 ranks, the last one idle, saw of the steps of runs that it followed."""
+    out = tmp_path_factory.mktemp("follow")
+    result = run_pooled(3, "python_api", [str(out), "follow"], timeout_s=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "Stopped after step 3, as the program has left it: " in result.stdout
+    return [json.loads((out / f"follow{rank}.json").read_text()) for rank in range(3)]
+
+
+def test_a_run_that_is_followed_has_the_numbers_of_one_that_is_not(followed: list[dict[str, Any]]) -> None:
+    for rank in followed:
+        plain, called, iterated, left, stopped = rank["losses"]
+        assert len(plain) == 6 and plain == called == iterated == left
+        assert stopped == plain[:3]
+        assert rank["result"] == [True] * 4
+
+
+def test_every_rank_is_told_what_happens_in_its_order(followed: list[dict[str, Any]]) -> None:
+    first = followed[0]["seen"]
+    assert followed[2]["seen"] == first, "the idle rank too, with rank 0's times"
+    assert followed[1]["seen"] == [one for one in first if one[0] != "step"], "it has no such callback"
+    assert first[0] == ["plan", True]
+    assert [one[1] for one in first if one[0] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [one[2] for one in first if one[0] == "step"] == followed[0]["losses"][0]
+    assert [one[1] for one in first if one[0] == "evaluation"] == [2, 4, 6]
+    whole = [f"step-0000000{step}.h5" for step in (2, 4, 6)]
+    assert [one[1:] for one in first if one[0] == "checkpoint"] == [[name, True] for name in whole]
+    at = first.index(next(one for one in first if one[:2] == ["evaluation", 2]))
+    assert first[at + 1][:2] == ["step", 2]
+
+
+def test_a_loop_is_left_on_all_ranks_after_the_same_step(followed: list[dict[str, Any]]) -> None:
+    for rank in followed:
+        assert rank["left"][:2] == [3, None]
+        assert "a run of this program is under way" in rank["left"][2][0]
+        assert rank["sums"] == [3, 6, 9, 12, 15, 18]
+        assert [loss is not None for loss in rank["went_on"]] == [True, False, True]
+
+
+def test_an_exception_in_a_callback_of_one_rank_ends_all(tmp_path: Path) -> None:
+    result = run_mpi(2, ["tests/programs/python_api.py", "callback", str(tmp_path)], timeout_s=120)
+    assert result.returncode != 0 and "the end of the program" not in result.stdout
+    assert "rank 1/2 on" in result.stderr and "ValueError: rank 1 has had enough" in result.stderr
+    assert "while in the program that follows the run" in result.stderr
+
+
 def test_planning_needs_neither_torch_nor_mpi(used: tuple[Path, list[dict[str, Any]]]) -> None:
     """With the modules blocked; the plan is the one that the cluster made."""
     out, _ = used

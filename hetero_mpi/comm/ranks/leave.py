@@ -44,6 +44,9 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(number)
         self.number, self.when = number, when
 
+    def __str__(self) -> str:
+        return f"{signal.Signals(self.number).name} {self.when}"
+
 
 def end_together(world: World, problem: str | None, code: int) -> str | None:
     """The error text that the ranks end with; None: all is well. Does not return where this rank alone fails. Collective."""
@@ -123,7 +126,7 @@ def _cause_text(cause: BaseException | str) -> str:
     if isinstance(cause, str):
         return cause
     if isinstance(cause, Interrupted):
-        return f"{signal.Signals(cause.number).name} {cause.when}"
+        return str(cause)
     if isinstance(cause, KeyboardInterrupt):
         return "interrupted from the keyboard"
     return "".join(traceback.format_exception(type(cause), cause, cause.__traceback__)).rstrip()

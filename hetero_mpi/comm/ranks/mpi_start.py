@@ -14,11 +14,12 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,6 @@ from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.host_limits import usable_cores
 from hetero_mpi.terminal import write_text
 
-T = TypeVar("T")
 _LAUNCHED_BY_US: list[str] = []
 """Not empty: a launcher of ours waits for ``ENDED_LINE``."""
 _RECORD_BYTES = 256
@@ -93,28 +93,29 @@ def run_guarded(main: Callable[[World], int]) -> int:
     return _leave(world, code)
 
 
-def collectively(work: Callable[[World], T]) -> T:
-    """Run ``work`` on all ranks of a user's program together and return its result. Collective; the first call initialises MPI.
-    Raises UserError: the same on all ranks. Any other exception, or a problem of one rank alone while others go on, is printed with
-    rank, host and action, and ends all ranks.
+@contextmanager
+def collectively() -> Iterator[World]:
+    """A block that all ranks of a user's program run together. Collective; the first one initialises MPI. Raises UserError: the
+    same on all ranks. Any other exception, or a problem of one rank alone while others go on, is printed with rank, host and
+    action, and ends all ranks; a rank that is the only one raises it.
     """
     world = _world_of_program()
-    done: list[T] = []
     problem: UserError | None = None
     try:
-        done.append(work(world))
+        yield world
     except CollectiveUserError:
         raise
     except UserError as error:
         problem = error
     except BaseException as error:
+        if world.size == 1:
+            raise
         end_alone(world, error)
     finally:
         world.doing = "between calls of hetero_mpi"
     text = end_together(world, str(problem) if problem else None, problem.exit_code if problem else 0)
     if text is not None:
         raise CollectiveUserError(text, (problem or UserError).exit_code) from problem
-    return done[0]
 
 
 @cache

@@ -126,6 +126,10 @@ class World(Collectives):
         text = describe_problems([each[0] if each else None for each in outcomes], self.hosts, self.numbers)
         return None if text is None else [text, next(each[1] for each in outcomes if each)]
 
+    def leaves_together(self, error: BaseException | None) -> bool:
+        """Do all ranks leave a block in which this rank has met ``error`` (None: none)? Not collective."""
+        return error is None or isinstance(error, CollectiveUserError) or self.size == 1
+
     def share_problem(self, problem: CollectiveUserError | None) -> None:
         """If some ranks, such as those of a subset, have ended with the same error together, every rank raises it. Raises
         CollectiveUserError: that of the first rank that has one.
