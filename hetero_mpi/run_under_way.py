@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
-from hetero_mpi.runtime.follower import Event, Followed, Wish
+from hetero_mpi.runtime.follower import Event, Followed, Reply
 
 if TYPE_CHECKING:
     from hetero_mpi.runtime.result import TrainResult
@@ -45,7 +45,7 @@ class Run:
     """
 
     def __init__(self, events: Followed[TrainResult | None]) -> None:
-        self._events, self._wish, self._under_way = events, Wish.GO_ON, False
+        self._events, self._reply, self._under_way = events, Reply.GO_ON, False
         self._evaluations: list[Evaluation] = []
         self._result: TrainResult | None = None
         _RUNS.add(self)
@@ -67,10 +67,10 @@ class Run:
         return self._next()
 
     def _next(self) -> Event:
-        wish, self._wish = self._wish, Wish.GO_ON
+        reply, self._reply = self._reply, Reply.GO_ON
         begun, self._under_way = self._under_way, False
         try:
-            event = self._events.send(wish) if begun else next(self._events)
+            event = self._events.send(reply) if begun else next(self._events)
         except StopIteration as ended:
             self._result = ended.value or self._result
             raise
@@ -84,11 +84,11 @@ class Run:
 
     def stop(self) -> None:
         """Training is over after this step: the iterator ends, and the result is written. One rank that says so is enough."""
-        self._wish = Wish.END
+        self._reply = Reply.END
 
     def sample(self) -> None:
         """Before the next step the model continues the job's ``[sample] prompt``; the text is printed, and in ``sample.txt``."""
-        self._wish = max(self._wish, Wish.SAMPLE)
+        self._reply = max(self._reply, Reply.SAMPLE)
 
     def call(self, callback: Callable[[Any], object], event: Event) -> None:
         """Call ``callback`` with an event; an exception in it is one of the run."""
@@ -104,7 +104,7 @@ class Run:
         """Leave the run, where it is under way: it ends with a checkpoint, on all ranks. Collective."""
         with contextlib.suppress(StopIteration):
             while self._under_way:
-                self._wish = Wish.LEAVE
+                self._reply = Reply.LEAVE
                 self._next()
 
     def __del__(self) -> None:

@@ -1,6 +1,6 @@
 """The Python program that follows a run: between two steps it is told on every rank what has happened, and says how to go on.
 
-A run is a generator: it yields events and is sent wishes. A run that nobody follows yields nothing, and its ranks exchange nothing
+A run is a generator: it yields events and is sent replies. A run that nobody follows yields nothing, and its ranks exchange nothing
 for it.
 """
 
@@ -10,20 +10,22 @@ from collections.abc import Generator, Sequence
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.toml_files import plan_to_dict, report_from_dict
 from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
-from hetero_mpi.runtime.signals import StopRequest
+
+if TYPE_CHECKING:
+    from hetero_mpi.comm.ranks.world import World
+    from hetero_mpi.runtime.signals import StopRequest
 
 T = TypeVar("T")
 Event = PlanReport | Evaluation | Path | StepMetrics
 """A plan under which steps begin, an evaluation, a checkpoint that is whole, a step. A step comes after what it has brought."""
 
 
-class Wish(IntEnum):
+class Reply(IntEnum):
     """How the run is to go on. The highest of all ranks' counts."""
 
     GO_ON = 0
@@ -35,7 +37,7 @@ class Wish(IntEnum):
     """The run ends with a checkpoint, as after a signal."""
 
 
-Followed = Generator[Event, Wish, T]
+Followed = Generator[Event, Reply, T]
 
 
 class Follower:
@@ -49,24 +51,24 @@ class Follower:
         self._world, self._stop = world, stop
         self.left = False
 
-    def tell(self, events: Sequence[Event], members: World, idle: Sequence[int]) -> Followed[Wish]:
-        """Tell rank 0's events, which are the same for all; returns the wish that counts. Called by the active ranks."""
+    def tell(self, events: Sequence[Event], members: World, idle: Sequence[int]) -> Followed[Reply]:
+        """Tell rank 0's events, which are the same for all; returns the reply that counts. Called by the active ranks."""
         told = [_encoded(event) for event in events] if members.rank == 0 else None
         self._world.release(idle, None, {"told": told})
         return (yield from self.hear(members.broadcast_json(told)))
 
-    def hear(self, told: Sequence[Sequence[Any]]) -> Followed[Wish]:
+    def hear(self, told: Sequence[Sequence[Any]]) -> Followed[Reply]:
         """The same for an idle rank, which was released with ``told``."""
-        wish, before = Wish.GO_ON, self._world.doing
+        reply, before = Reply.GO_ON, self._world.doing
         self._world.doing = "in the program that follows the run"
         for kind, value in told:
             # A program may take its time. Where it is alone, Ctrl-C is for it.
             with self._world.busy(), self._stop.aside(self._world.size == 1):
-                wish = max(wish, (yield _decoded(kind, value)))
+                reply = max(reply, (yield _decoded(kind, value)))
         with self._world.waiting("the programs of all ranks"):
-            wish = Wish(max(self._world.all_gather_json(wish)))
-        self._world.doing, self.left = before, wish == Wish.LEAVE
-        return wish
+            reply = Reply(max(self._world.all_gather_json(reply)))
+        self._world.doing, self.left = before, reply == Reply.LEAVE
+        return reply
 
 
 def _encoded(event: Event) -> tuple[str, Any]:

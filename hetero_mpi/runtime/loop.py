@@ -25,7 +25,7 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics, rewards_text
 from hetero_mpi.report.run_files.run_directory import note_end
-from hetero_mpi.runtime.follower import Event, Followed, Follower, Wish
+from hetero_mpi.runtime.follower import Event, Followed, Follower, Reply
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.state.saving import Saver, Snapshots
 from hetero_mpi.state.training_state import TrainingState
@@ -108,7 +108,7 @@ class Loop:
         self._metrics, self._display = training.metrics, training.display
         self._follower, self._sample, self._report = training.follower, training.sample, share.report
         active = self.world.numbers or range(self.world.size)
-        self._idle, self._wish = [rank for rank in range(context.world.size) if rank not in active], Wish.GO_ON
+        self._idle, self._reply = [rank for rank in range(context.world.size) if rank not in active], Reply.GO_ON
         self._told_checkpoint = state.newest_checkpoint
         self._run_dir = context.run_dir
         threaded = self.job.cluster.communication_thread
@@ -174,14 +174,14 @@ class Loop:
             if saved:
                 self._save()
             yield from self._tell(*self.state.evaluations[evaluated:], line)
-            if self._wish == Wish.SAMPLE and not last:
-                self._wish = Wish.GO_ON
+            if self._reply == Reply.SAMPLE and not last:
+                self._reply = Reply.GO_ON
                 self._sample(self.trainer)
-            ended = self._wish >= Wish.END and not last
+            ended = self._reply >= Reply.END and not last
             if ended and not saved:
                 self._save()
-            if (decision.stop or self._wish == Wish.LEAVE) and not last:
-                self._stop("the program has left it" if self._wish == Wish.LEAVE else "a signal asked for")
+            if (decision.stop or self._reply == Reply.LEAVE) and not last:
+                self._stop("the program has left it" if self._reply == Reply.LEAVE else "a signal asked for")
             if ended:
                 say(f"step {step + 1}: training ends, as the program asked for")
                 return True
@@ -207,15 +207,15 @@ class Loop:
         return self.trainer.step(step, batch, self._asked, along), batch
 
     def _tell(self, *events: Event) -> Followed[None]:
-        """Tell the program, if one follows, what has happened, a checkpoint once it is whole. Its wish counts after the step."""
+        """Tell the program, if one follows, what has happened, a checkpoint once it is whole. Its reply counts after the step."""
         if self._follower is None:
             return
         newest: list[Event] = []
         if self.world.rank == 0 and self.saver.newest not in (None, self._told_checkpoint):
             self._told_checkpoint = self.saver.newest
             newest = [self.saver.newest]
-        wish = yield from self._follower.tell([*newest, *events], self.world, self._idle)
-        self._wish = max(wish, self._wish)
+        reply = yield from self._follower.tell([*newest, *events], self.world, self._idle)
+        self._reply = max(reply, self._reply)
 
     def _stop(self, why: str) -> NoReturn:
         self.saver.finish()

@@ -76,7 +76,7 @@ def run_job(world: World, options: TrainOptions, followed: bool = False) -> Foll
     """Run a job and return its result on every rank (None for a dry run, and where the program that follows it has left it).
     Collective. Raises UserError: an error the user can correct; the same on all ranks.
 
-    ``followed``: yields what happens, between the steps, to a program that sends a ``Wish`` for each.
+    ``followed``: yields what happens, between the steps, to a program that sends a ``Reply`` for each.
     """
     with StopRequest() as stop, LiveView(world) as live:
         follower = Follower(world, stop) if followed else None
