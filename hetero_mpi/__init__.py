@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hetero_mpi.api import simulate as simulate
     from hetero_mpi.api import steps as steps
     from hetero_mpi.api import train as train
+    from hetero_mpi.dataset_trainer import Trainer as Trainer
     from hetero_mpi.errors import UserError as UserError
     from hetero_mpi.model.custom.layered_model import LayeredModel as LayeredModel
     from hetero_mpi.planning.types.plan import Plan as Plan
@@ -49,6 +50,7 @@ if not any(name in os.environ for name in (*_WAITING, "KMP_BLOCKTIME")):
 
 _NAMES = {
     "api": "Job Simulation load_run plan profile simulate steps train",
+    "dataset_trainer": "Trainer",
     "errors": "UserError",
     "model.custom.layered_model": "LayeredModel",
     "planning.types.toml_files": "load_plan load_profile load_report save_plan save_profile",

@@ -119,7 +119,7 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
         UserError: the same on all ranks.
     """
 
-    with _collectively() as world:
+    with collective() as world:
         from hetero_mpi.commands.profile_command import measure
 
         return measure(world, _named(job), reprofile)
@@ -278,7 +278,7 @@ def steps(
 
 def _run(choices: Choices, followed: bool) -> Followed[TrainResult | None]:
     """A run that this program follows, if any rank wants so."""
-    with _collectively() as world:
+    with collective() as world:
         from hetero_mpi.runtime.run import run_job
 
         close_at_exit()
@@ -291,7 +291,8 @@ def _named(job: Job | str | Path) -> Job | Path:
 
 
 @contextlib.contextmanager
-def _collectively() -> Iterator[World]:
+def collective() -> Iterator[World]:
+    """A block that all ranks of the program run together, as ``mpi_start.collectively``. Raises UserError: a run is under way."""
     # Imported here: these bring mpi4py, without which plans can be made.
     from hetero_mpi.comm.ranks.mpi_start import collectively
     from hetero_mpi.report.run_files.logs import setup_logging

@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from hetero_mpi.job.schema import TABLES
 from hetero_mpi.terminal import printable
 
 TABLE = toml.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+PEFT = TABLE["peft"]
 TOOLS = ("axolotl", "llamafactory", "trl")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 PATHS = ("model.path", "tokenizer.path", "adapter.path")
@@ -75,15 +76,36 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
     return [f"{target}: {counted} ({sum(map(len, draft.left.values()))})", *unknown, "Then:", f"  {program}"]
 
 
+Reasons = list[tuple[str, str]]
+"""(key of theirs, why it is not taken)."""
+
+
+def arguments(title: str, given: Mapping[str, Any], changed: Set[str]) -> tuple[dict[str, Any], Reasons, Reasons]:
+    """(our key -> value, refused, told) of the arguments of TRL's trainers. ``changed``: those that are not at their default; among
+    them are all that have no counterpart here. Told are those on which no number depends.
+
+    Raises UserError: as ``job_from``.
+    """
+    draft = _Draft(Path(title), given, Path.cwd(), None, "trl")
+    harmless = {group["reason"] for table in tables_of("trl") for group in table["left"] if group.get("told")}
+    harmless |= {TABLE["parts"][part].replace("`", "") for part in TABLE["without_effect"]}
+    left = [(text.partition(" = ")[0], why) for why, names in draft.left.items() for text in names]
+    left = sorted((key, why) for key, why in left if key in changed)
+    values = {ours: value for ours, (value, _) in draft.values.items()}
+    return values, [one for one in left if one[1] not in harmless], [one for one in left if one[1] in harmless]
+
+
 class _Draft:
     """The keys of a job, and those of a file of another tool that are not in it."""
 
-    def __init__(self, file: Path, given: Mapping[str, Any], directory: Path, gpus: int | None) -> None:
+    def __init__(
+        self, file: Path, given: Mapping[str, Any], directory: Path, gpus: int | None, tool: str | None = None
+    ) -> None:
         self.file, self.directory = file, directory
         if not given.keys() & {"base_model", "model_name_or_path"}:
             tools = "axolotl (base_model), LLaMA-Factory and TRL (model_name_or_path)"
             raise UserError(f"{file}: names no model: init reads files of {tools}")
-        self.tool = max(TOOLS, key=lambda tool: len(given.keys() & keys_of(tool).keys()))
+        self.tool = tool or max(TOOLS, key=lambda tool: len(given.keys() & keys_of(tool).keys()))
         self.title = str(TABLE[self.tool]["title"])
         self.values: dict[str, tuple[Any, str]] = {}
         """Our key -> its value, and the keys of theirs that it comes from."""
@@ -262,7 +284,7 @@ class _Draft:
         if not (texts or compared):
             prompts = self._of("everything") is True or self._of("completions") is False
             self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
-            if self.tool == "trl" and self._of("answers") is not True:
+            if self.tool == "trl" and not prompts and self._of("answers") is not True:
                 reason = "TRL learns the questions of chats too, here only answers are learnt: see data.train_on_prompt"
                 self._leave("assistant_only_loss", "not true", reason)
 

@@ -25,7 +25,7 @@ from hetero_mpi.report.past_run import PastRun, anonymous, read_run
 from hetero_mpi.report.run_files.run_directory import REPORT_NAME
 from hetero_mpi.report.run_text import baseline_lines, comparison_lines
 
-_KINDS = {"tokens": "token ids of data", "profiles": "times of devices"}
+_KINDS = {"tokens": "token ids of data", "profiles": "times of devices", "datasets": "data of Python programs"}
 SHARED_NAME = "report-shared.html"
 
 

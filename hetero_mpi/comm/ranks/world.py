@@ -127,7 +127,7 @@ class World(Collectives):
         return None if text is None else [text, next(each[1] for each in outcomes if each)]
 
     def leaves_together(self, error: BaseException | None) -> bool:
-        """Do all ranks leave a block in which this rank has met ``error`` (None: none)? Not collective."""
+        """Whether all ranks leave a block in which this rank has met ``error`` (None: none). Not collective."""
         return error is None or isinstance(error, CollectiveUserError) or self.size == 1
 
     def share_problem(self, problem: CollectiveUserError | None) -> None:

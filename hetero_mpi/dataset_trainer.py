@@ -1,0 +1,248 @@
+"""A trainer that takes what transformers' and TRL's trainers take: a data set in memory, and their arguments.
+
+Their arguments become keys of a job by the table that translates their files (``commands.other_tools``). One that was changed from
+its default and has no counterpart here is refused by its name; where only speed, memory or output depend on it, it is told instead.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import math
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.api import Job, collective, steps, train
+from hetero_mpi.commands.other_tools import PEFT, arguments
+from hetero_mpi.disk import cache_folder, writing
+from hetero_mpi.errors import UserError
+from hetero_mpi.report.run_files.logs import write_line
+from hetero_mpi.report.run_files.metrics import Evaluation
+from hetero_mpi.run_under_way import Steps
+from hetero_mpi.runtime.result import TrainResult
+
+_OBJECTIVES = {
+    "DPOConfig": "dpo",
+    "KTOConfig": "kto",
+    "ORPOConfig": "orpo",
+    "SFTConfig": "sft",
+    "TrainingArguments": "sft",
+}
+_RECORDS = ("messages", "conversations", "prompt", "instruction", "chosen")
+"""Keys by which a row is a record; others are texts."""
+
+
+class DatasetTrainer:
+    """Trains a model on a data set (``hetero_mpi.Trainer``). Under mpirun every rank makes one, with equal arguments; rank 0's data
+    count.
+
+    Args:
+        model: a model's directory, or a model of the hub.
+        dataset: a ``datasets.Dataset``, or a list of dicts: ``text``, ``messages``, ``prompt`` and ``completion``, pairs ...
+        args: ``SFTConfig``, ``TrainingArguments``, ``DPOConfig``, ``KTOConfig`` or ``ORPOConfig``; or a dict of such arguments.
+        eval_dataset: rows of the same kind.
+        processing_class: a tokenizer; None: the model's.
+        peft_config: a ``LoraConfig``; None: all weights are trained.
+        set: keys of the job over all that, ``{"model.quantization": "nf4"}``.
+
+    Attributes:
+        told: a line for those of the arguments that have no effect here, of each reason; ``train`` prints them.
+
+    Raises:
+        UserError: with each argument that is not taken, the reason, and what to use instead.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        dataset: Iterable[Mapping[str, Any]],
+        args: Any = None,
+        *,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        set: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(model, (str, Path)):
+            raise UserError(
+                f"model: must be a directory or a name of the hub, not a {type(model).__name__}: ranks read weights"
+            )
+        self._rows, self._test_rows, self._tokenizer = dataset, eval_dataset, processing_class
+        given, changed, title = _given(args)
+        first = next(iter(dataset), None)
+        if not first or "input_ids" in first:
+            raise UserError(
+                "dataset: must have rows, of text: tokens are made here (docs/data.md has the shapes of records)"
+            )
+        column = given.pop("dataset_text_field", "text")
+        self._texts = not any(key in first for key in _RECORDS)
+        self._run_dir = Path(given.pop("output_dir", "trainer_output"))
+        evaluation = {key: given.pop(key, None) for key in ("eval_strategy", "eval_steps")}
+        rows = {"path": "./rows.jsonl"} | ({"type": "completion", "text_column": column} if self._texts else {})
+        given |= {"model_name_or_path": str(model), "datasets": [rows], "use_peft": peft_config is not None}
+        if "messages" in first and given.get("assistant_only_loss") is not True:
+            given["completion_only_loss"] = False
+        if given.get("save_strategy") == "epoch":
+            given |= {"save_strategy": "steps", "save_steps": self._per_epoch(given)}
+        values, refused, told = arguments(title, given, changed)
+        self.told = [
+            f"{title}: {', '.join(key for key, why in told if why == reason)} has no effect here: {reason}"
+            for reason in dict.fromkeys(why for _, why in told)
+        ]
+        refused += _adapter(values, model, peft_config)
+        if refused:
+            raise UserError("\n".join(f"{title}: {key} is not taken: {reason}" for key, reason in refused))
+        if eval_dataset is not None:
+            every = evaluation["eval_steps"] or given.get("logging_steps") or 500
+            strategy = str(evaluation["eval_strategy"] or "no")
+            due = {"no": 0, "steps": every}.get(strategy)
+            values["train.evaluate_every"] = self._per_epoch(given) if due is None else due
+            values["train.evaluate_sequences"] = max(1, len(list(eval_dataset)))
+        values |= {"data.held_out": 0.0, "output.run_dir": self._run_dir.absolute(), "model.path": model}
+        if isinstance(first.get("prompt"), str):
+            values["data.template"] = "none"
+        self._values = values | dict(set or {})
+        self._result: TrainResult | None = None
+        self._job(Path("rows.jsonl"), None, None)  # tells its problems now
+
+    @property
+    def result(self) -> TrainResult | None:
+        """Of the last ``train``."""
+        return self._result
+
+    def train(self, **options: Any) -> TrainResult:
+        """Train to the end. Collective. ``options``: those of ``hetero_mpi.train``, callbacks and ``resume`` among them."""
+        self._result = train(self._ready(), **options)
+        return self._result
+
+    def steps(self, **options: Any) -> Steps:
+        """The steps of a run, as ``hetero_mpi.steps`` has them. Collective."""
+        return steps(self._ready(), **options)
+
+    def evaluate(self) -> Evaluation:
+        """The evaluation after the last step. Raises UserError: nothing was trained, or there is no ``eval_dataset``."""
+        if self._result is None or not self._result.evaluations:
+            raise UserError(
+                "evaluate() tells what train() has measured at its end: call that first, with an eval_dataset"
+            )
+        return self._result.evaluations[-1]
+
+    def save_model(self, output_dir: str | Path) -> None:
+        """Copy the model, or the adapter, to ``output_dir`` on rank 0's host. Collective."""
+        with collective() as world, world.led("copying the result"):
+            if self._result is None:
+                raise UserError("save_model() copies what train() has made: call that first")
+            if world.rank == 0:
+                with writing(Path(output_dir), "name another directory"):
+                    shutil.copytree(self._result.result, output_dir, dirs_exist_ok=True)
+
+    def _per_epoch(self, given: Mapping[str, Any]) -> int:
+        """Steps of an epoch of rows that are not packed."""
+        if given.get("packing"):
+            raise UserError(
+                "packing: the steps of an epoch are not known before, so save_strategy and eval_strategy are in steps"
+            )
+        batch = given.get("per_device_train_batch_size", 8) * given.get("gradient_accumulation_steps", 1)
+        return math.ceil(len(list(self._rows)) / batch)
+
+    def _ready(self) -> Job:
+        """The job, with its data in files on rank 0's host. Collective."""
+        with collective() as world, world.led("writing the data set"):
+            if world.rank != 0:
+                return self._job(Path("rows.jsonl"), None, None)  # rank 0's counts
+            for line in self.told:
+                write_line(line)
+            test = _rows_file(self._test_rows) if self._test_rows is not None else None
+            return self._job(_rows_file(self._rows), test, _tokenizer_directory(self._tokenizer))
+
+    def _job(self, rows: Path, test_rows: Path | None, tokenizer: str | None) -> Job:
+        values: dict[str, Any] = {"data.text" if self._texts else "data.records": [glob.escape(str(rows))]}
+        values |= {"data.evaluation": [glob.escape(str(test_rows))]} if test_rows is not None else {}
+        values |= {"tokenizer.path": tokenizer} if tokenizer is not None else {}
+        return Job.build({}, self._run_dir.name or "run", set=self._values | values)
+
+
+Trainer = DatasetTrainer
+
+
+def _given(args: Any) -> tuple[dict[str, Any], set[str], str]:
+    """The arguments as values, those of them that were changed, and what they are."""
+    if args is None or isinstance(args, Mapping):
+        given = dict(args or {})
+        return given, {key for key, value in given.items() if value not in (None, False, "no", "none", [], {})}, "args"
+    title = type(args).__name__
+    if title not in _OBJECTIVES:
+        raise UserError(f"args: {title} is not taken; there are {', '.join(_OBJECTIVES)}, or a dict of their arguments")
+    alike = {key: getattr(args, key) for key in ("output_dir", "use_cpu", "bf16", "fp16")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of arguments that nobody has named
+        values, defaults = args.to_dict(), type(args)(**alike).to_dict()
+    changed = {
+        key for key, value in values.items() if value != defaults.get(key) and key not in ("do_eval", "do_train")
+    }
+    changed -= {"save_strategy"} if values["save_strategy"] == "no" else set()
+    return values | {"trainer": _OBJECTIVES[title]}, changed, title
+
+
+def _adapter(values: dict[str, Any], model: str | Path, config: Any) -> list[tuple[str, str]]:
+    """Put peft's arguments into ``values``; returns those that are not taken, with the reason."""
+    if config is None:
+        return []
+    given, defaults = config.to_dict(), type(config)().to_dict()
+    if type(config).__name__ != "LoraConfig":
+        return [(type(config).__name__, "adapters are LoRA's: give a LoraConfig")]
+    targets, layers = given["target_modules"], given["layers_to_transform"]
+    if targets is None and (description := Path(model) / "config.json").is_file():
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
+        targets = USUAL.get(json.loads(description.read_text(encoding="utf-8")).get("model_type"))
+    if targets is None or (isinstance(targets, str) and targets != "all-linear"):
+        return [("target_modules", 'name the layers, ["q_proj", "v_proj"], or "all-linear"; a pattern is not here')]
+    given["target_modules"] = targets if isinstance(targets, str) else sorted(targets)
+    given["layers_to_transform"] = [layers] if isinstance(layers, int) else layers
+    values |= {ours: given[key] for key, ours in PEFT["keys"].items() if given[key] not in (None, {})}
+    changed = {key for key, value in given.items() if value != defaults.get(key)} - PEFT["keys"].keys()
+    return [(f"peft_config.{key}", PEFT["reason"]) for key in sorted(changed - set(PEFT["aside"]))]
+
+
+def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
+    """The rows as JSON lines in the user's cache, where equal rows have one file."""
+    folder, digest = cache_folder("datasets"), hashlib.sha256()
+    made = folder / f".{secrets.token_hex(8)}"
+    with writing(folder, "set XDG_CACHE_HOME to a directory that you can write to"):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with made.open("wb") as file:
+                for number, row in enumerate(rows):
+                    try:
+                        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+                    except (TypeError, ValueError) as error:
+                        raise UserError(f"dataset: row {number} is no JSON: {error}") from None
+                    digest.update(line)
+                    file.write(line)
+            return made.rename(folder / f"{digest.hexdigest()[:32]}.jsonl")
+        finally:
+            made.unlink(missing_ok=True)
+
+
+def _tokenizer_directory(tokenizer: Any) -> str | None:
+    """Where a tokenizer is: an object is saved in the user's cache."""
+    if tokenizer is None or isinstance(tokenizer, (str, Path)):
+        return str(tokenizer) if tokenizer is not None else None
+    folder = cache_folder("datasets")
+    made = folder / f".{secrets.token_hex(8)}"
+    with writing(folder, "set XDG_CACHE_HOME to a directory that you can write to"):
+        tokenizer.save_pretrained(made)
+        files = sorted(file for file in made.rglob("*") if file.is_file())
+        digest = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:32]
+        kept = folder / f"tokenizer-{digest}"
+        if kept.is_dir():
+            shutil.rmtree(made)
+        else:
+            made.rename(kept)
+    return str(kept)

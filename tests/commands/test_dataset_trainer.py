@@ -1,0 +1,133 @@
+"""``hetero_mpi.Trainer``: a data set in memory with the arguments of other trainers, which train the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from peft import LoraConfig
+from transformers import TrainingArguments
+
+import hetero_mpi
+from hetero_mpi.cli import main
+from tests.support.mpi import ROOT, run_mpi
+from tests.support.processes import run_within
+
+ROWS = [{"prompt": "The grass is", "completion": " green"}]
+SHORT: dict[str, Any] = {"data.sequence_length": 64}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def job_of(args: Any, rows: Any = ROWS, **more: Any) -> Any:
+    """The tables of the job that ``train`` would run."""
+    return hetero_mpi.Trainer("model", rows, args, **more)._job(Path("rows.jsonl"), None, None).tables
+
+
+def refused(args: Any, rows: Any = ROWS, **more: Any) -> list[str]:
+    with pytest.raises(hetero_mpi.UserError) as caught:
+        hetero_mpi.Trainer("model", rows, args, **more)
+    return str(caught.value).split("\n")
+
+
+def test_arguments_become_keys_of_a_job() -> None:
+    args = TrainingArguments(
+        "out", use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=3, learning_rate=1e-4, bf16=False,
+        lr_scheduler_type="cosine", max_steps=7, save_strategy="epoch", logging_steps=5, seed=11,
+    )  # fmt: skip
+    job = job_of(args, ROWS * 14, set=SHORT)
+    train = job.train
+    assert (train.global_batch, train.learning_rate, train.steps, train.epochs, train.seed) == (6, 1e-4, 7, None, 11)
+    assert (train.schedule, train.dtype, train.last_batch, train.weight_decay) == ("cosine", "fp32", "smaller", 0.0)
+    assert job.checkpoint.every == 3, "an epoch of 14 rows in batches of 6"
+    assert (job.data.template, job.data.packing, job.data.sequence_length) == ("none", False, 64)
+    assert job.output.run_dir == str(Path("out").absolute())
+
+
+def test_text_rows_are_learnt_as_they_are_and_chats_as_trl_learns_them() -> None:
+    job = job_of({"dataset_text_field": "body"}, [{"body": "Grass is green"}])
+    assert (job.data.documents, job.data.keys, job.data.records) == ("record", {"text": "body"}, None)
+    chat = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}]
+    assert job_of({}, chat).data.train_on_prompt is True
+    assert job_of({"assistant_only_loss": True}, chat).data.train_on_prompt is False
+
+
+def test_each_argument_that_is_not_taken_is_named_with_the_reason() -> None:
+    args = TrainingArguments(
+        "out", use_cpu=True, label_smoothing_factor=0.1, push_to_hub=True, lr_scheduler_type="polynomial",
+        gradient_checkpointing=True, load_best_model_at_end=False, dataloader_drop_last=True,
+    )  # fmt: skip
+    lines = refused(args)
+    assert [line.split(" is not taken: ")[0] for line in lines] == [
+        f"TrainingArguments: {key}"
+        for key in ("dataloader_drop_last", "label_smoothing_factor", "lr_scheduler_type", "push_to_hub")
+    ]
+    assert "export RUN OUT --push" in lines[-1]
+    assert refused({"learning_rates": 1}) == ["args: learning_rates is not taken: not understood"]
+
+
+def test_what_no_number_depends_on_is_told() -> None:
+    trainer = hetero_mpi.Trainer(
+        "model", ROWS, {"gradient_checkpointing": True, "logging_steps": 3, "run_name": "mine"}
+    )
+    about = "\n".join(trainer.told)
+    assert "args: gradient_checkpointing has no effect here: the planner decides" in about
+    assert "args: logging_steps, run_name has no effect here" in about
+
+
+def test_an_adapter_s_arguments() -> None:
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=["v_proj", "q_proj"], layers_to_transform=1, alpha_pattern={"q_proj": 3}
+    )
+    adapter = job_of({}, peft_config=config).adapter
+    assert (adapter.method, adapter.rank, adapter.alpha, adapter.dropout) == ("lora", 4, 6.0, 0.0)
+    assert (adapter.targets, adapter.layers, adapter.alpha_pattern) == (["q_proj", "v_proj"], [1], {"q_proj": 3.0})
+    lines = refused({}, peft_config=LoraConfig(target_modules="all-linear", bias="all", modules_to_save=["lm_head"]))
+    assert [line.split(" is not taken")[0] for line in lines] == [
+        "args: peft_config.bias",
+        "args: peft_config.modules_to_save",
+    ]
+    assert refused({}, peft_config=LoraConfig(r=2))[0].startswith("args: target_modules is not taken: name the layers")
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "llama"}')
+    assert job_of({}, peft_config=LoraConfig(r=2)).adapter.targets == ["q_proj", "v_proj"], "as peft has it"
+
+
+def test_models_and_rows_that_are_not_taken() -> None:
+    assert "must have rows" in refused({}, [])[0] and "tokens are made here" in refused({}, [{"input_ids": [1]}])[0]
+    with pytest.raises(hetero_mpi.UserError, match="model: must be a directory"):
+        hetero_mpi.Trainer(LoraConfig(), ROWS)  # type: ignore[arg-type]
+    assert "GRPOConfig is not taken" in refused(type("GRPOConfig", (), {})())[0]
+
+
+@pytest.mark.slow
+def test_other_trainers_have_the_same_losses_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TRL's SFTTrainer on texts, chats and completions (these by an adapter), its DPOTrainer, and transformers' Trainer."""
+    pytest.importorskip("trl", reason="TRL is in the extra `trl`")
+    pytest.importorskip("datasets")
+    program = ["-m", "tests.programs.dataset_trainer", str(tmp_path)]
+    done = run_within(600, [sys.executable, *program, "theirs"], os.environ, ROOT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = {case: json.loads((tmp_path / f"{case}-0.json").read_text()) for case in
+             ("texts", "chats", "completions", "pairs", "plain")}  # fmt: skip
+    for case, (theirs, ours) in found.items():
+        np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=0, atol=2e-6, err_msg=case)
+        np.testing.assert_allclose(ours["evaluations"], theirs["evaluations"], rtol=0, atol=2e-6, err_msg=case)
+        assert len(ours["losses"]) == (3 if case == "plain" else 4) and ours["losses"][-1] < ours["losses"][0]
+    alone = found["texts"][1]
+    result = run_mpi(2, [*program, "ours"], 300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for rank in (0, 1):
+        (two,) = json.loads((tmp_path / f"texts-{rank}.json").read_text())
+        np.testing.assert_allclose(two["losses"], alone["losses"], rtol=0, atol=2e-6)
+    # four kinds of rows, and the tokenizer
+    assert main(["cache"]) == 0 and "data of Python programs: 5, " in capsys.readouterr().out
