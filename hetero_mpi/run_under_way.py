@@ -8,10 +8,10 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
@@ -19,8 +19,6 @@ from hetero_mpi.runtime.follower import Event, Followed, Reply
 
 if TYPE_CHECKING:
     from hetero_mpi.runtime.result import TrainResult
-
-T = TypeVar("T")
 
 
 class StopTraining(Exception):
@@ -60,8 +58,17 @@ class Run:
         """Has it begun, and not come to its end?"""
         return self._under_way
 
-    def __iter__(self: T) -> T:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        """A loop over what is to come. Whoever leaves it leaves the run."""
+        try:
+            while True:
+                try:
+                    event = next(self)
+                except StopIteration:
+                    return
+                yield event
+        finally:
+            self.close()
 
     def __next__(self) -> Event:
         return self._next()
@@ -101,22 +108,26 @@ class Run:
             self._events.throw(error)
 
     def close(self) -> None:
-        """Leave the run, where it is under way: it ends with a checkpoint, on all ranks. Collective."""
+        """Leave the run, where it is under way: it ends with a checkpoint, on all ranks. Collective. Another thread, which must not
+        exchange anything, leaves that to the main thread.
+        """
+        if self._under_way and threading.current_thread() is not threading.main_thread():
+            _UNREACHED.append(self)
+            return
         with contextlib.suppress(StopIteration):
             while self._under_way:
                 self._reply = Reply.LEAVE
                 self._next()
 
     def __del__(self) -> None:
-        """As ``close``. On another thread, which must not exchange anything, it waits for the main thread."""
-        if self._under_way and threading.current_thread() is not threading.main_thread():
-            _UNREACHED.append(self)
-        else:
-            self.close()
+        self.close()
 
 
 class Steps(Run):
     """The steps of a run, which all ranks iterate over (``hetero_mpi.steps``)."""
+
+    def __iter__(self) -> Iterator[Step]:
+        return super().__iter__()
 
     def __next__(self) -> Step:
         while not isinstance(event := self._next(), Step):
@@ -126,7 +137,7 @@ class Steps(Run):
 
 _RUNS: weakref.WeakSet[Run] = weakref.WeakSet()
 _UNREACHED: list[Run] = []
-"""Runs whose last name went away on another thread."""
+"""Runs that another thread was to leave."""
 
 
 def check_alone() -> None:

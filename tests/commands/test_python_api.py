@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import hetero_mpi
 from tests.support.mpi import ROOT, launcher_or_skip, run_mpi
 from tests.support.pages import follow, write_files
+from tests.support.processes import run_within
 from tests.support.rank_pool import run_pooled
 
 pytestmark = pytest.mark.slow
@@ -99,6 +101,61 @@ def test_an_exception_in_a_callback_of_one_rank_ends_all(tmp_path: Path) -> None
     assert "while in the program that follows the run" in result.stderr
 
 
+CELLS = """
+import time
+from pathlib import Path
+import hetero_mpi
+from tests.programs.python_api import job_in
+out = Path({out!r})
+job = job_in(out, **{{"train.steps": 6}})
+result = hetero_mpi.train(job)
+# %%
+def fail(step):
+    raise KeyError("of mine")
+hetero_mpi.train(job, run_dir=out / "failed", on_step=fail)
+# %%
+run = hetero_mpi.steps(job, run_dir=out / "half")
+for step in run:
+    if step.step == 2:
+        raise ValueError("half way")
+# %%
+run = hetero_mpi.steps(job, run_dir=out / "half", resume="latest")
+print("begins with", next(run).step)
+# %%
+# interrupt asleep beside it
+print("asleep beside it")
+time.sleep(60)
+# %%
+# interrupt asleep in step 4
+for step in run:
+    print("asleep in step", step.step)
+    time.sleep(60)
+# %%
+print("under way:", run.under_way)
+run = hetero_mpi.steps(job, run_dir=out / "half", resume="latest")
+print("the rest", [step.step for step in run], run.result.losses == result.losses)
+# %%
+run = hetero_mpi.steps(job, run_dir=out / "open")
+next(run)
+"""
+
+
+def test_a_notebook_trains_with_one_rank_and_no_launcher(tmp_path: Path) -> None:
+    """Errors are the cell's; an interrupt in the body ends the run with a checkpoint, as its end with the kernel does."""
+    (tmp_path / "cells.py").write_text(CELLS.format(out=str(tmp_path)))
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI", "PMIX"))}
+    command = [sys.executable, "-m", "tests.programs.notebook", str(tmp_path / "cells.py")]
+    done = run_within(300, command, alone, ROOT)
+    printed = done.stdout
+    assert done.returncode == 0, printed[-4000:] + done.stderr[-4000:]
+    assert printed.count("KeyError: 'of mine'") == 1 and printed.count("ValueError: half way") == 1
+    assert "begins with 3" in printed and "the rest [5, 6] True" in printed and "under way: False" in printed
+    assert printed.count("KeyboardInterrupt\n") == 2
+    left = re.findall(r"Stopped after step (\d), as the program has left it: \S+ is whole", printed)
+    assert left == ["2", "4", "1"]
+    assert (tmp_path / "open" / "checkpoints" / "step-00000001.h5").is_file()
+
+
 def test_planning_needs_neither_torch_nor_mpi(used: tuple[Path, list[dict[str, Any]]]) -> None:
     """With the modules blocked; the plan is the one that the cluster made."""
     out, _ = used
@@ -158,3 +215,8 @@ def test_the_programs_and_commands_of_the_document_run_in_an_empty_folder(tmp_pa
     first, last = re.search(r"loss (\S+) -> (\S+), ", printed).groups()  # type: ignore[union-attr]
     assert float(last) < float(first)
     assert "was not made for" in printed and "tensor(" in printed
+    (taken,) = re.findall(r"^0 (\d+) steps$", printed, re.MULTILINE)
+    assert len((tmp_path / "steps.csv").read_text().splitlines()) == int(taken) < 16
+    assert printed.count("## Continuation") >= 3 and "[1, 2, 3, 4, 5, 6] " in printed
+    assert "step-00000006.h5 is whole" in printed and "training resumed after step 3 on 2 ranks" in printed
+    assert "4 steps, held-out loss" in printed and (tmp_path / "tuned" / "model.safetensors").is_file()

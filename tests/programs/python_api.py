@@ -97,9 +97,11 @@ def follow(out: Path) -> None:
     sums = [MPI.COMM_WORLD.allreduce(step.step) for step in run]  # messages of the program's own between the steps
     assert run.result is not None and not run.under_way and list(run) == []
 
-    for step in hetero_mpi.steps(job, **how, run_dir=out / "left"):
+    named = hetero_mpi.steps(job, **how, run_dir=out / "left")
+    for step in named:
         if step.step == 3 and RANK == 2:
             break
+    assert not named.under_way
     left = step.step
     begun = hetero_mpi.steps(job, **how, run_dir=out / "left", resume="latest")
     went_on = [step.held_out_loss for step in begun]
