@@ -112,7 +112,7 @@ class DatasetTrainer:
 
     @property
     def result(self) -> TrainResult | None:
-        """Of the last ``train``."""
+        """The products of the last ``train``."""
         return self._result
 
     def train(self, **options: Any) -> TrainResult:
