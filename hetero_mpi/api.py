@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
     from hetero_mpi.runtime.follower import Followed
     from hetero_mpi.runtime.result import TrainResult
-    from hetero_mpi.runtime.setup.context import TrainOptions
 
 
 @dataclass(frozen=True)
@@ -174,44 +173,6 @@ def load_run(directory: str | Path) -> PastRun:
     return read_run(Path(directory))
 
 
-@dataclass(frozen=True)
-class Choices:
-    """The arguments of ``train`` and ``steps``."""
-
-    job: Job | str | Path
-    plan: Plan | str | Path | None
-    profile: ClusterProfile | str | Path | None
-    resume: str | Path | None
-    run_dir: str | Path | None
-    reprofile: bool
-
-    def options(self, world: World) -> TrainOptions:
-        """Rank 0's. Collective."""
-        from hetero_mpi.runtime.setup.context import TrainOptions
-
-        shared: dict[str, Any] | None = None
-        with world.led("reading plan and profile"):
-            if world.rank == 0:
-                own_plan = load_plan(self.plan) if isinstance(self.plan, (str, Path)) else self.plan
-                own_profile = load_profile(self.profile) if isinstance(self.profile, (str, Path)) else self.profile
-                shared = {
-                    "plan": plan_to_dict(own_plan) if own_plan is not None else None,
-                    "profile": profile_to_dict(own_profile) if own_profile is not None else None,
-                    "resume": str(self.resume) if self.resume is not None else None,
-                    "run_dir": str(self.run_dir) if self.run_dir is not None else None,
-                    "reprofile": self.reprofile,
-                }
-        shared = world.broadcast_json(shared)
-        return TrainOptions(
-            job=_named(self.job),
-            run_dir=shared["run_dir"],
-            resume=shared["resume"],
-            plan=plan_from_dict(shared["plan"]) if shared["plan"] is not None else None,
-            profile=profile_from_dict(shared["profile"]) if shared["profile"] is not None else None,
-            reprofile=shared["reprofile"],
-        )
-
-
 def train(
     job: Job | str | Path,
     plan: Plan | str | Path | None = None,
@@ -249,7 +210,7 @@ def train(
             has left a checkpoint.
     """
     called = [on_plan, on_step, on_evaluate, on_checkpoint]
-    run = Run(_run(Choices(job, plan, profile, resume, run_dir, reprofile), any(called)))
+    run = Run(_run(any(called), job, plan, profile, resume, run_dir, reprofile))
     for event in run:
         kinds = [PlanReport, Step, Evaluation, Path]
         for call in [call for call, kind in zip(called, kinds, strict=True) if call and isinstance(event, kind)]:
@@ -273,17 +234,47 @@ def steps(
     The body runs on every rank between two steps. To leave the loop, on any rank, ends the run on all of them with a checkpoint, as
     a signal does; ``resume`` goes on from there.
     """
-    return Steps(_run(Choices(job, plan, profile, resume, run_dir, reprofile), True))
+    return Steps(_run(True, job, plan, profile, resume, run_dir, reprofile))
 
 
-def _run(choices: Choices, followed: bool) -> Followed[TrainResult | None]:
-    """A run that this program follows, if any rank wants so."""
+def _run(
+    followed: bool,
+    job: Job | str | Path,
+    plan: Plan | str | Path | None,
+    profile: ClusterProfile | str | Path | None,
+    resume: str | Path | None,
+    run_dir: str | Path | None,
+    reprofile: bool,
+) -> Followed[TrainResult | None]:
+    """A run by rank 0's arguments, which this program follows if any rank wants so."""
     with collective() as world:
         from hetero_mpi.runtime.run import run_job
+        from hetero_mpi.runtime.setup.context import TrainOptions
 
         close_at_exit()
         followed = any(world.all_gather_json(followed))
-        return (yield from run_job(world, choices.options(world), followed))
+        shared: dict[str, Any] | None = None
+        with world.led("reading plan and profile"):
+            if world.rank == 0:
+                own_plan = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+                own_profile = load_profile(profile) if isinstance(profile, (str, Path)) else profile
+                shared = {
+                    "plan": plan_to_dict(own_plan) if own_plan is not None else None,
+                    "profile": profile_to_dict(own_profile) if own_profile is not None else None,
+                    "resume": str(resume) if resume is not None else None,
+                    "run_dir": str(run_dir) if run_dir is not None else None,
+                    "reprofile": reprofile,
+                }
+        shared = world.broadcast_json(shared)
+        options = TrainOptions(
+            job=_named(job),
+            run_dir=shared["run_dir"],
+            resume=shared["resume"],
+            plan=plan_from_dict(shared["plan"]) if shared["plan"] is not None else None,
+            profile=profile_from_dict(shared["profile"]) if shared["profile"] is not None else None,
+            reprofile=shared["reprofile"],
+        )
+        return (yield from run_job(world, options, followed))
 
 
 def _named(job: Job | str | Path) -> Job | Path:

@@ -12,6 +12,7 @@ import json
 import math
 import secrets
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,14 +28,16 @@ from hetero_mpi.run_under_way import Steps
 from hetero_mpi.runtime.result import TrainResult
 
 _OBJECTIVES = {
+    "SFTConfig": "sft",
+    "TrainingArguments": "sft",
     "DPOConfig": "dpo",
     "KTOConfig": "kto",
     "ORPOConfig": "orpo",
-    "SFTConfig": "sft",
-    "TrainingArguments": "sft",
 }
+"""Class of arguments -> what is trained, as TRL calls it."""
 _RECORDS = ("messages", "conversations", "prompt", "instruction", "chosen")
 """Keys by which a row is a record; others are texts."""
+_ELSEWHERE = "set XDG_CACHE_HOME to a directory that you can write to"
 
 
 class DatasetTrainer:
@@ -69,16 +72,12 @@ class DatasetTrainer:
         set: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(model, (str, Path)):
-            raise UserError(
-                f"model: must be a directory or a name of the hub, not a {type(model).__name__}: ranks read weights"
-            )
+            raise UserError(f"model: must be a directory or a name of the hub, not a {type(model).__name__}")
         self._rows, self._test_rows, self._tokenizer = dataset, eval_dataset, processing_class
         given, changed, title = _given(args)
         first = next(iter(dataset), None)
         if not first or "input_ids" in first:
-            raise UserError(
-                "dataset: must have rows, of text: tokens are made here (docs/data.md has the shapes of records)"
-            )
+            raise UserError("dataset: must have rows, of text, as tokens are made here; docs/data.md has their shapes")
         column = given.pop("dataset_text_field", "text")
         self._texts = not any(key in first for key in _RECORDS)
         self._run_dir = Path(given.pop("output_dir", "trainer_output"))
@@ -98,9 +97,8 @@ class DatasetTrainer:
         if refused:
             raise UserError("\n".join(f"{title}: {key} is not taken: {reason}" for key, reason in refused))
         if eval_dataset is not None:
-            every = evaluation["eval_steps"] or given.get("logging_steps") or 500
-            strategy = str(evaluation["eval_strategy"] or "no")
-            due = {"no": 0, "steps": every}.get(strategy)
+            every = {"no": 0, "steps": evaluation["eval_steps"] or given.get("logging_steps") or 500}
+            due = every.get(str(evaluation["eval_strategy"] or "no"))
             values["train.evaluate_every"] = self._per_epoch(given) if due is None else due
             values["train.evaluate_sequences"] = max(1, len(list(eval_dataset)))
         values |= {"data.held_out": 0.0, "output.run_dir": self._run_dir.absolute(), "model.path": model}
@@ -127,9 +125,7 @@ class DatasetTrainer:
     def evaluate(self) -> Evaluation:
         """The evaluation after the last step. Raises UserError: nothing was trained, or there is no ``eval_dataset``."""
         if self._result is None or not self._result.evaluations:
-            raise UserError(
-                "evaluate() tells what train() has measured at its end: call that first, with an eval_dataset"
-            )
+            raise UserError("evaluate() tells what train() has measured at its end: it needs that, and an eval_dataset")
         return self._result.evaluations[-1]
 
     def save_model(self, output_dir: str | Path) -> None:
@@ -145,7 +141,7 @@ class DatasetTrainer:
         """Steps of an epoch of rows that are not packed."""
         if given.get("packing"):
             raise UserError(
-                "packing: the steps of an epoch are not known before, so save_strategy and eval_strategy are in steps"
+                "packing: an epoch's steps are not known before: give save_strategy, eval_strategy in steps"
             )
         batch = given.get("per_device_train_batch_size", 8) * given.get("gradient_accumulation_steps", 1)
         return math.ceil(len(list(self._rows)) / batch)
@@ -182,9 +178,7 @@ def _given(args: Any) -> tuple[dict[str, Any], set[str], str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of arguments that nobody has named
         values, defaults = args.to_dict(), type(args)(**alike).to_dict()
-    changed = {
-        key for key, value in values.items() if value != defaults.get(key) and key not in ("do_eval", "do_train")
-    }
+    changed = {key for key, value in values.items() if value != defaults.get(key)} - {"do_eval", "do_train"}
     changed -= {"save_strategy"} if values["save_strategy"] == "no" else set()
     return values | {"trainer": _OBJECTIVES[title]}, changed, title
 
@@ -214,7 +208,7 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
     """The rows as JSON lines in the user's cache, where equal rows have one file."""
     folder, digest = cache_folder("datasets"), hashlib.sha256()
     made = folder / f".{secrets.token_hex(8)}"
-    with writing(folder, "set XDG_CACHE_HOME to a directory that you can write to"):
+    with writing(folder, _ELSEWHERE):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with made.open("wb") as file:
@@ -231,18 +225,14 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def _tokenizer_directory(tokenizer: Any) -> str | None:
-    """Where a tokenizer is: an object is saved in the user's cache."""
+    """Where a tokenizer is: an object is saved in the user's cache, where equal ones have one folder."""
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         return str(tokenizer) if tokenizer is not None else None
-    folder = cache_folder("datasets")
-    made = folder / f".{secrets.token_hex(8)}"
-    with writing(folder, "set XDG_CACHE_HOME to a directory that you can write to"):
-        tokenizer.save_pretrained(made)
-        files = sorted(file for file in made.rglob("*") if file.is_file())
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         digest = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:32]
-        kept = folder / f"tokenizer-{digest}"
-        if kept.is_dir():
-            shutil.rmtree(made)
-        else:
-            made.rename(kept)
+        kept = cache_folder("datasets") / f"tokenizer-{digest}"
+        with writing(kept, _ELSEWHERE):
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
     return str(kept)

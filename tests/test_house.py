@@ -37,7 +37,8 @@ PACKAGES = [
     "runtime/setup", "runtime/generate", "runtime", "runtime/serve",
     "commands",
 ]  # fmt: skip
-"""Bottom to top; a package imports from itself and from those before it. Other modules beside the packages, such as ``api`` and ``cli``, stand above all."""
+"""Bottom to top; a package imports from itself and from those before it. Other modules beside the packages, such as ``api`` and
+``cli``, stand above all."""
 MOST_FILES = 20
 BANS = {
     "planning": {"torch", "mpi4py", "pydantic", "h5py", "transformers"},
