@@ -43,8 +43,8 @@ JOBS = {
     "70B NF4": (LLAMA_70B, True),
 }
 """Shape, and LoRA over NF4?"""
-OTHERS = ("sailor", "hethub")
-"""Profiles that are left out: times of one narrow model in fp32, and devices that are made up."""
+OTHERS = ("sailor", "hethub", "moe-")
+"""Profiles that are left out: times of one narrow model in fp32, devices that are made up, and times of experts."""
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ CLOSURES = {"model.stage": 4_500, "engine.executor": 7_100, "engine.trainer": 9_
 LOADED = {"runtime.loop": 19_700}
 """The same of what is loaded when the module is imported."""
 LINES = {
-    "beside the packages": 1_290,
+    "beside the packages": 1_760,
     "checkpoint": 1_240,
-    "comm": 2_900,
-    "commands": 2_490,
+    "comm": 2_910,
+    "commands": 2_520,
     "data": 3_670,
     "device": 1_690,
     "emulation": 770,
@@ -33,11 +33,11 @@ LINES = {
     "model": 7_810,
     "planning": 10_370,
     "profiling": 1_370,
-    "report": 4_920,
-    "runtime": 6_800,
+    "report": 4_930,
+    "runtime": 6_960,
     "state": 1_830,
     "web": 430,
-    "in all": 55_350,
+    "in all": 56_010,
 }
 """Lines of each package, and in all."""
 SLACK = 40
