@@ -32,7 +32,7 @@ from hetero_mpi.checkpoint.format import (
     pieces,
 )
 from hetero_mpi.checkpoint.opening import TEXT, Stored, damage_named
-from hetero_mpi.planning.types.cost import MOMENT_BLOCK
+from hetero_mpi.planning.types import moments
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,10 @@ class CheckpointReader:
         """Read everything once, in the memory of one piece. Raises CheckpointError unless a run can go on from it."""
         names = {kind: self.names(kind) for kind in KINDS}
         with damage_named(self.path):
-            assert self.metadata is not None
-            if names["moments1"] != names["moments2"] or not set(names["moments1"]) <= set(names["parameters"]):
+            told = self.metadata["job"]["train"]
+            ways = {moments.TWO, moments.EIGHT_BIT, *moments.OF_OPTIMIZER.get(told.get("optimizer", "adamw"), ())}
+            alike = len(ways) > 2 or names["moments1"] == names["moments2"]
+            if not alike or not {*names["moments1"], *names["moments2"]} <= {*names["parameters"]}:
                 raise ValueError("the moments are not those of the parameters")
             packed = [
                 tuple(n for n in names[kind] if self.dtype(kind, n) == "uint8") for kind in ("moments1", "moments2")
@@ -159,7 +161,8 @@ class CheckpointReader:
                     if left < 0:
                         raise ValueError("the datasets together are larger than the file")
                     own = found["parameters", name].shape
-                    if stored.shape != (own if kind not in SCALES else (-(-math.prod(own) // MOMENT_BLOCK),)):
+                    fitting = [moments.kept(way, own).get(kind) for way in ways]
+                    if kind != "parameters" and stored.shape not in [one[0] for one in fitting if one is not None]:
                         raise ValueError("its shape is not that of the parameter")
         for (kind, name), stored in found.items():
             with damage_named(self.path, f"{kind}/{name}"):
@@ -181,7 +184,7 @@ class CheckpointReader:
 
     def _compare(self, kind: str, name: str, stored: Stored, summary: Summary) -> None:
         _compare_checksum(stored, summary.crc32)
-        trained = kind != "parameters" or self._groups["moments1"].links.exists(name.encode())
+        trained = kind != "parameters" or name in {*self.names("moments1"), *self.names("moments2")}
         problem = summary.problem(kind, trained)
         if problem is not None:
             raise ValueError(problem)

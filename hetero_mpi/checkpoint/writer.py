@@ -116,13 +116,16 @@ class CheckpointWriter:
         with self._discarded_if_it_fails():
             assert self._sink is not None
             for name, summary in self._infinite.items():
-                self._refuse("parameters", name, summary.problem("parameters", name in self._file["moments1"]))
+                self._refuse("parameters", name, summary.problem("parameters", self._is_trained(name)))
             self._file.attrs["finished"] = np.uint8(1)
             self._file.close()
             self._file = None
             self._sink.sync()
             self._sink.close()
             self._appearing.close()
+
+    def _is_trained(self, name: str) -> bool:
+        return any(name in self._file[kind] for kind in ("moments1", "moments2"))
 
     @contextlib.contextmanager
     def _discarded_if_it_fails(self) -> Iterator[None]:

@@ -369,6 +369,13 @@ class _Draft:
             self._put("train.last_batch", "smaller", "drop")
         if not self.values.get("train.neftune_noise_alpha", (1, ""))[0]:
             self._drop("train.neftune_noise_alpha", "off there, as here")
+        if self._of("muon") is True:
+            self._drop("train.optimizer", "use_muon says it")
+            self._put("train.optimizer", "muon", "muon")
+        for key in (
+            ("beta1", "beta2", "epsilon") if self.values.get("train.optimizer", ("", ""))[0] == "adafactor" else ()
+        ):
+            self._drop(f"train.{key}", "AdamW's: Adafactor has none")
         self._schedule()
         if "clip" in self._parts:
             self._put("train.clip_norm", self._count("clip") or "", "clip")

@@ -20,7 +20,7 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
-from hetero_mpi.planning.decision.remedies import in_eight_bit
+from hetero_mpi.planning.decision.remedies import with_optimizer
 from hetero_mpi.planning.simulator import outlined, simulate
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
@@ -222,8 +222,7 @@ def _job_of(profile: ClusterProfile, name: str, overrides: Sequence[str]) -> Loa
         "data": {"text": ["*.txt"], "sequence_length": model.sequence_length},
         "train": {"global_batch": max(LEAST_BATCH, SEQUENCES_PER_RANK * ranks), "dtype": model.dtype},
     }
-    if model.eight_bit:
-        tables["train"]["optimizer"] = EIGHT_BIT
+    tables["train"]["optimizer"] = model.optimizer
     loaded = job_of_tables(tables, name, ".", overrides=overrides)
     return replace(loaded, path=Path("a job of its own model"))
 
@@ -256,16 +255,12 @@ def plan_question(
     remarks = [f"Profile: {named} ({profile.source}, {profile.date})"]
     if config is None:
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
-    if train.optimizer == EIGHT_BIT and not profile.model.eight_bit and profile.model.trained_whole:
-        profile = replace(profile, model=in_eight_bit(profile.model))
-        remarks.append(
-            f"{EIGHT_BIT}: the profile was made with moments in fp32. Their bytes in 8 bits are estimated; the optimizer's times "
-            "are those of fp32, and longer in 8 bits where a CPU steps"
-        )
-    elif train.optimizer == EIGHT_BIT and not profile.model.eight_bit:
-        remarks.append(
-            f"{EIGHT_BIT}: the profile was made with moments in fp32; their bytes and times are those of fp32"
-        )
+    if train.optimizer != profile.model.optimizer:
+        what = "bytes and times are those of AdamW"
+        if profile.model.trained_whole:
+            profile = replace(profile, model=with_optimizer(profile.model, train.optimizer))
+            what = "bytes are estimated; its times are those of AdamW, and may be longer, in 8 bits where a CPU steps"
+        remarks.append(f"{train.optimizer}: the profile was made with AdamW. The optimizer's {what}")
     without = [device.rank for device in profile.devices if device.backend == "mps"]
     if train.optimizer == EIGHT_BIT and without:
         remarks.append(
@@ -320,8 +315,8 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
         found.append(f"data.sequence_length = {job.data.sequence_length}: the profile has {model.sequence_length}")
     if job.train.dtype not in ("auto", model.dtype):
         found.append(f'train.dtype = "{job.train.dtype}": the profile has "{model.dtype}"')
-    if model.eight_bit and job.train.optimizer != EIGHT_BIT:
-        found.append(f'train.optimizer = "{job.train.optimizer}": the profile has "{EIGHT_BIT}"')
+    if model.optimizer not in ("adamw", job.train.optimizer):
+        found.append(f'train.optimizer = "{job.train.optimizer}": the profile has "{model.optimizer}"')
     kind = (config or {}).get("model_type")
     if kind is not None and kind != model.model_type:
         found.append(f'model_type = "{kind}": the profile has "{model.model_type}"')

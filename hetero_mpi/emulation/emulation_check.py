@@ -21,9 +21,10 @@ from hetero_mpi.emulation.emulated_cluster import Emulation
 from hetero_mpi.emulation.paced_stage import PacedStage
 from hetero_mpi.engine.placement import Placement
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.model.adamw import AdamW
+from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.planning.schedule import Action, Op
+from hetero_mpi.planning.types.moments import TWO
 
 _REPEATS = 5
 OVERRUN = 0.01
@@ -103,18 +104,18 @@ def _compute_s(stage: Stage, place: Placement, emulation: Emulation, trainer: Tr
 
 
 def _optimizer_s(trainer: Trainer) -> float:
-    """Seconds of an AdamW step on copies of what this rank trains."""
+    """Seconds of the optimizer's step on copies of what this rank trains."""
     optimizer = trainer.optimizer
     assert optimizer is not None
     copies = []
     for name, target in optimizer.targets.items():
         copy = torch.nn.Parameter(target.detach().clone())
         copy.grad = torch.zeros_like(copy)
-        copies.append((copy, True, name in trainer.tuning.eight_bit, 1.0))
+        copies.append((copy, True, trainer.tuning.moments.get(name, TWO), 1.0))
     if not copies:
         return 0.0
-    adamw = AdamW(optimizer.train, trainer.backend.fused_optimizer(), copies)
-    return statistics.median([_seconds(lambda: adamw.step(0.0)) for _ in range(_REPEATS + 1)][1:])
+    library = LibraryOptimizers(optimizer.train, trainer.backend.fused_optimizer(), copies)
+    return statistics.median([_seconds(lambda: library.step(0.0)) for _ in range(_REPEATS + 1)][1:])
 
 
 def _seconds(action: Callable[[], object]) -> float:

@@ -194,6 +194,9 @@ def _schedule(known: Known) -> Problems:
     for key, only in _OF_SCHEDULE.items() if schedule is not None else ():
         if schedule != only and known.changed(f"train.{key}"):
             yield f"train.{key}", f'applies to schedule = "{only}" only, and this job has "{schedule}": leave it out'
+    for key in ("beta1", "beta2", "epsilon") if known("train.optimizer") == "adafactor" else ():
+        if known.changed(f"train.{key}"):
+            yield f"train.{key}", 'is AdamW\'s, and train.optimizer = "adafactor" has none: leave it out'
     adapted = known("adapter.method") == "lora"
     if adapted and known.changed("train.freeze"):
         yield "train.freeze", "is for training of all weights; an adapter leaves these frozen: leave it out"

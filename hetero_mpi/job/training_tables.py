@@ -110,11 +110,11 @@ class TrainTable(JobTable):
     loss then depends on where the plan cuts the model, and is not that of one process (docs/design.md)."""
     recompute: bool | Literal["auto"] = "auto"
     """Compute a block's forward again in backward instead of keeping its activations; "auto": where memory is short."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """"adamw": both moments in fp32, 8 bytes of a parameter; "adamw_8bit": bitsandbytes' AdamW, 2 bytes (docs/planning.md says of
-    which parameters)."""
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = "adamw"
+    """"adamw": both moments in fp32, 8 bytes of a parameter; "adamw_8bit": bitsandbytes' AdamW, 2 bytes; "adafactor":
+    transformers', hardly any; "muon": torch's for matrices in blocks, 4 bytes, AdamW for the others (docs/planning.md)."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     learning_rates: dict[Pattern, Annotated[float, Field(gt=0)]] | None = None
     """Peak learning rates of some parameters: a regular expression that is found in a parameter's name -> rate; the first one
     counts."""

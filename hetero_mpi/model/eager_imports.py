@@ -116,10 +116,11 @@ def _leave_out_distributed() -> None:
         is_torch_distributed_available()
 
 
-def imported_peft() -> ModuleType:
-    """peft, without ``torch.distributed`` where nobody has imported that: it would look for the compiler's part of it."""
+def imported_peft(name: str = "peft") -> ModuleType:
+    """peft, or a module that may import it, without ``torch.distributed`` where nobody has imported that: it would look for the
+    compiler's part of it."""
     with nullcontext() if "torch.distributed.tensor" in sys.modules else _without_distributed():
-        return importlib.import_module("peft")
+        return importlib.import_module(name)
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import EIGHT_BIT, as_toml
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.tuning import MAGNITUDE, Tuning, adapter_tuning, full_training
+from hetero_mpi.planning.types.moments import OF_OPTIMIZER
 
 _LEAST = 4096
 """bitsandbytes keeps the moments of smaller parameters in fp32."""
@@ -30,7 +31,7 @@ def tuning_of(job: JobConfig, chain: LayerChain) -> Tuning:
     still = _still(job.train, found, chain)
     shares = _shares(job.train, found, still)
     found = replace(found, shares=shares, still=still, noise=job.train.neftune_noise_alpha)
-    return in_eight_bit(found, chain) if job.train.optimizer == EIGHT_BIT else found
+    return with_moments(found, chain, job.train.optimizer)
 
 
 def _shares(train: TrainTable, tuning: Tuning, still: frozenset[str]) -> dict[str, float]:
@@ -74,8 +75,17 @@ def _named(key: str, pattern: str, tuning: Tuning) -> set[str]:
     return found
 
 
-def in_eight_bit(tuning: Tuning, chain: LayerChain) -> Tuning:
-    """The tuning with moments in 8 bits where bitsandbytes and transformers' Trainer keep them so: not of small tensors, nor of
-    embeddings."""
-    large = {name for name, spec in tuning.trainable.items() if spec.count >= _LEAST}
-    return replace(tuning, eight_bit=frozenset(large - chain.embeddings))
+def with_moments(tuning: Tuning, chain: LayerChain, optimizer: str) -> Tuning:
+    """The tuning with what an optimizer keeps. In 8 bits: where bitsandbytes and transformers' Trainer keep it so, not of small
+    tensors, nor of embeddings. Muon: steps matrices between the embedding and the head; biases and norms are none."""
+
+    def own(spec: ParameterSpec) -> bool:
+        if optimizer == EIGHT_BIT:
+            return spec.count >= _LEAST and spec.name not in chain.embeddings
+        inside = 0 < spec.layer < chain.layer_count - 1 and spec.name not in chain.embeddings
+        return optimizer == "adafactor" or (inside and len(spec.shape) == 2 and chain.decays(spec.name))
+
+    if optimizer == "adamw":
+        return tuning
+    names = [name for name, spec in tuning.trainable.items() if own(spec)]
+    return replace(tuning, optimizer=optimizer, moments=dict.fromkeys(names, OF_OPTIMIZER[optimizer][-1]))

@@ -24,10 +24,13 @@ from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import fused_experts, packed_bytes, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, EIGHT_BIT_SAVING, GRADIENT_BYTES, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, LayerCost, ModelCost
+from hetero_mpi.planning.types.moments import FACTORED, ONE, TWO, saved_bytes
 
 ADAM_BYTES = 8
 """Two fp32 moments."""
+_STEPPING_BYTES = 12
+"""Of each number of a matrix while Adafactor or Muon steps it: they compute with several as large."""
 
 
 def model_cost(
@@ -48,6 +51,7 @@ def model_cost(
         state_bytes_per_trainable_parameter=GRADIENT_BYTES + ADAM_BYTES + master_bytes,
         layers=layers,
         tied_bytes=tied * GRADIENT_BYTES if tuning.full else 0,
+        optimizer=tuning.optimizer,
     )
     return with_divisions(cost, chain, tuning)
 
@@ -73,6 +77,8 @@ def _layer_cost(
     # The head's copy of a trained tied matrix has a gradient but neither moments nor a master of its own.
     parameter_bytes += copy * GRADIENT_BYTES if tuning.full else 0
     boundary = math.prod(chain.boundary(layer, 1, sequence_length))
+    kept = [(tuning.moments.get(spec.name, TWO), spec) for spec in tuning.specs(layer, layer + 1)]
+    stepping = _STEPPING_BYTES * max((spec.count for moments, spec in kept if moments in (FACTORED, ONE)), default=0)
     return LayerCost(
         kind=kind,
         parameters=held + copy + adapters,
@@ -85,9 +91,8 @@ def _layer_cost(
             2.0 * chain.logits * DTYPE_BYTES[dtype] if head and chain.logits is not None else activation_bytes[kind]
         ),
         boundary_bytes_per_token=0 if head else math.ceil(boundary / sequence_length) * DTYPE_BYTES[dtype],
-        workspace_bytes=max(unpacked, _composed(chain, tuning, layer)) * DTYPE_BYTES[dtype],
-        eight_bit_saving_bytes=EIGHT_BIT_SAVING
-        * sum(spec.count for spec in tuning.specs(layer, layer + 1) if spec.name in tuning.eight_bit),
+        workspace_bytes=max(max(unpacked, _composed(chain, tuning, layer)) * DTYPE_BYTES[dtype], stepping),
+        moments_saving_bytes=sum(saved_bytes(moments, spec.shape) for moments, spec in kept),
     )
 
 

@@ -1,4 +1,4 @@
-"""AdamW over a rank's own parameters, with fp32 gradients and one global decision per step.
+"""The optimizer over a rank's own parameters, with fp32 gradients and one global decision per step.
 
 Everything that decides (order of additions in the global norm, learning rate, which parameters decay) is a function of names
 and of the global step, so the result does not depend on the partition.
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.adamw import AdamW
 from hetero_mpi.model.held_layers import FlatGradients, HeldLayers
+from hetero_mpi.model.library_optimizers import LibraryOptimizers
+from hetero_mpi.planning.types.moments import TWO
 
 _BLOCK, _SHORT = 1024, 4096
 """Squares added in fp32 at a time, and how many numbers are left to fp64 at most."""
@@ -63,7 +64,7 @@ class Optimizer:
     """The optimizer of one rank, of the parameters that it owns: all that its stages train, but for ``stage.foreign``.
 
     In fp32 the parameters themselves are optimised. In a narrower dtype gradients are added up in fp32 as soon as autograd has
-    them, AdamW steps the fp32 masters, and the parameters are rounded from these. Where the stage keeps its parameters in host
+    them, the fp32 masters are stepped, and the parameters are rounded from these. Where the stage keeps its parameters in host
     memory beside a device of its own, all of that is there, too.
 
     Attributes:
@@ -98,10 +99,10 @@ class Optimizer:
             self._added[name].grad = view
         tuning = stage.tuning
         listed = [
-            (t, stage.chain.decays(n) and n not in tuning.still, n in tuning.eight_bit, tuning.shares.get(n, 1.0))
+            (t, stage.chain.decays(n) and n not in tuning.still, tuning.moments.get(n, TWO), tuning.shares.get(n, 1.0))
             for n, t in self.targets.items()
         ]
-        self.adamw = AdamW(train, stage.backend.fused_optimizer(), listed)
+        self.library = LibraryOptimizers(train, stage.backend.fused_optimizer(), listed)
 
     def end_step(self, step: int, scale: float | None) -> None:
         """Step (None: do not), and leave gradients of zero: what is saved or evaluated next has their memory."""
@@ -154,22 +155,22 @@ class Optimizer:
         return dict(zip(self.targets, norms.square().tolist(), strict=True))
 
     def step(self, step: int, scale: float) -> None:
-        """One AdamW step with gradients multiplied by ``scale`` (1: not clipped)."""
+        """One step with gradients multiplied by ``scale`` (1: not clipped)."""
         if not self.targets:
             return
         if scale != 1.0:
             torch._foreach_mul_([self.gradient(name) for name in self.targets], scale)
-        self.adamw.step(learning_rate(self.train, step))
+        self.library.step(learning_rate(self.train, step))
         if self.stage.masters:
             self.stage.overwrite(self.targets)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """The moments of a parameter, by their kinds in a checkpoint (``AdamW.state``); zeros before its first step."""
-        return self.adamw.state(self.targets[name])
+        """The moments of a parameter, by their kinds in a checkpoint (``LibraryOptimizers.state``); zeros before its first step."""
+        return self.library.state(self.targets[name])
 
     def restore(self, name: str, moments: dict[str, torch.Tensor], steps: int) -> None:
         """Put back the moments of a parameter after ``steps`` optimizer steps."""
-        self.adamw.restore(self.targets[name], moments, steps)
+        self.library.restore(self.targets[name], moments, steps)
 
 
 def _short(gradient: torch.Tensor) -> torch.Tensor:

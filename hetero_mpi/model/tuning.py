@@ -300,8 +300,10 @@ class Tuning:
     """The scales of NF4 weights are quantised too."""
     frozen: bool = False
     """Nothing is trained: the model is only used."""
-    eight_bit: frozenset[str] = frozenset()
-    """Names of trained tensors whose moments are kept in blocks of 8 bits."""
+    optimizer: str = "adamw"
+    """``train.optimizer``."""
+    moments: Mapping[str, str] = field(default_factory=dict)
+    """Name -> what the optimizer keeps of a trained tensor (``planning.types.moments``), where it is other than two moments."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Name -> learning rate as a share of the job's, where it is another."""
     still: frozenset[str] = frozenset()

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from hetero_mpi.device.backend import DTYPES, Backend
-from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.adamw import AdamW
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import unpack_experts, unpacked_bytes
+from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
 from hetero_mpi.model.transformers.chain import language
+from hetero_mpi.planning.types.moments import OF_OPTIMIZER
 from hetero_mpi.profiling.benchmark_spec import CACHE_BYTES, BenchmarkSpec
 from hetero_mpi.profiling.timings import LayerClock, Seconds
 
@@ -121,8 +121,8 @@ class Bench:
         return sizes
 
     def optimizer_step(self, rows: int, once: bool) -> tuple[int, float]:
-        """(parameters, seconds) of norm, clipping and AdamW after a micro-batch: in a run, a whole step lies between two of them,
-        so that the moments come from memory and not from a cache. ``once``: on the gradients that are there, and no more."""
+        """(parameters, seconds) of norm, clipping and step after a micro-batch: in a run, a whole step lies between two of them, so
+        that the moments come from memory and not from a cache. ``once``: on the gradients that are there, and no more."""
         parameters = sum(target.numel() for target in self.optimizer.targets.values())
         waste = torch.zeros(CACHE_BYTES, dtype=torch.uint8) if self.backend.name == "cpu" else None
         seconds = []
@@ -153,18 +153,19 @@ class Bench:
 
 
 def host_optimizer_s(backend: Backend, train: TrainTable) -> float | None:
-    """Seconds per parameter of a streamed stage's step in host memory: norm, clipping, AdamW, rounding. None on CPU ranks."""
+    """Seconds per parameter of a streamed stage's step in host memory: norm, clipping, optimizer, rounding. None on CPU ranks."""
     if backend.name == "cpu":
         return None
     count, seconds = 1 << 23, []
-    master, rounded = torch.nn.Parameter(torch.zeros(count)), torch.zeros(count, dtype=DTYPES[train.dtype])
-    adamw = AdamW(train, True, [(master, True, train.optimizer == EIGHT_BIT, 1.0)])
-    master.grad = torch.ones(count)
+    master = torch.nn.Parameter(torch.zeros(count >> 11, 1 << 11))
+    rounded = torch.zeros_like(master, dtype=DTYPES[train.dtype])
+    library = LibraryOptimizers(train, True, [(master, True, OF_OPTIMIZER[train.optimizer][-1], 1.0)])
+    master.grad = torch.ones_like(master)
     for _ in range(_OPTIMIZER_STEPS):
         start = time.thread_time()  # as CPU ranks are timed
         torch.linalg.vector_norm(master.grad)
         master.grad.mul_(0.5)
-        adamw.step(train.learning_rate)
+        library.step(train.learning_rate)
         rounded.copy_(master.detach())
         seconds.append(time.thread_time() - start)
     return statistics.median(seconds[1:]) / count

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi import units
-from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.types.plan import Alone, PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.report.past_run import PastRun
@@ -28,6 +27,7 @@ _PROFILED = "when they were measured"
 _WINDOW = 0.05
 """The loss after so many tokens is the mean over this share of them, the last ones."""
 _FEW = "too few steps"
+_OPTIMIZERS = {"adamw_8bit": "AdamW in 8 bits", "adafactor": "Adafactor", "muon": "Muon and AdamW"}
 _IRRELEVANT = {("output", "run_dir")}
 SpeedChanges = Sequence[tuple[int, int, float]]
 """(rank, number of the step from 0, share of the profile's speed) of emulated changes of speed."""
@@ -359,7 +359,7 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
             "micro-batches as the plan has them" if by_plan else told("micro-batches of {}", "train.micro_batch"),
         ],
         "optimizer": [
-            "AdamW in 8 bits" if setting("train.optimizer") == EIGHT_BIT else "AdamW",
+            _OPTIMIZERS.get(str(setting("train.optimizer")), "AdamW"),
             told("peak learning rate {}", "train.learning_rate"),
             told("schedule {}", "train.schedule"),
             warm_up,

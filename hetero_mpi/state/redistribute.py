@@ -22,7 +22,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.model.layer.interface import ParameterSpec
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import holders
-from hetero_mpi.planning.types.cost import MOMENT_BLOCK
+from hetero_mpi.planning.types import moments
 from hetero_mpi.planning.types.plan import Plan
 
 _TAG = 1 << 14
@@ -64,12 +64,12 @@ def held_as(
     tuning: Tuning, spec: ParameterSpec, kind: str, dtype: torch.dtype = torch.float32
 ) -> tuple[tuple[int, ...], torch.dtype] | None:
     """(shape, dtype) of what there is of a kind for a tensor; None: nothing. ``dtype``: of parameters."""
-    eight_bit = spec.name in tuning.eight_bit
     if kind == "parameters":
         return spec.shape, dtype
-    if kind.startswith("moments") and spec.name in tuning.trainable:
-        return spec.shape, torch.uint8 if eight_bit else torch.float32
-    return ((-(-spec.count // MOMENT_BLOCK),), torch.float32) if eight_bit else None
+    if spec.name not in tuning.trainable:
+        return None
+    shape, named = moments.kept(tuning.moments.get(spec.name, moments.TWO), spec.shape).get(kind, (None, ""))
+    return None if shape is None else (shape, getattr(torch, named))
 
 
 def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32) -> list[Parcel]:
@@ -254,9 +254,10 @@ def keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], N
             return
         if trainer.optimizer is None or parcel.name not in trainer.optimizer.targets:
             return  # of a group, whose first rank has it
-        moments = waiting.setdefault(parcel.name, {})
-        moments[parcel.kind] = _own_part(trainer, parcel.name, tensor)
-        if len(moments) == (4 if parcel.name in trainer.tuning.eight_bit else 2):
+        arrived = waiting.setdefault(parcel.name, {})
+        arrived[parcel.kind] = _own_part(trainer, parcel.name, tensor)
+        spec = trainer.tuning.trainable[parcel.name]
+        if len(arrived) == len(moments.kept(trainer.tuning.moments.get(parcel.name, moments.TWO), spec.shape)):
             trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), updates)
 
     return keep

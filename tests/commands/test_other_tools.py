@@ -255,6 +255,8 @@ def test_a_list_of_one_loss_is_that_loss() -> None:
             "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}\ndataloader_drop_last: true",
             {"schedule": "cosine_with_restarts", "cycles": 3, "last_batch": "full"},
         ),
+        ("optim: adafactor\nadam_beta2: 0.99", {"optimizer": "adafactor", "beta2": 0.95}),
+        ("optim: adamw_torch\nuse_muon: true\nadam_beta2: 0.99", {"optimizer": "muon", "beta2": 0.99}),
         ("loraplus_lr_ratio: 16\nneftune_noise_alpha: 5", {"lora_plus_ratio": 16.0, "neftune_noise_alpha": 5.0}),
         (
             "finetuning_type: full\nloraplus_lr_ratio: 16\nneftune_noise_alpha: 0",

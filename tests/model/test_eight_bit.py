@@ -20,18 +20,19 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.adamw import AdamW, check_eight_bit
-from hetero_mpi.model.job_tuning import in_eight_bit
+from hetero_mpi.model.job_tuning import with_moments
+from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.model_cost import model_cost
+from hetero_mpi.model.optimizer_check import check_optimizer
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
 from hetero_mpi.planning.decision.decide import fits
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.decision.remedies import in_eight_bit as estimated
-from hetero_mpi.planning.decision.remedies import remedies
+from hetero_mpi.planning.decision.remedies import remedies, with_optimizer
 from hetero_mpi.planning.memory import with_copies
 from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.moments import EIGHT_BIT, TWO
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.state.redistribute import LiveState, Parcel, deliveries, parcels, take_over
@@ -46,7 +47,7 @@ from tests.support.ranks import Threads, plan_of
 TRAIN = TrainTable(steps=4, global_batch=8, learning_rate=3e-3, dtype="fp32", optimizer="adamw_8bit")
 KEYS = {**tiny_keys("llama"), "hidden_size": 32, "intermediate_size": 200, "num_hidden_layers": 3, "vocab_size": 160}
 CHAIN = TransformersChain(read_config({**KEYS, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}))
-TUNING = in_eight_bit(full_training(CHAIN), CHAIN)
+TUNING = with_moments(full_training(CHAIN), CHAIN, "adamw_8bit")
 State = dict[tuple[str, str], torch.Tensor]
 
 
@@ -88,7 +89,7 @@ def test_steps_in_pieces_have_the_bits_of_bitsandbytes_own(eight_bit: bool) -> N
         "eps": TRAIN.epsilon,
         "weight_decay": TRAIN.weight_decay,
     }
-    ours = AdamW(TRAIN, True, [(own, True, eight_bit, 1.0)])
+    ours = LibraryOptimizers(TRAIN, True, [(own, True, EIGHT_BIT if eight_bit else TWO, 1.0)])
     theirs = bitsandbytes.optim.AdamW([plain], optim_bits=8 if eight_bit else 32, **settings)
     for gradient in gradients:
         own.grad, plain.grad = gradient.clone(), gradient.clone()
@@ -109,7 +110,7 @@ def test_embeddings_and_small_tensors_keep_fp32_as_in_transformers_trainer(famil
         model = AutoModelForCausalLM.from_config(chain.config)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     expected = {n for n, p in model.named_parameters() if p.numel() >= 4096 and id(p) not in embeddings}
-    assert in_eight_bit(full_training(chain), chain).eight_bit == expected
+    assert with_moments(full_training(chain), chain, "adamw_8bit").moments == dict.fromkeys(expected, EIGHT_BIT)
     assert expected and any(spec.count >= 4096 for n, spec in chain.parameters.items() if n not in expected)
 
 
@@ -121,7 +122,7 @@ def test_moments_take_two_bytes_and_the_plan_counts_them() -> None:
         assert trainer.optimizer is not None and trainer.held is not None
         held = {name: trainer.optimizer.state(name) for name in trainer.optimizer.targets}
         for name, state in held.items():
-            count, eight_bit = CHAIN.parameters[name].count, name in TUNING.eight_bit
+            count, eight_bit = CHAIN.parameters[name].count, name in TUNING.moments
             blocks = -(-count // 256)
             assert sum(t.nbytes for t in state.values()) == (2 * count + 8 * blocks if eight_bit else 8 * count)
         found = sum(tensor.nbytes for state in held.values() for tensor in state.values())
@@ -145,7 +146,7 @@ def test_a_checkpoint_goes_on_under_another_plan_with_the_same_bits(layout: str,
     straight = threads_of(layout)
     take(straight, range(2))
     state, path = state_of(straight), tmp_path / "step.h5"
-    assert {key[0]: t.dtype for key, t in state.items() if key[1] in TUNING.eight_bit} == {
+    assert {key[0]: t.dtype for key, t in state.items() if key[1] in TUNING.moments} == {
         "parameters": torch.float32,
         **dict.fromkeys(("moments1", "moments2"), torch.uint8),
         **dict.fromkeys(("absmax1", "absmax2"), torch.float32),
@@ -212,14 +213,14 @@ def test_a_device_that_bitsandbytes_cannot_step_on_is_refused_by_name() -> None:
             super().__init__()
             self.device = torch.device("meta")
 
-    check_eight_bit(Backend(), "rank 0 (here)")
+    check_optimizer(TRAIN, Backend(), "rank 0 (here)")
     with pytest.raises(UserError, match=r"rank 3 \(there\).*leave that rank out, or set optimizer"):
-        check_eight_bit(Meta(), "rank 3 (there)")
+        check_optimizer(TRAIN, Meta(), "rank 3 (there)")
 
 
 def test_plans_with_moments_in_8_bits_need_less_and_are_offered_as_a_remedy() -> None:
     model = replace(make_model(4), state_bytes_per_trainable_parameter=12.0)
-    packed, trained = estimated(model), sum(layer.trainable_parameters for layer in model.layers[1:])
+    packed, trained = with_optimizer(model, "adamw_8bit"), sum(layer.trainable_parameters for layer in model.layers[1:])
     assert model.state_bytes(0, 6) - packed.state_bytes(0, 6) == pytest.approx((6 - 1 / 32) * trained)
     request = PlanRequest(4, 10, (1,), memory_reserve=0.0, streaming="never")
 

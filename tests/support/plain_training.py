@@ -20,6 +20,7 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import PeftModel
 from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
+from transformers.optimization import Adafactor
 
 from hetero_mpi.data.batch import IGNORED, Batch
 from hetero_mpi.data.dataset import Dataset, SequenceSettings
@@ -38,7 +39,8 @@ class Reference:
 
     losses: list[float]
     first_moments: dict[str, torch.Tensor]
-    """AdamW's first moment after step 1: the clipped gradient times (1 - beta1); where it is in 8 bits, its codes."""
+    """AdamW's first moment after step 1: the clipped gradient times (1 - beta1); where it is in 8 bits, its codes. Of others what
+    they keep like it."""
     evaluation_loss: float
     parameters: dict[str, torch.Tensor]
     frozen: set[str]
@@ -96,14 +98,14 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
             ]
             group["params"] = [p for p in group["params"] if all(p is not q for q in own)]
             groups.append({**group, "params": own, "lr": rate})
-    optimizer = optimizer_of(case, model, [group for group in groups if group["params"]])
-    scheduler = get_scheduler("cosine", optimizer, TRAIN["warmup_steps"], STEPS)
+    optimizers = optimizers_of(case, model, [group for group in groups if group["params"]])
+    schedulers = [get_scheduler("cosine", one, TRAIN["warmup_steps"], STEPS) for one in optimizers]
     rows = case.reference_micro_batch or case.micro_batch
     losses, first_moments = [], {}
     for step in range(STEPS):
         batch = dataset.batch(step, GLOBAL_BATCH)
         batch = changed(batch, step) if case.changing else batch
-        optimizer.zero_grad()
+        model.zero_grad()
         total = 0.0
         for first in range(0, len(batch.tokens), rows):
             position["now"] = MicroBatch(0, step, first, batch.target_tokens)
@@ -112,14 +114,13 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP_NORM)
-        optimizer.step()
-        scheduler.step()
+        for one in (*optimizers, *schedulers):
+            one.step()
         losses.append(total)
         if step == 0:
-            first = "exp_avg" if case.optimizer == "adamw" else "state1"
-            states = ((n, optimizer.state.get(p, {}).get(first, torch.zeros_like(p))) for n, p in trained.items())
-            first_moments = {name: state.clone() for name, state in states}
-    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()  # what optimizer_of set is not for later tests
+            held = {p: state for one in optimizers for p, state in one.state.items()}
+            first_moments = {name: _first_kept(held.get(p, {}), p) for name, p in trained.items()}
+    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()  # what optimizers_of set is not for later tests
     held_out_mode(model)
     held_out = next(dataset.held_out_batches(10_000, 64))
     with torch.no_grad():
@@ -129,14 +130,42 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
     return Reference(losses, first_moments, evaluation, parameters, frozen)
 
 
-def optimizer_of(case: Case, model: torch.nn.Module, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    """As transformers' Trainer makes it: embeddings keep 32 bits."""
+def _first_kept(held: dict[str, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
+    """What an optimizer keeps of a parameter after the first step: the first of AdamW's moments, or what others have like it."""
+    names = ("exp_avg", "state1", "momentum_buffer", "exp_avg_sq_row", "exp_avg_sq")
+    return next((held[name] for name in names if name in held), torch.zeros_like(parameter)).clone()
+
+
+def optimizers_of(case: Case, model: torch.nn.Module, groups: list[dict[str, object]]) -> list[torch.optim.Optimizer]:
+    """As transformers' Trainer makes them: embeddings keep 32 bits. Muon: for matrices in blocks, and AdamW for the rest."""
+    if case.optimizer == "adafactor":
+        return [Adafactor(groups, lr=TRAIN["learning_rate"], scale_parameter=False, relative_step=False)]
+    if case.optimizer == "muon":
+        plain = model.get_base_model() if isinstance(model, PeftModel) else model
+        named = plain.base_model.layers.named_parameters()
+        matrices = {id(p) for name, p in named if p.ndim == 2 and not name.endswith("bias")}  # experts' biases are wide
+        parted: list[list[dict[str, object]]] = [[], []]
+        for group in groups:
+            for rest in (False, True):
+                own = [p for p in group["params"] if (id(p) not in matrices) == rest]  # type: ignore[attr-defined]
+                parted[rest] += [{**group, "params": own}] if own else []
+        muon = torch.optim.Muon(parted[0], lr=TRAIN["learning_rate"], adjust_lr_fn="match_rms_adamw")
+        return [muon, *([_adamw(parted[1])] if parted[1] else [])]
+    return [_adamw_of(case, model, groups)]
+
+
+def _adamw(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    settings = {"lr": TRAIN["learning_rate"], "betas": (TRAIN["beta1"], TRAIN["beta2"]), "eps": TRAIN["epsilon"]}
+    return torch.optim.AdamW(groups, **settings)
+
+
+def _adamw_of(case: Case, model: torch.nn.Module, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
     settings = {"lr": TRAIN["learning_rate"], "betas": (TRAIN["beta1"], TRAIN["beta2"]), "eps": TRAIN["epsilon"]}
     if "lora_plus_ratio" in case.train:
         keys = {"loraplus_lr_ratio": case.train["lora_plus_ratio"], "loraplus_weight_decay": TRAIN["weight_decay"]}
         return create_loraplus_optimizer(model, torch.optim.AdamW, **settings, **keys)  # type: ignore[arg-type]
     if case.optimizer == "adamw":
-        return torch.optim.AdamW(groups, **settings)
+        return _adamw(groups)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     manager.initialize()  # there is one for the whole process
     for module in model.modules():

@@ -118,7 +118,9 @@ class Trained(Protocol):
     @property
     def double(self) -> bool: ...
     @property
-    def eight_bit(self) -> frozenset[str]: ...
+    def moments(self) -> Mapping[str, str]: ...
+    @property
+    def optimizer(self) -> str: ...
     @property
     def noise(self) -> float | None: ...
     @property
@@ -298,10 +300,10 @@ def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
         return (
             f"the masks of dropout ({found}) would depend on how a group of ranks divides a layer: set it to 0, {alone}"
         )
-    if tuning.eight_bit:
+    if tuning.moments:
         return (
-            f"moments in 8 bits have blocks that do not end where a group of ranks cuts a tensor: set [train] optimizer to "
-            f'"adamw", {alone}'
+            f'[train] optimizer = "{tuning.optimizer}" keeps blocks of 8 bits, or steps whole matrices, which a group of ranks '
+            f'cuts: set it to "adamw", {alone}'
         )
     if tuning.adapter is not None and tuning.adapter.dora:
         return f"[adapter] dora = true: DoRA needs norms of whole rows, which a group of ranks cuts: set it to false, {alone}"

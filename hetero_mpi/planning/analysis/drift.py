@@ -321,7 +321,7 @@ def _parts(plan: Plan, model: ModelCost) -> dict[_Way, float]:
 
 def _moments_bytes(layer: LayerCost) -> float:
     """Bytes of a trained parameter's moments."""
-    return _MOMENTS_BYTES - layer.eight_bit_saving_bytes / max(1, layer.trainable_parameters)
+    return _MOMENTS_BYTES - layer.moments_saving_bytes / max(1, layer.trainable_parameters)
 
 
 def _busiest_s(profile: ClusterProfile, sent: Mapping[_Way, float]) -> float:

@@ -138,9 +138,10 @@ def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     model = profile.model
     if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
-    saved = math.floor(sum(layer.eight_bit_saving_bytes for layer in model.layers))
+    saved = math.floor(sum(layer.moments_saving_bytes for layer in model.layers))
     if saved:
-        yield f"memory: moments in 8 bits take {units.size(saved)} less than in fp32, all owners together"
+        what = "moments in 8 bits take" if model.optimizer == "adamw_8bit" else f"what {model.optimizer} keeps takes"
+        yield f"memory: {what} {units.size(saved)} less than AdamW's moments in fp32, all owners together"
 
 
 def differences(plan: Plan, request: PlanRequest) -> list[str]:

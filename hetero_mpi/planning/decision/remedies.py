@@ -165,8 +165,12 @@ def _kinds(now: _Change) -> Iterator[Iterable[_Change]]:
     if model.dtype == "fp32":
         setting, guess = ('train.dtype = "bf16"',), " (estimated from the fp32 figures)"
         yield [now.costing("half the bytes per value", setting, in_bf16(model), guess)]
-    if whole and not model.eight_bit and all(device.backend != "mps" for device in now.profile.devices):  # no kernel
-        yield [now.costing("moments in 8 bits", ('train.optimizer = "adamw_8bit"',), in_eight_bit(model))]
+    if (
+        whole and model.optimizer == "adamw" and all(device.backend != "mps" for device in now.profile.devices)
+    ):  # no kernel
+        yield [
+            now.costing("moments in 8 bits", ('train.optimizer = "adamw_8bit"',), with_optimizer(model, "adamw_8bit"))
+        ]
     if whole:
         yield [now.costing("adapters only", (LORA,), with_adapters(model, packed=False))]
     yield _four_bits(now)
@@ -235,7 +239,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
 
     def frozen(index: int, layer: LayerCost) -> LayerCost:
         if not 0 < index < len(model.layers) - 1:
-            return replace(layer, trainable_parameters=0, eight_bit_saving_bytes=0.0)
+            return replace(layer, trainable_parameters=0, moments_saving_bytes=0.0)
         own = layer.parameters - (0 if model.trained_whole else layer.trainable_parameters)
         adapters = math.ceil(ADAPTER_SHARE * own) if model.trained_whole else layer.trainable_parameters
         held = math.ceil(own * (NF4_BYTES if packed else size)) + size * adapters
@@ -245,7 +249,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
             layer,
             parameters=own + adapters,
             trainable_parameters=adapters,
-            eight_bit_saving_bytes=0.0,
+            moments_saving_bytes=0.0,
             parameter_bytes=held,
             workspace_bytes=max(layer.workspace_bytes, unpacked),
         )
@@ -269,8 +273,12 @@ def in_bf16(model: ModelCost) -> ModelCost:
     return replace(model, dtype="bf16", layers=layers, state_bytes_per_trainable_parameter=state)
 
 
-def in_eight_bit(model: ModelCost) -> ModelCost:
-    """The costs with the moments of all layers but the embedding in 8 bits."""
+_SAVED = {"adamw_8bit": EIGHT_BIT_SAVING, "adafactor": 8.0, "muon": 4.0}
+"""Bytes of a parameter that an optimizer keeps less than AdamW."""
+
+
+def with_optimizer(model: ModelCost, optimizer: str) -> ModelCost:
+    """The costs with another optimizer than AdamW, as if it kept the same of every parameter behind the embedding."""
     embedding, *others = model.layers
-    packed = (replace(x, eight_bit_saving_bytes=EIGHT_BIT_SAVING * x.trainable_parameters) for x in others)
-    return replace(model, layers=(embedding, *packed))
+    saving = (replace(x, moments_saving_bytes=_SAVED[optimizer] * x.trainable_parameters) for x in others)
+    return replace(model, layers=(embedding, *saving), optimizer=optimizer)

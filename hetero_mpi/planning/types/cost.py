@@ -55,8 +55,8 @@ class LayerCost:
     output gradients of the matrices."""
     workspace_bytes: int = 0
     """Bytes used only while this layer runs, whatever the tokens (one matrix unpacked from 4 bits)."""
-    eight_bit_saving_bytes: float = 0.0
-    """Bytes by which the layer's moments in blocks of 8 bits are smaller than in fp32."""
+    moments_saving_bytes: float = 0.0
+    """Bytes by which what the optimizer keeps is smaller than AdamW's moments in fp32."""
     divided_parameters: int = 0
     """Those of ``parameters`` that the members of a group divide; the others each of them holds."""
     divided_trainable: int = 0
@@ -89,7 +89,7 @@ class LayerCost:
             activation_bytes_per_token=kept * self.activation_bytes_per_token,
             workspace_bytes_per_token=used * self.workspace_bytes_per_token,
             workspace_bytes=math.ceil(used * self.workspace_bytes),
-            eight_bit_saving_bytes=trained * self.eight_bit_saving_bytes,
+            moments_saving_bytes=trained * self.moments_saving_bytes,
         )
 
 
@@ -106,7 +106,7 @@ class ModelCost:
     tied: bool
     """The head's matrix is the embedding's: gradients of both ends are summed every step."""
     state_bytes_per_trainable_parameter: float
-    """Gradient + fp32 optimizer moments (+ fp32 master weight, if the compute dtype is narrower) per trainable parameter."""
+    """Gradient + AdamW's fp32 moments (+ fp32 master weight, if the compute dtype is narrower) per trainable parameter."""
     layers: tuple[LayerCost, ...]
     """The chain: embedding, blocks, head."""
     tied_bytes: int = 0
@@ -115,6 +115,8 @@ class ModelCost:
     """Key/value heads of every block, by whose whole numbers a group of ranks shares its layers; None: it cannot."""
     experts: int | None = None
     """Experts of each layer that has some, where a group of ranks can share them; None: there are none."""
+    optimizer: str = "adamw"
+    """As ``[train] optimizer`` names it."""
     wire: str | None = None
     """``int8``: so activations and gradients travel from stage to stage; None: as they are computed."""
 
@@ -123,15 +125,10 @@ class ModelCost:
         """True where layers are trained themselves, rather than adapters over them."""
         return any(2 * layer.trainable_parameters > layer.parameters for layer in self.layers)
 
-    @property
-    def eight_bit(self) -> bool:
-        """True where moments are kept in blocks of 8 bits."""
-        return any(layer.eight_bit_saving_bytes for layer in self.layers)
-
     def state_bytes(self, first: int, last: int) -> float:
         """Gradients, moments and master weights of the layers [first, last)."""
         return sum(
-            layer.trainable_parameters * self.state_bytes_per_trainable_parameter - layer.eight_bit_saving_bytes
+            layer.trainable_parameters * self.state_bytes_per_trainable_parameter - layer.moments_saving_bytes
             for layer in self.layers[first:last]
         )
 
@@ -144,7 +141,7 @@ class ModelCost:
     def copy_bytes_per_trainable_parameter(self) -> float:
         """Bytes of a copy of the trained state, on average."""
         trained = sum(layer.trainable_parameters for layer in self.layers)
-        return COPY_BYTES - sum(layer.eight_bit_saving_bytes for layer in self.layers) / max(1, trained)
+        return COPY_BYTES - sum(layer.moments_saving_bytes for layer in self.layers) / max(1, trained)
 
     def sent_bytes_per_token(self, layer: int) -> int:
         """Bytes of a layer's output per token on its way to another rank; the gradient coming back is as large."""

@@ -11,7 +11,6 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.emulation.emulated_cluster import emulated_profile
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_micro_batches, with_memory, within_timed
-from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.model.group.division import require_divisible
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.dry_run import validate
@@ -236,11 +235,10 @@ def _fitting(
             f"{path} was made for {profile.model.dtype} and {profile.model.sequence_length} tokens per sequence, this job has "
             f"{subject.train.dtype} and {subject.sequence_length}: leave the profile out to measure"
         )
-    if profile.model.eight_bit != bool(subject.tuning.eight_bit):
-        then = EIGHT_BIT if profile.model.eight_bit else "adamw"
+    if profile.model.optimizer != subject.tuning.optimizer:
         raise UserError(
-            f"{path} was made for [train] optimizer = {then!r}, this job has {subject.train.optimizer!r}: leave the profile out to "
-            f"measure"
+            f"{path} was made for [train] optimizer = {profile.model.optimizer!r}, this job has {subject.train.optimizer!r}: leave "
+            f"the profile out to measure"
         )
     if profile.key == key:
         say(same)

@@ -28,13 +28,12 @@ from hetero_mpi.device.products import widen_products
 from hetero_mpi.errors import UserError
 from hetero_mpi.host_limits import core_quota, own_cores
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.job.schema import ClusterTable
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adamw import check_eight_bit
 from hetero_mpi.model.adapter_files import with_patterns_of
 from hetero_mpi.model.job_tuning import tuning_of
 from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.optimizer_check import check_optimizer
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.report.run_files.logs import say, setup_logging
@@ -107,8 +106,8 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         rows = f"sequences of {job.data.sequence_length} tokens"
     with world.together("reading the model's configuration"):
         tuning = tuning_of(job, chain)
-        if job.train.optimizer == EIGHT_BIT:
-            check_eight_bit(backend, f"rank {world.rank} ({world.host})")
+        if job.train.optimizer != "adamw":
+            check_optimizer(job.train, backend, f"rank {world.rank} ({world.host})")
     if material is not None:
         dataset = material.dataset
         say(*material.notes)

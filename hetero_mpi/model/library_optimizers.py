@@ -1,5 +1,6 @@
-"""AdamW as torch has it, or as bitsandbytes has it, whose moments of large tensors are blocks of 8 bits (Dettmers et al. 2022,
-arXiv:2110.02861)."""
+"""The optimizers of the libraries: torch's AdamW; bitsandbytes', whose moments of large tensors are blocks of 8 bits (Dettmers et
+al. 2022, arXiv:2110.02861); transformers' Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), which keeps of a matrix the means
+of its rows and columns; torch's Muon for matrices inside of blocks (Liu et al. 2025, arXiv:2502.16982), beside AdamW."""
 
 from __future__ import annotations
 
@@ -11,13 +12,19 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.job.training_tables import TrainTable
+from hetero_mpi.model.eager_imports import imported_peft
+from hetero_mpi.planning.types import moments as kinds
 from hetero_mpi.planning.types.cost import MOMENT_BLOCK
 
-_TORCH = {"moments1": "exp_avg", "moments2": "exp_avg_sq"}
+_TORCH = {
+    kinds.TWO: {"moments1": "exp_avg", "moments2": "exp_avg_sq"},
+    kinds.FACTORED: {"moments1": "exp_avg_sq_row", "moments2": "exp_avg_sq_col"},
+    kinds.ONE: {"moments1": "momentum_buffer"},
+}
+_VECTOR = {"moments2": "exp_avg_sq"}
+"""Adafactor's."""
 _BITSANDBYTES = {"moments1": "state1", "moments2": "state2", "absmax1": "absmax1", "absmax2": "absmax2"}
 """Kind of tensor in a checkpoint -> its name in the optimizer's state."""
 _PIECE = 1 << 18
@@ -26,37 +33,37 @@ _ALONE = threading.Lock()
 """bitsandbytes 0.50 packs on CPUs with the wrong map where two threads of a process pack by unlike ones at a time."""
 
 
-class AdamW:
-    """Steps fp32 parameters, each by itself: what it steps besides changes no bit.
+class LibraryOptimizers:
+    """Step fp32 parameters, each by itself: what they step besides changes no bit.
 
     Args:
-        fused: torch's kernel is to be the fused one.
-        targets: (parameter, does it decay?, are its moments in 8 bits?, its learning rate as a share of the job's).
+        fused: torch's kernel of AdamW is to be the fused one.
+        targets: (parameter, does it decay?, what is kept of it (``planning.types.moments``), its learning rate as a share of the
+            job's).
     """
 
-    def __init__(self, train: TrainTable, fused: bool, targets: Iterable[tuple[Parameter, bool, bool, float]]) -> None:
+    def __init__(self, train: TrainTable, fused: bool, targets: Iterable[tuple[Parameter, bool, str, float]]) -> None:
         self._fused, listed = fused, list(targets)
-        self._in_pieces = train.optimizer == EIGHT_BIT and all(p.device.type == "cpu" for p, *_ in listed)
+        self._packs = train.optimizer == EIGHT_BIT
+        self._in_pieces = self._packs and all(p.device.type == "cpu" for p, *_ in listed)
         for target, *_ in listed if self._in_pieces else ():
             target.data = target.data.contiguous()  # as bitsandbytes does; moments and gradients get its layout
-        self._names = _BITSANDBYTES if train.optimizer == EIGHT_BIT else _TORCH
-        settings = {"lr": train.learning_rate, "betas": (train.beta1, train.beta2), "eps": train.epsilon}
+        self._moments = {target: moments for target, _, moments, _ in listed}
         self._parts: list[Any] = []
-        """torch's optimizer, or bitsandbytes' of either width."""
+        """The optimizers, each of what is kept in its way."""
         self._places: dict[Parameter, tuple[Any, int, int]] = {}
         """Parameter -> (its optimizer, group, place in the group)."""
-        for make, widths in _makers(train, fused):
+        for moments, make in _makers(train, fused).items():
             groups: list[dict[str, Any]] = []
             for decay, share in sorted({(decays, share) for _, decays, _, share in listed}, reverse=True):
-                some = [
-                    p for p, decays, eight_bit, own in listed if (decays, own) == (decay, share) and eight_bit in widths
-                ]
+                some = [p for p, decays, own, of_p in listed if (decays, own, of_p) == (decay, moments, share)]
                 groups += [{"params": some, "weight_decay": train.weight_decay * decay, "share": share}] if some else []
             if groups:  # a stage may hold nothing that is trained, such as an embedding beside adapters
-                self._parts.append(make(groups, **settings))
+                self._parts.append(make(groups, lr=train.learning_rate))
         for part in self._parts:
             for number, group in enumerate(part.param_groups):
                 self._places |= {p: (part, number, place) for place, p in enumerate(group["params"])}
+        assert self._places.keys() == self._moments.keys(), "the job's optimizer keeps nothing in such a way"
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -78,31 +85,39 @@ class AdamW:
                 _step_in_pieces(target, self._held(target), part.param_groups[number])
 
     def state(self, target: Parameter) -> dict[str, torch.Tensor]:
-        """Kind -> tensor of what is kept of a parameter from step to step: ``moments1`` and ``moments2``, of its shape, in fp32 or
-        uint8, and of these ``absmax1`` and ``absmax2``, an fp32 scale for each block of 256 numbers. As they are."""
+        """Kind -> tensor of what is kept of a parameter from step to step (``moments.kept``). As they are."""
         held = self._held(target)
-        return {kind: held[name] for kind, name in self._names.items() if name in held}
+        return {kind: held[name] for kind, name in self._names(target).items() if name in held}
 
     def restore(self, target: Parameter, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Put back what ``state`` gave after ``steps`` steps."""
-        held = self._held(target)
+        held, names = self._held(target), self._names(target)
         for kind, value in state.items():
-            held[self._names[kind]].copy_(value)
+            held[names[kind]].copy_(value)
         held["step"] = self._counter(target, steps)
 
     def _held(self, target: Parameter) -> dict[str, Any]:
         """The state of a parameter, which is zeros before its first step."""
         part, number, place = self._places[target]
         held: dict[str, Any] = part.state[target]
-        if not held and self._names is _TORCH:
-            held["step"] = self._counter(target, 0)
-            held |= {name: torch.zeros_like(target) for name in _TORCH.values()}
-        elif not held:
+        if not held and self._packs:
             part.init_state(part.param_groups[number], target, number, place)
+        elif not held:
+            sizes = kinds.kept(self._moments[target], tuple(target.shape))
+            for kind, name in self._names(target).items():
+                shape = sizes[kind][0]
+                held[name] = torch.zeros_like(target) if shape == target.shape else target.detach().new_zeros(shape)
+            held["step"] = self._counter(target, 0)
         return held
 
+    def _names(self, target: Parameter) -> Mapping[str, str]:
+        """Kind -> name in the optimizer's state."""
+        moments = self._moments[target]
+        own = _VECTOR if moments == kinds.FACTORED and target.dim() < 2 else _TORCH.get(moments, {})
+        return _BITSANDBYTES if self._packs else own
+
     def _counter(self, target: Parameter, steps: int) -> int | torch.Tensor:
-        if self._names is not _TORCH:
+        if self._packs or self._moments[target] == kinds.FACTORED:
             return steps
         # torch keeps it as a float32 tensor, on the device where the kernel is fused.
         return torch.tensor(float(steps), dtype=torch.float32, device=target.device if self._fused else "cpu")
@@ -131,30 +146,17 @@ def _step_in_pieces(target: Parameter, held: dict[str, Any], group: Mapping[str,
             optimizer_update_32bit("adam", gradient, values, first, *own)
 
 
-def _makers(train: TrainTable, fused: bool) -> list[tuple[Any, tuple[bool, ...]]]:
-    if train.optimizer != EIGHT_BIT:
-        return [(partial(torch.optim.AdamW, fused=fused), (False, True))]
-    from bitsandbytes import optim
+def _makers(train: TrainTable, fused: bool) -> dict[str, Any]:
+    """Moments -> maker of the optimizer that keeps them so."""
+    settings: dict[str, Any] = {"betas": (train.beta1, train.beta2), "eps": train.epsilon}
+    if train.optimizer == EIGHT_BIT:
+        from bitsandbytes import optim
 
-    return [(optim.AdamW8bit, (True,)), (optim.AdamW, (False,))]
-
-
-def check_eight_bit(backend: Backend, who: str) -> None:
-    """Let bitsandbytes' optimizer step on this rank's device.
-
-    :raises UserError: it cannot, with the reason and the name ``who`` of the rank.
-    """
-    tensor = Parameter(torch.zeros(4096, device=backend.device))
-    tensor.grad = torch.ones_like(tensor)
-    train = TrainTable(optimizer="adamw_8bit")
-    try:
-        AdamW(train, False, [(tensor, False, True, 1.0)]).step(1.0)
-        moved = bool((tensor < 0).all())
-        reason = "its step changed nothing"
-    except Exception as error:  # whatever it raises where it has no kernel, or where it is not installed
-        moved, reason = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if not moved:
-        raise UserError(
-            f'[train] optimizer = "adamw_8bit": bitsandbytes does not step on {who}, {backend.description()} ({reason}); install '
-            f'bitsandbytes 0.50 or later there, leave that rank out, or set optimizer = "adamw"'
-        )
+        return {kinds.EIGHT_BIT: partial(optim.AdamW8bit, **settings), kinds.TWO: partial(optim.AdamW, **settings)}
+    if train.optimizer == "adafactor":  # as transformers' Trainer makes it
+        adafactor = imported_peft("transformers.optimization").Adafactor
+        return {kinds.FACTORED: partial(adafactor, scale_parameter=False, relative_step=False)}
+    found = {kinds.TWO: partial(torch.optim.AdamW, fused=fused, **settings)}
+    if train.optimizer == "muon":  # rates and decay as for AdamW
+        found[kinds.ONE] = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+    return found

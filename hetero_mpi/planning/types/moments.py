@@ -1,0 +1,38 @@
+"""The tensors that an optimizer keeps of a parameter from step to step."""
+
+from __future__ import annotations
+
+import math
+
+from hetero_mpi.planning.types.cost import MOMENT_BLOCK
+
+TWO, EIGHT_BIT, FACTORED, ONE = "two", "eight_bit", "factored", "one"
+"""AdamW's moments in fp32; in blocks of 8 bits; Adafactor's means of squares over rows and columns; Muon's moving mean."""
+OF_OPTIMIZER = {"adamw": (TWO,), "adamw_8bit": (TWO, EIGHT_BIT), "adafactor": (FACTORED,), "muon": (TWO, ONE)}
+"""``[train] optimizer`` -> what it keeps of its parameters; the last one of a matrix inside of a block."""
+
+_FP32_BYTES = 4
+Kept = dict[str, tuple[tuple[int, ...], str]]
+"""Kind of tensor in a checkpoint -> (shape, dtype)."""
+
+
+def kept(moments: str, shape: tuple[int, ...]) -> Kept:
+    """The tensors that are kept of a parameter of this shape."""
+    if moments == EIGHT_BIT:
+        scales = (-(-math.prod(shape) // MOMENT_BLOCK),), "float32"
+        codes = shape, "uint8"
+        return {"moments1": codes, "moments2": codes, "absmax1": scales, "absmax2": scales}
+    found = {"moments1": (shape, "float32"), "moments2": (shape, "float32")}
+    if moments == FACTORED and len(shape) > 1:
+        return {"moments1": (shape[:-1], "float32"), "moments2": ((*shape[:-2], shape[-1]), "float32")}
+    if moments in (FACTORED, ONE):  # a vector's are not factored
+        del found["moments2" if moments == ONE else "moments1"]
+    return found
+
+
+def saved_bytes(moments: str, shape: tuple[int, ...]) -> float:
+    """Bytes by which that is smaller than AdamW's moments in fp32."""
+    sizes = kept(moments, shape).values()
+    return 2 * _FP32_BYTES * math.prod(shape) - sum(
+        math.prod(own) * (1 if dtype == "uint8" else _FP32_BYTES) for own, dtype in sizes
+    )
