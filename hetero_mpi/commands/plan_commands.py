@@ -323,7 +323,7 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
     blocks = next((config[key] for key in BLOCK_KEYS if config and key in config), None)
     if blocks is not None and blocks != len(model.layers) - 2:
         found.append(f"{blocks} blocks: the profile has {len(model.layers) - 2}")
-    if model.layers[1:-1] and _frozen(profile) != (job.adapter.method != "none"):
+    if model.layers[1:-1] and not job.train.freeze and _frozen(profile) != (job.adapter.method != "none"):
         measured = "an adapter over frozen weights" if _frozen(profile) else "training of all weights"
         found.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')
     return found

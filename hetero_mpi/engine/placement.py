@@ -69,7 +69,8 @@ def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> dict[str, 
 
 def parameter_owners(tuning: Tuning, plan: Plan) -> dict[str, int]:
     """Trained parameter -> the rank that owns it, in the model's order."""
-    return owners(plan, {name: (spec.layer, spec.count) for name, spec in tuning.trainable.items()})
+    sizes = {name: (spec.layer, spec.count * (name not in tuning.still)) for name, spec in tuning.trainable.items()}
+    return owners(plan, sizes)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ class Trainer:
 
     def _owned(self, layer: int, ranks: Sequence[int]) -> list[list[str]]:
         """The trained parameters of a layer that each of ``ranks`` owns; of a group, those that all of it hold."""
-        names = [name for name, spec in self.tuning.trainable.items() if spec.layer == layer]
+        names = [spec.name for spec in self.tuning.specs(layer, layer + 1)]
         names = [name for name in names if name not in self.divided or self.divided[name].exchanged]
         return [[name for name in names if self.owner[name] == rank] for rank in ranks]
 

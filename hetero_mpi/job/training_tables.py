@@ -122,7 +122,7 @@ class TrainTable(JobTable):
     """Learning rate of an adapter's B (and of DoRA's lengths) by that of its A (LoRA+, Hayou et al., 2024)."""
     freeze: list[NotNegative | Pattern] = []
     """What is not trained where no adapter is: blocks by number, counted from 0, and parameters by regular expressions that are
-    found in their names. Their gradients are not computed; their memory stays, and plans take all for trained."""
+    found in their names. They have neither gradients nor masters nor moments."""
     neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = None
     """Uniform noise on the embeddings in training, up to this by the root of (tokens x width) of a sequence (NEFTune, Jain et al.,
     2023)."""

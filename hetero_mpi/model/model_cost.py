@@ -66,10 +66,10 @@ def _layer_cost(
     activation_bytes: Mapping[str, float],
 ) -> LayerCost:
     head, kind = layer == chain.layer_count - 1, chain.kinds[layer]
-    trained = sum(spec.count for spec in chain.specs(layer, layer + 1))
-    held = trained + sum(spec.count for spec in chain.constant_specs(layer, layer + 1))
-    copy = tied if head else 0
-    adapters = 0 if tuning.full else sum(spec.count for spec in tuning.specs(layer, layer + 1))
+    own = (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
+    held = sum(spec.count for spec in own)
+    trained = sum(spec.count for spec in tuning.specs(layer, layer + 1))
+    copy, adapters = tied if head else 0, 0 if tuning.full else trained
     packed, unpacked = (
         _packed(language(chain), tuning, layer) if tuning.nf4 and 0 < layer < chain.layer_count - 1 else (0, 0)
     )
@@ -82,7 +82,7 @@ def _layer_cost(
     return LayerCost(
         kind=kind,
         parameters=held + copy + adapters,
-        trainable_parameters=trained if tuning.full else adapters,
+        trainable_parameters=trained,
         parameter_bytes=parameter_bytes,
         activation_bytes_per_token=activation_bytes[kind],
         # Backward holds the gradients of one layer's activations; the head those of its logits, and

@@ -99,7 +99,7 @@ class Optimizer:
             self._added[name].grad = view
         tuning = stage.tuning
         listed = [
-            (t, stage.chain.decays(n) and n not in tuning.still, tuning.moments.get(n, TWO), tuning.shares.get(n, 1.0))
+            (t, stage.chain.decays(n), tuning.moments.get(n, TWO), tuning.shares.get(n, 1.0))
             for n, t in self.targets.items()
         ]
         self.library = LibraryOptimizers(train, stage.backend.fused_optimizer(), listed)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from transformers.integrations import sdpa_attention
 
+from hetero_mpi.device.backend import HOST
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.layer.gradients import Beginnings, Finished, GradientReadyHooks, WeightGradients
 from hetero_mpi.model.layer.interface import Start
@@ -248,11 +249,14 @@ class Stage(StageLayers):
         """NEFTune's noise on the embeddings, as transformers adds it; but that of a sequence depends on (seed, step, sequence)."""
         if not module.training or self._position is None:
             return output
-        most, noise = alpha / math.sqrt(output.shape[1] * output.shape[2]), torch.empty_like(output)
+        most, together = alpha / math.sqrt(output.shape[1] * output.shape[2]), self.divided is not None
+        noise = torch.empty_like(output, device=HOST if together else None)  # a group's devices may draw unlike numbers
         for row, own in enumerate(noise):
-            self.backend.seed(seed_from(self.seed, "noise", self._position.step, self._position.first_sample + row))
-            own.uniform_(-most, most)
-        return output + noise
+            seed = seed_from(self.seed, "noise", self._position.step, self._position.first_sample + row)
+            if not together:
+                self.backend.seed(seed)
+            own.uniform_(-most, most, generator=torch.Generator().manual_seed(seed) if together else None)
+        return output + noise.to(output.device)
 
 
 def dropout_seed(seed: int, position: MicroBatch, layer: int) -> int:

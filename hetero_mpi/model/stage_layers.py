@@ -249,7 +249,7 @@ class StageLayers(HeldLayers):
 
     def _place_parameter(self, name: str, parameter: nn.Parameter) -> None:
         value = parameter.detach()
-        trained = self.tuning.full and name in self.chain.parameters
+        trained = self.tuning.full and name in self.chain.parameters and name not in self.tuning.still
         if trained and self.divided is not None:
             trained = self.divided.trains(name)
         if not trained:  # narrowed on the host: the device never holds both forms of a matrix that it only reads
@@ -258,7 +258,7 @@ class StageLayers(HeldLayers):
         if trained and self.dtype != torch.float32 and name not in self.foreign and value.numel():
             self.masters[name] = value
         parameter.data = value.to(self.chain.dtype_of(name, self.dtype))
-        parameter.requires_grad_(trained and name not in self.tuning.still)
+        parameter.requires_grad_(trained)
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters this rank trains, after adapters are in place."""

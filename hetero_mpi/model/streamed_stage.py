@@ -122,7 +122,7 @@ class StreamedStage(Stage):
         mapped = self.backend.shares_host_memory() and not self.tuning.full
         self._host_layers[layer] = HostLayer(modules, self.backend, self._folder if mapped else None)
         if self.tuning.full:  # in fp32 the block has the masters
-            for spec in self.chain.specs(layer, layer + 1):
+            for spec in self.tuning.specs(layer, layer + 1):
                 if spec.name in self.foreign:
                     continue
                 self.masters.setdefault(spec.name, self.model.get_parameter(spec.name).data)

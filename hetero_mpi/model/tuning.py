@@ -307,7 +307,7 @@ class Tuning:
     shares: Mapping[str, float] = field(default_factory=dict)
     """Name -> learning rate as a share of the job's, where it is another."""
     still: frozenset[str] = frozenset()
-    """Names of tensors that take part as trained ones, but get no gradients and stay as they are."""
+    """Names of those that stay as they are, in the compute dtype: no gradients, masters, or moments. They have owners."""
     noise: float | None = None
     """``train.neftune_noise_alpha``."""
 
@@ -319,7 +319,8 @@ class Tuning:
         return [name for layer, name in self.modules if first <= layer < last]
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
-        return [spec for spec in self.trainable.values() if first <= spec.layer < last]
+        """Trained tensors of the layers [first, last)."""
+        return [s for s in self.trainable.values() if first <= s.layer < last and s.name not in self.still]
 
     def adapted_tensors(self, chain: LayerChain, first: int, last: int) -> dict[str, str]:
         """Adapted tensor of the model -> what the names of its adapter's tensors begin with."""

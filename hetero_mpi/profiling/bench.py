@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -53,8 +54,9 @@ class Bench:
     ) -> None:
         train, chain = subject.train, subject.chain
         self.subject, self.backend = subject, backend
-        spec = StageSpec(chain, first, last, backend, train.dtype, 0, subject.tuning, split_backward=split)
-        divided = DividedLayers(language(chain), subject.tuning, group) if group is not None else None
+        tuning = replace(subject.tuning, still=frozenset())  # blocks of a kind are timed by one of them, frozen or not
+        spec = StageSpec(chain, first, last, backend, train.dtype, 0, tuning, split_backward=split)
+        divided = DividedLayers(language(chain), tuning, group) if group is not None else None
         self.stage = Stage(spec, ProfilingStart(), divided=divided)
         self.clock = LayerClock(self.stage)
         self.optimizer = Optimizer(self.stage, train)

@@ -150,7 +150,7 @@ def subject_content(subject: BenchmarkSpec, mpi_library: str) -> list[Any]:
     return [
         {name: list(spec.shape) for name, spec in subject.chain.parameters.items()},
         list(subject.chain.kinds),
-        [sorted(subject.tuning.trainable), subject.tuning.nf4, subject.tuning.double],
+        [sorted(subject.tuning.trainable), sorted(subject.tuning.still), subject.tuning.nf4, subject.tuning.double],
         [subject.train.dtype, subject.train.optimizer],
         [subject.sequence_length, subject.groups],
         list(subject.chain.boundary(0, 1, subject.sequence_length)),

@@ -66,7 +66,7 @@ def held_as(
     """(shape, dtype) of what there is of a kind for a tensor; None: nothing. ``dtype``: of parameters."""
     if kind == "parameters":
         return spec.shape, dtype
-    if spec.name not in tuning.trainable:
+    if spec.name not in tuning.trainable or spec.name in tuning.still:
         return None
     shape, named = moments.kept(tuning.moments.get(spec.name, moments.TWO), spec.shape).get(kind, (None, ""))
     return None if shape is None else (shape, getattr(torch, named))
@@ -119,8 +119,9 @@ class LiveState:
     def _part(self, parcel: Parcel) -> torch.Tensor:
         optimizer, held = self._trainer.optimizer, self._trainer.held
         assert optimizer is not None and held is not None
-        if parcel.name in self._trainer.tuning.constants:
-            return held.model_parameter(parcel.name).detach().float()
+        tuning = self._trainer.tuning
+        if parcel.name in tuning.constants or parcel.name in tuning.still:
+            return held.model_parameter(parcel.name).detach().to(parcel.dtype)
         if parcel.kind != "parameters":
             return optimizer.state(parcel.name)[parcel.kind]
         if self._rounded:
@@ -235,8 +236,12 @@ def set_parameter(trainer: Trainer, name: str, value: torch.Tensor) -> None:
     held, optimizer = trainer.held, trainer.optimizer
     assert held is not None and optimizer is not None
     with torch.no_grad():
+        divided = trainer.divided.get(name)
         if name in trainer.tuning.constants:
             held.storage_of(held.model_parameter(name)).copy_(value)
+        elif name in trainer.tuning.still:
+            if divided is None or trainer.group is None or divided.division.exists(trainer.group.member):
+                held.storage_of(held.model_parameter(name)).copy_(_own_part(trainer, name, value))
         elif name in held.parameters:
             value = _own_part(trainer, name, value)
             if name in optimizer.targets:

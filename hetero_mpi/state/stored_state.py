@@ -59,11 +59,11 @@ LATEST = "latest"
 """``--resume latest``: from the newest state in the run directory."""
 ANY = "any"
 """Like ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
-_KEPT = ("seed", "global_batch", "last_batch", "dtype", "optimizer", "preference")
+_KEPT = ("seed", "global_batch", "last_batch", "dtype", "optimizer", "freeze", "preference")
 """Keys of ``[train]`` that a resumed run has as it began with them."""
 _TOLD = (
     *("preference_beta", "preference_smoothing", "preference_margin", "desirable_weight", "undesirable_weight"),
-    *("freeze", "neftune_noise_alpha", "weight_decay", "beta1", "beta2", "epsilon", "clip_norm"),
+    *("neftune_noise_alpha", "weight_decay", "beta1", "beta2", "epsilon", "clip_norm"),
 )
 """Keys that it may change, which is told."""
 _RATE = (

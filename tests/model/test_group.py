@@ -513,7 +513,8 @@ def test_settings_that_depend_on_the_cut_are_refused() -> None:
     assert magnitudes is not None and "[adapter] dora = true" in magnitudes
     fused = refusal(mixtral := group_chain("mixtral"), lora(mixtral, parameters=["experts.down_proj"]), (4, 2))
     assert fused is not None and "adapters of fused experts" in fused
-    assert "moments in 8 bits" in refused(llama, eight_bit=frozenset({"model.norm.weight"}))
+    packed = refused(llama, optimizer="adamw_8bit", moments={"model.norm.weight": "eight_bit"})
+    assert 'optimizer = "adamw_8bit" keeps blocks' in packed
 
 
 OTHERS = [

@@ -17,6 +17,7 @@ from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.group.division import refusal
 from hetero_mpi.model.job_tuning import tuning_of
+from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -58,11 +59,10 @@ def test_each_parameter_has_its_share_of_the_learning_rate() -> None:
     found = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.library.groups for p in group["params"]}
     layer = "model.layers.1."
     for name, expected in {f"{layer}self_attn.q_proj.weight": (2e-4, 0.5), f"{layer}self_attn.v_proj.weight": (4e-3, 0.5),
-                           f"{layer}mlp.up_proj.weight": (2e-3, 0.5), f"{layer}input_layernorm.weight": (2e-3, 0.0),
-                           "model.layers.0.mlp.up_proj.weight": (2e-3, 0.0)}.items():  # fmt: skip
+                           f"{layer}mlp.up_proj.weight": (2e-3, 0.5),
+                           f"{layer}input_layernorm.weight": (2e-3, 0.0)}.items():  # fmt: skip
         assert found[id(optimizer.targets[name])] == pytest.approx(expected), name
-    still = {name for name, parameter in stage.parameters.items() if not parameter.requires_grad}
-    assert still and still == {name for name in stage.parameters if name.startswith("model.layers.0.")}
+    assert stage.parameters.keys() == {name for name in own.parameters if not name.startswith("model.layers.0.")}
 
 
 def test_later_matrices_of_adapters_learn_faster() -> None:
@@ -140,33 +140,41 @@ def test_a_resume_with_other_rates_of_some_parameters_says_so() -> None:
 
 
 def test_a_resume_with_other_steps_says_so() -> None:
-    train = TrainTable(preference="dpo", preference_smoothing=0.1, freeze=[0, "norm"])
+    train = TrainTable(preference="dpo", preference_smoothing=0.1, weight_decay=0.2)
     then = train.model_dump()
     assert step_change(then, train, 5) is None
-    remark = step_change({**then, "preference_smoothing": 0.0, "freeze": [], "clip_norm": None}, train, 5)
-    expected = 'preference_smoothing is 0.1, was 0.0, freeze is [0, "norm"], was [], clip_norm is 1.0, was ""'
+    remark = step_change({**then, "preference_smoothing": 0.0, "weight_decay": 0.0, "clip_norm": None}, train, 5)
+    expected = 'preference_smoothing is 0.1, was 0.0, weight_decay is 0.2, was 0.0, clip_norm is 1.0, was ""'
     assert remark == f"From step 6 on [train] {expected}"
 
 
-def test_going_on_with_another_preference_is_refused(tmp_path: Path) -> None:
-    train, path = TrainTable(preference="dpo"), tmp_path / "step.h5"
+def test_going_on_with_another_preference_or_freeze_is_refused(tmp_path: Path) -> None:
+    train, path = TrainTable(preference="dpo", freeze=[0]), tmp_path / "step.h5"
     with CheckpointWriter(path, told(1, job={"train": train.model_dump(), "data": {}})):
         pass
     with CheckpointReader(path) as reader:
         check_train(reader, path, train)
         with pytest.raises(UserError, match=r"preference = 'dpo', this job says 'simpo'.*set it back"):
             check_train(reader, path, train.model_copy(update={"preference": "simpo"}))
+        with pytest.raises(UserError, match=r"freeze = \[0\], this job says \[\]: the run would not"):
+            check_train(reader, path, train.model_copy(update={"freeze": []}))
 
 
-@pytest.mark.parametrize(
-    ("keys", "part"),
-    [
-        ({"freeze": [0]}, "[train] freeze leaves some as they are"),
-        ({"neftune_noise_alpha": 5.0}, "[train] neftune_noise_alpha = 5.0"),
-    ],
-)
-def test_groups_of_ranks_take_neither_frozen_parameters_nor_noise(keys: dict[str, Any], part: str) -> None:
+def test_groups_of_ranks_take_frozen_parameters_and_noise() -> None:
     own = chain()
-    assert refusal(own, tuned({}), (1, 1)) is None
-    assert part in str(refusal(own, tuned(keys), (1, 1)))
+    assert refusal(own, tuned({"freeze": [0], "neftune_noise_alpha": 5.0}), (1, 1)) is None
     assert refusal(own, tuned({"learning_rates": {"q_proj": 1e-4}}), (1, 1)) is None
+
+
+def test_frozen_parameters_take_no_memory_but_their_own() -> None:
+    """Of a bf16 stage, where what is trained has masters; and of the plan."""
+    own, tuning = chain(), tuned({"freeze": [0, "embed_tokens"]})
+    stage = stage_of(own, 0, own.layer_count, Backend(), "bf16", SeededStart(1), tuning=tuning)
+    trained = {spec.name for spec in tuning.specs(0, own.layer_count)}
+    assert trained == own.parameters.keys() - tuning.still != set()
+    assert trained == stage.parameters.keys() == stage.masters.keys() == Optimizer(stage, TrainTable()).targets.keys()
+    assert all(stage.model_parameter(name).requires_grad == (name in trained) for name in own.parameters)
+    cost, whole = (model_cost(own, one, "bf16", 16, dict.fromkeys(own.kinds, 0.0)) for one in (tuning, tuned({})))
+    frozen = sum(own.parameters[name].count for name in tuning.still)
+    assert whole.state_bytes(0, own.layer_count) - cost.state_bytes(0, own.layer_count) == 16 * frozen
+    assert [x.parameters for x in whole.layers] == [x.parameters for x in cost.layers]

@@ -66,6 +66,7 @@ RESUMED = (
 streamed."""
 AGAIN = (
     "llama-frozen-rates-two",
+    "qwen3-frozen-noise-groups",
     "qwen3-tied-two-split-unequal",
     "gemma2-tail-changing",
     "llama-lora-groups",
@@ -202,7 +203,7 @@ def check_against_reference(bench: Bench, ranks: int, case: Case) -> None:
     np.testing.assert_allclose(losses(run), reference.losses, rtol=TOLERANCE)
     after_one = tensors(run, 1)
     moments = {kind: {name for of, name in after_one if of == kind} for kind in ("moments1", "moments2")}
-    assert moments["moments1"] | moments["moments2"] == set(reference.first_moments)
+    assert moments["moments1"] | moments["moments2"] == reference.first_moments.keys() - reference.frozen
     for name, expected in reference.first_moments.items():
         kind = "moments1" if name in moments["moments1"] else "moments2"
         if name in reference.frozen:

@@ -285,6 +285,17 @@ NORMAL = (
     Case(
         "llama-lora-muon-streamed", "llama", False, 0.0, True, 2, "even", tuning="lora", streamed=True, optimizer="muon"
     ),
+    Case(
+        "qwen3-frozen-noise-groups",
+        "qwen3",
+        False,
+        0.0,
+        True,
+        2,
+        "even",
+        pipelines="groups",
+        further=("frozen", "noise"),
+    ),
     Case("llama-bf16-group", "llama", False, 0.0, True, 2, "even", pipelines="group", dtype="bf16"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )

@@ -122,10 +122,7 @@ class Trained(Protocol):
     @property
     def optimizer(self) -> str: ...
     @property
-    def noise(self) -> float | None: ...
-    @property
     def still(self) -> frozenset[str]: ...
-    def uses_dropout(self, chain: LayerChain) -> bool: ...
 
 
 def key_value_heads(chain: TransformersChain, block: int = 0) -> int:
@@ -288,14 +285,10 @@ def require_divisible(chain: LayerChain, tuning: Trained, plan: Plan) -> None:
 
 def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
     alone = "or give each rank a stage of its own"
-    if tuning.still:  # some members would wait for gradients that others do not compute
-        return f"a group of ranks trains all weights, and [train] freeze leaves some as they are: leave it out, {alone}"
-    if tuning.uses_dropout(chain):
+    if chain.draws or (tuning.adapter is not None and tuning.adapter.dropout > 0):
         rates = {name: value for name, value in vars(chain.config).items() if "drop" in name and value}
         if tuning.adapter is not None and tuning.adapter.dropout > 0:
             rates["[adapter] dropout"] = tuning.adapter.dropout
-        if tuning.noise is not None:
-            rates["[train] neftune_noise_alpha"] = tuning.noise
         found = ", ".join(f"{name} = {value}" for name, value in rates.items())
         return (
             f"the masks of dropout ({found}) would depend on how a group of ranks divides a layer: set it to 0, {alone}"

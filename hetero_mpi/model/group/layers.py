@@ -41,6 +41,7 @@ class DividedLayers:
         reason = refusal(chain, tuning, group.shares, group.experts)
         assert reason is None and len(group.shares) == group.link.size, reason
         self._chain, self._link = chain, group.link
+        self._frozen = bool(tuning.still)
         self._divisions = divisions(chain, tuning, group.shares, range(chain.layer_count), group.experts)
         model = chain.model
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -130,6 +131,10 @@ class DividedLayers:
                 weight = embedding.weight
                 replace_forward(embedding, lambda ids: weight.new_zeros((*ids.shape, weight.shape[1])))
             embedding.forward = partial(_looked_up, embedding.forward, self._words, len(embedding.weight), self._link)
+            if (
+                self._frozen
+            ):  # else the leader alone, which trains norms, would come to the exchanges before them in backward
+                embedding.register_forward_hook(_reached)
         for layer in range(max(first, 1), min(last, self._chain.layer_count - 1)):
             (name,) = self._chain.module_names(layer)
             self._connect_block(model.get_submodule(name))
@@ -208,6 +213,11 @@ def _looked_up(
     own = ids - first
     foreign = (own < 0) | (own >= words)
     return left(lookup(own.clamp(0, words - 1)).masked_fill(foreign.unsqueeze(-1), 0.0), link)
+
+
+def _reached(module: nn.Module, given: object, output: torch.Tensor) -> torch.Tensor:
+    """Every exchange has a backward, whatever is trained before it."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 class ExpertShare:

@@ -51,7 +51,7 @@ def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
     reason = micro_batch_choices(*given)[1]
     subject = BenchmarkSpec(
         context.chain,
-        replace(context.tuning, still=frozenset()),  # blocks of a kind are timed by one of them, frozen or not
+        context.tuning,
         job.train,
         job.data.sequence_length,
         timed_micro_batches(*given),
@@ -224,7 +224,7 @@ def _fitting(
         )
     kinds = tuple(layer.kind for layer in profile.model.layers)
     parameters = sum(layer.trainable_parameters for layer in profile.model.layers)
-    own = sum(spec.count for spec in subject.tuning.trainable.values())
+    own = sum(spec.count for spec in subject.tuning.specs(0, subject.chain.layer_count))
     if kinds != subject.chain.kinds or parameters != own:
         raise UserError(
             f"{path} was made for {parameters:,} trained parameters in {len(kinds)} layers, this job trains {own:,} in "
