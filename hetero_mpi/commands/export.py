@@ -28,10 +28,11 @@ from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.job_tuning import tuning_of
 from hetero_mpi.model.layer.interface import PassThrough
+from hetero_mpi.model.merged_adapter import expert_delta, merged
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart
-from hetero_mpi.model.tuning import MAGNITUDE, Tuning, expert_delta, merged
+from hetero_mpi.model.tuning import MAGNITUDE, Tuning, began_with
 from hetero_mpi.state.stored_state import check_tensors
 
 _RESULTS = ("model", "adapter")
@@ -131,7 +132,7 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
 
 
 def _write_adapter(source: ExportSource, target: Path) -> str:
-    state = {name: _read(source, name) for name in source.tuning.trainable}
+    state = {name: _read(source, name) for name in (*source.tuning.trainable, *source.tuning.constants)}
     base = source.reader.told("base_model")
     with adapter_directory(target) as whole:
         write_adapter(whole.path, source.tuning, state, base)
@@ -158,8 +159,12 @@ def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
         specs = (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
         state = {spec.name: model.get_parameter(spec.name).detach() for spec in specs}
         for name, module in source.tuning.adapted_tensors(chain, layer, layer + 1).items():
-            a, b = (_read(source, f"{module}.lora_{side}.weight") for side in "AB")
+            names = [f"{module}.lora_{side}.weight" for side in "AB"]
+            a, b = (_read(source, one) for one in names)
             delta = expert_delta(model, name, a, b) if name in source.tuning.parameters else b @ a
+            if source.tuning.constants:
+                first_a, first_b = (_read(source, began_with(one)) for one in names)
+                delta = delta - first_b @ first_a
             magnitude = _read(source, f"{module}{MAGNITUDE}") if adapter.dora else None
             state[name] = merged(adapter, name.removesuffix(".weight"), state[name], delta, magnitude)
         yield {name: tensor.to(start.dtypes[name]) for name, tensor in state.items()}

@@ -245,6 +245,9 @@ class _Draft:
         if self.tool == "llamafactory" and "adapter.alpha" not in self.values:
             rank = self.values["adapter.rank"][0]
             self.values["adapter.alpha"] = 2 * rank if type(rank) is int else "", "twice lora_rank by default"
+        if self._of("pissa") is True:
+            times = self._of("pissa_iter", 16)
+            self._put("adapter.start", "pissa" if times == -1 else f"pissa_niter_{times}", "pissa", "pissa_iter")
         names = self._of("targets")
         names = re.split(r"[,\s]+", names) if isinstance(names, str) else names
         if self._of("linear") or names in (["all"], ["all-linear"]):

@@ -76,6 +76,11 @@ def _model(known: Known) -> Problems:
     if known("adapter.parameters") and known("adapter.dropout"):
         rule = "peft adds an adapter of experts to their weights, so nothing can be dropped before it: set adapter.dropout = 0"
         yield "adapter.parameters", rule
+    if not re.fullmatch(r"default|olora|pissa(_niter_[1-9]\d?)?", known("adapter.start") or "default"):
+        yield "adapter.start", 'must be "default", "pissa", "pissa_niter_4" (or another number) or "olora"'
+    for key in ("path", "parameters", "dora") if known("adapter.start") not in (None, "default") else ():
+        if known(f"adapter.{key}"):
+            yield "adapter.start", f"is for new adapters of linear layers without DoRA: leave it out, or adapter.{key}"
     if known("adapter.parameters") and known("adapter.dora"):
         yield "adapter.dora", "peft has no DoRA for experts: leave it out, or adapter.parameters"
 

@@ -44,6 +44,10 @@ class AdapterTable(JobTable):
     """"none" trains the model's own weights; "lora" trains adapters and writes a PEFT adapter directory."""
     path: str | None = None
     """PEFT adapter directory to start from, with the same rank, alpha and targets; empty: a new adapter."""
+    start: str = "default"
+    """What a new adapter begins with, as peft has it: "default": nothing; "pissa": the weights' largest singular values (Meng et
+    al., 2024), "pissa_niter_4": nearly these, in seconds instead of minutes; "olora": a QR decomposition (Büyükakyüz, 2024). It
+    learns beside what is left of the weights, and is written for the weights as they were, with twice the rank."""
     rank: Positive = 16
     """Width of the adapters (r)."""
     alpha: Annotated[float, Field(gt=0)] = 32.0

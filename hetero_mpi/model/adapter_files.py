@@ -11,6 +11,7 @@ import torch
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.training_tables import AdapterTable
+from hetero_mpi.model.adapter_start import as_written, tensors_as_written
 from hetero_mpi.model.files.model_directory import WholeDirectory
 from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_tensor, write_tensors
 from hetero_mpi.model.peft_config import CONFIG, PeftConfig, read_peft_config
@@ -21,11 +22,12 @@ _A = ".lora_A.weight"
 
 
 def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor], base: str | None) -> None:
-    """Write an adapter into a directory that is there. ``state``: adapter tensor (without peft's prefix) -> fp32 host tensor."""
+    """Write an adapter into a directory that is there. ``state``: adapter tensor (without peft's prefix), and constant -> fp32 host
+    tensor."""
     assert tuning.adapter is not None
     written = tuning.written
     layers = list(written.layers) if written.layers is not None else None
-    config = lora_config(tuning.adapter, list(written.modules), list(written.parameters), layers)
+    config = lora_config(as_written(tuning.adapter), list(written.modules), list(written.parameters), layers)
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(directory))
@@ -34,7 +36,9 @@ def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor
         key: getattr(config, key) for key in ("rank_pattern", "alpha_pattern")
     }  # peft sorts them, and the first match counts
     (directory / CONFIG).write_text(json.dumps(keys, indent=2), encoding="utf-8")
-    write_tensors(directory / WEIGHTS, {FILE_PREFIX + name: tensor for name, tensor in state.items()})
+    write_tensors(
+        directory / WEIGHTS, {FILE_PREFIX + name: one for name, one in tensors_as_written(tuning, state).items()}
+    )
 
 
 def adapter_directory(directory: Path) -> WholeDirectory:

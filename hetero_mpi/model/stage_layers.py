@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -124,12 +125,14 @@ class StageLayers(HeldLayers):
         self.masters: dict[str, torch.Tensor] = {}
         self.tied_head: nn.Parameter | None = None
         self.model: Any = chain.frame()
+        self._begun: dict[str, torch.Tensor] = {}
+        """Constants of adapters, in host memory."""
         self._materialize(start, kept or {}, embedding)
         chain.restore_buffers(self.model, backend.device)
         self._position: MicroBatch | None = None
         """The micro-batch, or the slice of one, that is computed now."""
         self.routers = self._router_loss()
-        self.parameters = self._trained_parameters()
+        self.parameters = self._trained_parameters(getattr(start, "values", {}))
         self.trained_layers = {chain.layer_of(name) for name in self.parameters}
         """Layers that hold something trained, be it the head's copy of a tied matrix."""
         if self.tied_head is not None and self.tied_head.requires_grad:
@@ -150,7 +153,7 @@ class StageLayers(HeldLayers):
         return self.last == self.chain.layer_count
 
     def model_parameter(self, name: str) -> nn.Parameter:
-        parameter: nn.Parameter = self.model.get_parameter(name)
+        parameter: nn.Parameter = self._begun[name] if name in self._begun else self.model.get_parameter(name)
         return parameter
 
     def before_each_layer(self, call: Callable[[int], None]) -> None:
@@ -260,8 +263,8 @@ class StageLayers(HeldLayers):
         parameter.data = value.to(self.chain.dtype_of(name, self.dtype))
         parameter.requires_grad_(trained)
 
-    def _trained_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters this rank trains, after adapters are in place."""
+    def _trained_parameters(self, values: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+        """The parameters this rank trains, after adapters are in place. ``values``: what adapters begin with, where known."""
         specs = self.tuning.specs(self.first, self.last)
         here = [spec.name for spec in specs if self.divided is None or self.divided.exists(spec.name)]
         if self.tuning.adapter is None:
@@ -269,7 +272,11 @@ class StageLayers(HeldLayers):
         modules = self.tuning.modules_in(self.first, self.last)
         experts = [n for n in self.tuning.parameters if self.first <= self.chain.layer_of(n) < self.last]
         self.model.is_loaded_in_4bit = self.tuning.nf4  # peft looks here to choose its layers for packed weights
-        found = inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, self._adapter_start)
+        for name, spec in self.tuning.constants.items():
+            if self.first <= spec.layer < self.last:
+                self._begun[name] = values[name].clone() if name in values else torch.zeros(spec.shape)
+        started = partial(self._adapter_start, values)
+        found = inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, started)
         own = {name: found[name] for name in here}
         # Else peft would bring the inputs of all adapted layers to fp32, and keep them so.
         if self.dtype != torch.float32:
@@ -279,9 +286,11 @@ class StageLayers(HeldLayers):
                 parameter.data = parameter.data.to(self.dtype)
         return own
 
-    def _adapter_start(self, name: str) -> torch.Tensor:
+    def _adapter_start(self, values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         """The start value of an adapter's tensor, of which a member of a group has its part."""
-        whole = start_value(name, self.tuning.trainable[name].shape, self.seed)
+        whole = values.get(name)
+        if whole is None:
+            whole = start_value(name, self.tuning.trainable[name].shape, self.seed)
         return whole if self.divided is None else self.divided.own(name, whole)
 
     def _router_loss(self) -> RouterLoss | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -210,28 +210,9 @@ def _inject(config: LoraConfig, model: PreTrainedModel) -> None:
         imported_peft().inject_adapter_in_model(config, model)
 
 
-def expert_delta(whole: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product that an adapter's matrices ``a`` (experts x r, in) and ``b`` (out, r x experts) add to the parameter ``name`` of
-    fused experts, but for alpha / r."""
-    holder, _, _ = name.rpartition(".")
-    experts = whole.get_parameter(name).shape[0]
-    first, second = a.view(experts, -1, a.shape[-1]), b.view(b.shape[0], -1, experts)
-    transposed = getattr(whole.get_submodule(holder), "is_transposed", False)
-    return torch.einsum("ore,eri->eio" if transposed else "ore,eri->eoi", second, first)
-
-
-def merged(
-    adapter: AdapterTable, name: str, weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor | None
-) -> torch.Tensor:
-    """A weight (out, in) with what its adapter adds.
-
-    Args:
-        name: of the adapted module, or parameter of fused experts.
-        delta: B A.
-        magnitude: DoRA's (out), else None.
-    """
-    summed = weight + scale_of(adapter, name) * delta
-    return summed if magnitude is None else (magnitude / torch.linalg.norm(summed, dim=1)).unsqueeze(1) * summed
+def began_with(name: str) -> str:
+    """The name of the constant that an adapter's tensor began with."""
+    return name.replace(".lora_", ".began_with_")
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -285,7 +266,8 @@ class Tuning:
     trainable: dict[str, ParameterSpec]
     """Name -> trained tensor, in the model's order. Adapter tensors bear their names in adapter files, without the prefix."""
     constants: dict[str, ParameterSpec] = field(default_factory=dict)
-    """Name -> tensor that is never trained but belongs into checkpoints and model directories (full training only)."""
+    """Name -> tensor that is never trained but belongs into checkpoints, and in full training into model directories. Of an
+    adapter: what its tensors began with, where that has left the weights."""
     adapter: AdapterTable | None = None
     """None: full training."""
     modules: tuple[tuple[int, str], ...] = ()
@@ -369,4 +351,6 @@ def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, d
     trainable = {name: ParameterSpec(name, chain.layer_of(name), shape) for name, shape in found.shapes.items()}
     placed = tuple((chain.layer_of(name), name) for name in found.modules)
     written = peft_targets(chain.model, adapter, found)
-    return Tuning(trainable, {}, adapter, placed, found.parameters, written, nf4, double)
+    begun = (replace(spec, name=began_with(name)) for name, spec in trainable.items() if adapter.start != "default")
+    constants = {spec.name: spec for spec in begun}
+    return Tuning(trainable, constants, adapter, placed, found.parameters, written, nf4, double)

@@ -17,6 +17,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
 from hetero_mpi.model.adapter_files import check_adapter
+from hetero_mpi.model.adapter_start import ReducedStart
 from hetero_mpi.model.group.division import require_divisible
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.host_weights import large_files_folder
@@ -51,6 +52,7 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
         cache = _checked_cache_root(context, members) if directory is not None else None
         given = members, context.world.rank, context.transport, context.chain, plan, directory, seed
         start, files = open_start(*given, cache, tuple(kept or ()))
+        start = ReducedStart(start, context.tuning, seed) if context.job.adapter.start != "default" else start
     with members.together("loading weights"), files:
         trainer = trainer_of(context, share, start, loss_scale, group, kept)
     return replace(share, trainer=trainer)

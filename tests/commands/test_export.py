@@ -21,7 +21,7 @@ from hetero_mpi.model.adapter_files import adapter_of, check_adapter
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import adapter_tuning
-from hetero_mpi.runtime.generate.source import stop_tokens
+from hetero_mpi.runtime.generate.source import open_source, stop_tokens
 from tests.support import training_cases
 from tests.support.jobs import write_profile
 from tests.support.mpi import ROOT
@@ -32,6 +32,7 @@ FULL = Case("full", "gemma2", True, 0.0, True, 4, "even", dtype="bf16")
 TUNED = Case("tuned", "llama", False, 0.0, True, 4, "even", tuning="nf4")
 DORA = Case("dora", "llama", False, 0.0, True, 4, "even", tuning="dora")
 RSLORA = Case("rslora", "llama", False, 0.0, True, 4, "even", tuning="rslora")
+PISSA = Case("pissa", "llama", False, 0.0, True, 4, "even", tuning="pissa-rslora")
 NARROW = Case("narrow", "llama", False, 0.0, True, 4, "even", tuning="lora")
 GENERATION = {"eos_token_id": list(range(3, 320, 2)), "temperature": 0.6, "top_k": 20, "use_cache": False}
 """Of two bases. So many tokens end a text that one of them is written soon."""
@@ -44,13 +45,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = training_cases.corpus(root)
     tokenizer = training_cases.tokenizer_directory(root, text)
     entries = []
-    for case in (FULL, TUNED, DORA, RSLORA, NARROW):
+    for case in (FULL, TUNED, DORA, RSLORA, PISSA, NARROW):
         model = training_cases.model_directory(root, case)
         if case in (FULL, NARROW):
             (model / "generation_config.json").write_text(json.dumps(GENERATION))
         if case is NARROW:
             narrow(model)
-        adapter = training_cases.adapter_directory(root, case) if case.tuning != "full" else None
+        adapter = training_cases.adapter_directory(root, case) if case not in (FULL, PISSA) else None
         job = root / f"{case.name}.toml"
         job.write_text(training_cases.job_text(case, model, tokenizer, text, adapter))
         profile = write_profile(root / f"{case.name}.profile.toml", job, 2)
@@ -131,7 +132,7 @@ def test_an_adapter_np2(runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tuned", "dora", "rslora"])
+@pytest.mark.parametrize("name", ["tuned", "dora", "rslora", "pissa"])
 def test_a_merged_model_np2(runs: Path, tmp_path: Path, name: str) -> None:
     export(runs / name, tmp_path / "out", merge=True)
     base = AutoModelForCausalLM.from_pretrained(runs / f"{name}-start")
@@ -140,6 +141,19 @@ def test_a_merged_model_np2(runs: Path, tmp_path: Path, name: str) -> None:
     assert torch.allclose(logits(ours), logits(merged), rtol=1e-5, atol=1e-5)
     assert ours.dtype == torch.float32
     assert "added to the weights of the base" in card_of(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_an_adapter_that_began_with_the_weights_np2(runs: Path, tmp_path: Path) -> None:
+    """It is one for the weights as they were, as the run wrote it and exported, and generates over them."""
+    export(runs / "pissa", tmp_path / "out", merge=False)
+    ours, written = (
+        load_file(path / "adapter_model.safetensors") for path in (tmp_path / "out", runs / "pissa/adapter")
+    )
+    assert ours.keys() == written.keys() and all(torch.equal(ours[name], written[name]) for name in ours)
+    opened = open_source(runs / "pissa")
+    assert opened.source.adapter is not None and opened.source.adapter["start"] == "default"
+    assert opened.source.adapter["rank"] == adapter_of(tmp_path / "out")[0].rank == 2 * training_cases.LORA["r"]  # type: ignore[operator]
 
 
 @pytest.mark.slow

@@ -273,6 +273,27 @@ def test_how_is_learnt_comes_along(text: str, expected: dict[str, Any]) -> None:
     assert all(key in sources for key in read_keys(file)), "none has got lost"
 
 
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("model_name_or_path: a/b\ndataset: x\ntemplate: x\npissa_init: true", "pissa_niter_16"),
+        (
+            "model_name_or_path: a/b\ndataset: x\ntemplate: x\npissa_init: true\npissa_iter: -1\npissa_convert: true",
+            "pissa",
+        ),
+        ("model_name_or_path: a/b\ndataset: x\ntemplate: x\npissa_init: false\npissa_iter: 4", "default"),
+        ("base_model: a/b\nadapter: lora\ndatasets: [{path: x.jsonl}]\npeft_init_lora_weights: olora", "olora"),
+        ("base_model: a/b\nadapter: lora\ndatasets: [{path: x.jsonl}]\npeft_init_lora_weights: eva", "default"),
+    ],
+)
+def test_starts_of_adapters_come_along(text: str, start: str) -> None:
+    Path("theirs.yaml").write_text(text)
+    assert made(Path("theirs.yaml")).job.adapter.start == start
+    found = Path("job.toml").read_text()
+    sources = " ".join(re.findall(r"  # (.*)", found)) + left_keys(found)
+    assert all(key in sources for key in read_keys(Path("theirs.yaml"))), "none has got lost"
+
+
 def test_keys_inside_of_keys_are_named() -> None:
     made(FILES / "trl-handbook-qlora.yaml")
     text = left_keys(Path("job.toml").read_text())

@@ -224,6 +224,19 @@ lerning_rate = 3
         (["data.packing=1"], "packing = 1: must be true or false"),
         (["train.learning_rate=inf"], "learning_rate = inf: must be a number above 0"),
         (["train.steps=2.0"], "steps = 2.0: must be a whole number of at least 1"),
+        (
+            ["train.optimizer=adafactor", "train.beta2=0.9"],
+            'beta2 = 0.9: is AdamW\'s, and train.optimizer = "adafactor" has none',
+        ),
+        (
+            ["adapter.method=lora", "adapter.start=pissa_4"],
+            'start = "pissa_4": must be "default", "pissa", "pissa_niter_4" (or',
+        ),
+        (
+            ["adapter.method=lora", "adapter.start=olora", "adapter.dora=true"],
+            "without DoRA: leave it out, or adapter.dora",
+        ),
+        (["adapter.method=lora", "adapter.start=pissa", "adapter.path=a"], "leave it out, or adapter.path"),
     ],
 )
 def test_contradictions(tmp_path: Path, overrides: list[str], expected: str) -> None:

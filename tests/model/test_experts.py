@@ -22,11 +22,12 @@ from hetero_mpi.model.adapter_files import adapter_of, check_adapter, write_adap
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.quantize import fused_experts, is_empty, unpack_experts
+from hetero_mpi.model.merged_adapter import expert_delta
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
-from hetero_mpi.model.tuning import adapter_tuning, expert_delta, lora_config
+from hetero_mpi.model.tuning import adapter_tuning, lora_config
 from tests import family_trial
 from tests.model.test_split_backward import NormalStart
 from tests.support.family_configs import tiny_keys

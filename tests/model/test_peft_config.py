@@ -16,10 +16,11 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter, read_adapter, with_patterns_of, write_adapter
 from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.merged_adapter import merged
 from hetero_mpi.model.peft_config import read_peft_config
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart
-from hetero_mpi.model.tuning import Tuning, adapter_tuning, merged
+from hetero_mpi.model.tuning import Tuning, adapter_tuning
 from tests import family_trial
 from tests.support.training_cases import PATTERNS, Case, model_directory
 

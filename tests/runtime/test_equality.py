@@ -58,6 +58,8 @@ RESUMED = (
     "llama-tied-V-dropout",
     "qwen3-tied-noise-streamed",
     "llama-lora-plus",
+    "llama-pissa",
+    "phi3-nf4-pissa",
     "llama-adafactor",
     "qwen3-tied-adafactor-two-streamed",
     "qwen3-tied-muon",
@@ -119,7 +121,9 @@ class Bench:
     def start(self, case: Case) -> tuple[Path, Path | None]:
         """Directories of the case's start weights and, where it tunes an adapter, of that."""
         model = training_cases.model_directory(self.directory, case)
-        return model, None if case.tuning == "full" else training_cases.adapter_directory(self.directory, case)
+        return model, None if case.tuning in ("full", *training_cases.STARTS) else training_cases.adapter_directory(
+            self.directory, case
+        )
 
     def _run(self, ranks: int, case: Case, variant: str, run: Path) -> None:
         run.parent.mkdir(exist_ok=True)
@@ -312,6 +316,11 @@ def check_result_loads(bench: Bench, run: Path, case: Case) -> None:
         result = run / "adapter"
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bench.start(case)[0]), result)
     loaded = {plain_training.short(name): p for name, p in model.named_parameters()}
+    if case.tuning in training_cases.STARTS:  # for the weights as they were
+        begun = {name: saved.pop(name.replace(".lora_", ".began_with_")) for name in list(saved) if ".lora_" in name}
+        for name, array in begun.items():
+            both = (saved[name], array if ".lora_A." in name else -array)
+            saved[name] = torch.cat(both, dim=0 if ".lora_A." in name else 1)
     for name, array in saved.items():
         assert torch.equal(loaded[name].detach(), array.to(loaded[name].dtype)), name
     assert (result / "tokenizer.json").exists()

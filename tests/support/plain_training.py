@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, get_scheduler
 from transformers.optimization import Adafactor
@@ -30,7 +31,20 @@ from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from tests.support.changing_batches import changed
-from tests.support.training_cases import CLIP_NORM, DTYPES, GLOBAL_BATCH, NF4, SEED, SEQUENCE, STEPS, TRAIN, Case
+from tests.support.training_cases import (
+    CLIP_NORM,
+    DTYPES,
+    GLOBAL_BATCH,
+    LORA,
+    NF4,
+    SEED,
+    SEQUENCE,
+    STARTS,
+    STEPS,
+    TRAIN,
+    Case,
+    lora_targets,
+)
 
 
 @dataclass
@@ -62,6 +76,8 @@ def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization)
     for _, holder, name, _ in list(fused_experts(model)) if quantization is not None else []:
         replace_parameter_4bit(holder, name, compress_statistics=True, quant_type="nf4", blocksize=64)
+    if adapter is None and case.tuning in STARTS:
+        return _begun(case, model_path, dtype)
     if adapter is None:
         return model
     adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)
@@ -69,6 +85,25 @@ def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)  # peft itself leaves adapters in fp32
     return adapted
+
+
+def _begun(case: Case, model_path: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """peft's adapters over what their start leaves of the weights, which in 4 bits are packed then."""
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    keys = {**LORA, "use_rslora": "rslora" in case.tuning, "target_modules": lora_targets(case)}
+    begun = get_peft_model(model, LoraConfig(**keys, init_lora_weights=STARTS[case.tuning]))
+    if "nf4" not in case.tuning:
+        return begun
+    with tempfile.TemporaryDirectory() as folder:
+        begun.peft_config[
+            "default"
+        ].init_lora_weights = True  # the weights that it is opened beside are changed already
+        begun.save_pretrained(f"{folder}/adapter")
+        begun.unload().save_pretrained(f"{folder}/model")
+        quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype)
+        packed = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=dtype, quantization_config=quantization)
+        return PeftModel.from_pretrained(packed, f"{folder}/adapter", is_trainable=True)
 
 
 def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer: Path, text: Path) -> Reference:

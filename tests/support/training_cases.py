@@ -68,8 +68,8 @@ class Case:
     reference_micro_batch: int = 0
     """Micro-batch of the reference where it is to differ; 0: the same."""
     tuning: str = "full"
-    """``full``, ``lora``, ``rslora``, ``patterns`` (rsLoRA with ranks and alphas of its own on some layers, and none in the first
-    block), ``dora``, ``nf4`` (LoRA over 4-bit weights) or ``nf4-dora``."""
+    """``full``, one of ``STARTS`` (LoRA that begins so), ``lora``, ``rslora``, ``patterns`` (rsLoRA with ranks and alphas of its
+    own on some layers, and none in the first block), ``dora``, ``nf4`` (LoRA over 4-bit weights) or ``nf4-dora``."""
     recompute: bool = False
     dtype: str = "fp32"
     pipelines: str = "one"
@@ -296,6 +296,21 @@ NORMAL = (
         pipelines="groups",
         further=("frozen", "noise"),
     ),
+    Case("llama-pissa", "llama", False, 0.0, True, 2, "uneven", tuning="pissa"),
+    Case(
+        "qwen3-tied-olora-two-streamed",
+        "qwen3",
+        True,
+        0.0,
+        True,
+        2,
+        "even",
+        tuning="olora",
+        pipelines="two",
+        streamed=True,
+    ),
+    Case("phi3-nf4-pissa", "phi3", False, 0.0, True, 2, "even", tuning="nf4-pissa"),
+    Case("llama-pissa-groups", "llama", True, 0.0, True, 2, "even", tuning="pissa", pipelines="groups"),
     Case("llama-bf16-group", "llama", False, 0.0, True, 2, "even", pipelines="group", dtype="bf16"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
@@ -322,6 +337,7 @@ FURTHER = (
         pipelines="groups",
         further=("plus",),
     ),
+    Case("llama-pissa-rslora", "llama", False, 0.0, True, 2, "reversed", tuning="pissa-rslora"),
     Case("qwen3-tied-lora", "qwen3", True, 0.0, True, 1, "reversed", tuning="lora"),
     Case("gpt_neox-nf4-recompute", "gpt_neox", False, 0.0, False, 4, "uneven", tuning="nf4", recompute=True),
     Case("llama-nf4-planner", "llama", True, 0.0, False, 2, "planner", tuning="nf4"),
@@ -356,6 +372,10 @@ def adapter_directory(directory: Path, case: Case) -> Path:
                 torch.nn.init.normal_(parameter, std=0.1)
         adapted.save_pretrained(target)
     return target
+
+
+STARTS = {"pissa": "pissa", "pissa-rslora": "pissa", "olora": "olora", "nf4-pissa": "pissa"}
+"""Tuning -> the start of its adapters."""
 
 
 def lora_targets(case: Case) -> str | list[str]:
@@ -402,16 +422,16 @@ def in_toml(value: object) -> str:
 def job_text(case: Case, model: Path, tokenizer: Path, text: Path, adapter: Path | None) -> str:
     """The case as a job file."""
     tuned = ""
-    if adapter is not None:
+    if case.tuning != "full":
         quantization = "nf4" if "nf4" in case.tuning else "none"
         tuned = f"""quantization = "{quantization}"
 [adapter]
 method = "lora"
-path = "{adapter}"
+{f'path = "{adapter}"' if adapter is not None else f'start = "{STARTS[case.tuning]}"'}
 targets = {json.dumps(lora_targets(case))}
 rank = {LORA["r"]}
 alpha = {LORA["lora_alpha"]}
-rslora = {str(case.tuning in ("rslora", "patterns")).lower()}
+rslora = {str(case.tuning in ("rslora", "patterns", "pissa-rslora")).lower()}
 dora = {str("dora" in case.tuning).lower()}"""
     train = "\n".join(f"{key} = {in_toml(value)}" for key, value in (TRAIN | case.train).items())
     return f"""

@@ -20,6 +20,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_from_dict
 from hetero_mpi.job.schema import ClusterTable, JobConfig
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter
+from hetero_mpi.model.adapter_start import as_written
 from hetero_mpi.model.decoding import require_decodable
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
@@ -190,11 +191,12 @@ def _adapted(job: JobConfig, metadata: dict[str, Any], result: Path) -> Generate
     if base is not None:
         config = _model(base).config
     require_decodable(read_config(config))
+    adapter = as_written(job.adapter)
     source = GenerateSource(
         config,
         str(base) if base is not None else None,
         job.train.dtype,
-        job.adapter.model_dump(),
+        adapter.model_dump(),
         job.model.quantization == "nf4",
         job.model.double_quantization,
         job.train.seed,
@@ -202,7 +204,7 @@ def _adapted(job: JobConfig, metadata: dict[str, Any], result: Path) -> Generate
     )
     check_adapter(
         result,
-        adapter_tuning(TransformersChain(read_config(config)), job.adapter, source.nf4, job.model.double_quantization),
+        adapter_tuning(TransformersChain(read_config(config)), adapter, source.nf4, job.model.double_quantization),
     )
     return source
 
