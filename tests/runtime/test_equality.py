@@ -73,6 +73,8 @@ AGAIN = (
     "gemma2-tail-changing",
     "llama-lora-groups",
     "qwen3-nf4-group",
+    "llama-pissa-groups",
+    "qwen3-tied-olora-two-streamed",
 )
 """Cases with several pipelines, or stages of several ranks, that are also run again, resumed under their own plan, and resumed
 under one pipeline."""

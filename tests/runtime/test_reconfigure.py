@@ -157,6 +157,9 @@ def run_all(directory: Path, quick: bool) -> Runs:
     entry("full-changed", "first", CHANGES)
     entry("nf4-straight", "first", {}, model={"quantization": "nf4"}, **ADAPTED)
     entry("nf4-changed", "first", CHANGES, model={"quantization": "nf4"}, **ADAPTED)
+    begun = {"model": {"quantization": "nf4"}, "adapter": {**ADAPTED["adapter"], "start": "pissa_niter_4"}}
+    entry("nf4-pissa-straight", "first", {}, **begun)
+    entry("nf4-pissa-changed", "first", CHANGES, **begun)
     entry("streamed-straight", "first", {}, **ADAPTED)
     entry("streamed-changed", "first", {2: "two-stream", 4: "one-streams", 6: "first"}, **ADAPTED)
     entry("full-streamed-straight", "first", {})
@@ -261,7 +264,7 @@ def test_changing_plans_gives_the_same_bits(runs: Runs) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["nf4", "two", "streamed", "full-streamed"])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-pissa", "two", "streamed", "full-streamed"])
 def test_changing_plans_gives_the_same_bits_over_packed_and_streamed_weights_and_in_two_pipelines(
     more_runs: Runs, kind: str
 ) -> None:
