@@ -76,6 +76,8 @@ def _layer_cost(
     parameter_bytes = (held - packed + copy + adapters) * DTYPE_BYTES[dtype] + packed_bytes(packed, tuning.double)
     # The head's copy of a trained tied matrix has a gradient but neither moments nor a master of its own.
     parameter_bytes += copy * GRADIENT_BYTES if tuning.full else 0
+    if tuning.adapter is not None:  # in fp32
+        parameter_bytes += 4 * sum(spec.count for spec in tuning.constants.values() if spec.layer == layer)
     boundary = math.prod(chain.boundary(layer, 1, sequence_length))
     kept = [(tuning.moments.get(spec.name, TWO), spec) for spec in tuning.specs(layer, layer + 1)]
     stepping = _STEPPING_BYTES * max((spec.count for moments, spec in kept if moments in (FACTORED, ONE)), default=0)

@@ -92,14 +92,21 @@ def steps(stage: Stage, gpu: Backend, micro_batches: int, count: int = 2) -> lis
 
 
 @pytest.mark.parametrize(
-    "tied, dtype, slices, kept",
-    [(False, "fp32", SLICE, 0), (True, "fp32", None, 0), (True, "bf16", SLICE, 1), (False, "fp32", SLICE, 2)],
+    "tied, dtype, slices, frozen, kept",
+    [
+        (False, "fp32", SLICE, (), 0),
+        (True, "fp32", None, ("layers.0.",), 0),
+        (True, "bf16", SLICE, (), 1),
+        (False, "bf16", SLICE, ("embed", "layers.0.", "layers.3.", "norm"), 2),
+    ],
 )
 def test_full_training_gives_the_bits_of_a_resident_stage(
-    gpu: Backend, tied: bool, dtype: str, slices: int | None, kept: int
+    gpu: Backend, tied: bool, dtype: str, slices: int | None, frozen: tuple[str, ...], kept: int
 ) -> None:
     chain = TransformersChain(read_config({**CONFIG, "tie_word_embeddings": tied, "attention_dropout": 0.1}))
-    given: Any = chain, 0, chain.layer_count, gpu, dtype, SeededStart(0), 7, None
+    still = frozenset(name for name in chain.parameters if any(part in name for part in frozen))
+    trained = replace(full_training(chain), still=still)
+    given: Any = chain, 0, chain.layer_count, gpu, dtype, SeededStart(0), 7, trained
     resident = stage_of(*given, recompute=True, slice_sequences=slices)
     streamed = streamed_stage_of(*given, slice_sequences=slices, kept_slices=kept)
     check_waits_for_copies(resident, streamed, gpu, 2, 0.01)
