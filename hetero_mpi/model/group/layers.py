@@ -131,9 +131,7 @@ class DividedLayers:
                 weight = embedding.weight
                 replace_forward(embedding, lambda ids: weight.new_zeros((*ids.shape, weight.shape[1])))
             embedding.forward = partial(_looked_up, embedding.forward, self._words, len(embedding.weight), self._link)
-            if (
-                self._frozen
-            ):  # else the leader alone, which trains norms, would come to the exchanges before them in backward
+            if self._frozen:  # else only the leader, which trains norms, comes to the exchanges before them in backward
                 embedding.register_forward_hook(_reached)
         for layer in range(max(first, 1), min(last, self._chain.layer_count - 1)):
             (name,) = self._chain.module_names(layer)
