@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hetero_mpi.job.training_tables import AdapterTable
+from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.layer.seeds import seeded
-from hetero_mpi.model.transformers.weights import Start
 from hetero_mpi.model.tuning import Tuning, began_with, scale_of
 
 
