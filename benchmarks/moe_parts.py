@@ -104,9 +104,9 @@ def cost_of(model: Mixture, way: Way) -> ModelCost:
     from transformers import AutoConfig
 
     from hetero_mpi.job.training_tables import AdapterTable
+    from hetero_mpi.model.adapter_tuning import adapter_tuning
     from hetero_mpi.model.model_cost import model_cost
     from hetero_mpi.model.transformers.chain import TransformersChain
-    from hetero_mpi.model.tuning import adapter_tuning
 
     chain = TransformersChain(AutoConfig.for_model(model.family, **model.config()))
     parameters = EXPERTS if way.adapted_experts else []

@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
+from hetero_mpi.model.adapter_tuning import adapted, adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.loss import IGNORED, Routed
 from hetero_mpi.model.layer.quantize import fused_experts
@@ -38,7 +39,7 @@ from hetero_mpi.model.transformers.supported import (
     ROUTER_LOSS_FAMILIES,
 )
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
-from hetero_mpi.model.tuning import Tuning, adapted, adapter_tuning, lora_config
+from hetero_mpi.model.tuning import Tuning, lora_config
 from tests.support.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
 from tests.support.stages import stage_of
 

@@ -398,7 +398,7 @@ def test_every_number_of_the_job_has_its_unit() -> None:
         ("train", "beta1"), ("train", "beta2"), ("train", "epsilon"), ("train", "clip_norm"), ("sample", "temperature"),
         ("train", "preference_beta"), ("train", "preference_margin"), ("train", "desirable_weight"),
         ("train", "undesirable_weight"), ("report", "watch"), ("train", "learning_rates"), ("adapter", "rank_pattern"),
-        ("adapter", "alpha_pattern"),
+        ("adapter", "alpha_pattern"), ("adapter", "tokens"),
     }  # fmt: skip
     numbers = {
         (table, key)

@@ -32,7 +32,7 @@ from hetero_mpi.model.merged_adapter import expert_delta, merged
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart
-from hetero_mpi.model.tuning import MAGNITUDE, Tuning, began_with
+from hetero_mpi.model.tuning import MAGNITUDE, ROWS, Tuning, began_with
 from hetero_mpi.state.stored_state import check_tensors
 
 _RESULTS = ("model", "adapter")
@@ -167,6 +167,11 @@ def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
                 delta = delta - first_b @ first_a
             magnitude = _read(source, f"{module}{MAGNITUDE}") if adapter.dora else None
             state[name] = merged(adapter, name.removesuffix(".weight"), state[name], delta, magnitude)
+        for spec in source.tuning.specs(layer, layer + 1):
+            if spec.name in state:
+                state[spec.name] = _read(source, spec.name)
+            elif spec.name.endswith(ROWS):
+                state[spec.name.removesuffix(ROWS) + ".weight"][source.tuning.tokens] = _read(source, spec.name)
         yield {name: tensor.to(start.dtypes[name]) for name, tensor in state.items()}
         for name in chain.module_names(layer):
             model.set_submodule(name, PassThrough())

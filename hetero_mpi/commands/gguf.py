@@ -113,6 +113,8 @@ def _alpha_and_base(directory: Path) -> tuple[float, str]:
         reason = "llama.cpp has no DoRA"
     elif adapter.parameters:
         reason = "llama.cpp's converter takes no adapters of fused experts (target_parameters)"
+    elif adapter.modules_to_save or adapter.tokens:
+        reason = "llama.cpp's converter takes nothing that is trained beside adapters (modules_to_save, trained tokens)"
     elif len(alphas) > 1:
         reason = "llama.cpp has one alpha for all layers, and alpha_pattern or rank_pattern give this adapter several"
     elif base is None:

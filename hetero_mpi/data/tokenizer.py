@@ -174,6 +174,22 @@ def pad_token(tokenizer: PreTrainedTokenizerFast) -> int:
     return end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
+def add_tokens(tokenizer: PreTrainedTokenizerFast, plain: Sequence[str], special: Sequence[str]) -> list[str]:
+    """Give the tokenizer new tokens; returns remarks."""
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens(list(plain))
+    tokenizer.add_tokens(list(special), special_tokens=True)
+    new = [f"{text} ({tokenizer.convert_tokens_to_ids(text):,})" for text in (*plain, *special) if text not in known]
+    return [f"new tokens: {', '.join(new)}"] if new else []
+
+
+def rows_with_added(tokenizer: PreTrainedTokenizerFast, rows: int) -> int:
+    """Rows of an embedding of ``rows`` that grows for tokens which were added to its tokenizer, and for no others."""
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    fits = all(number < rows for text, number in vocabulary.items() if text not in added)
+    return max(rows, *(number + 1 for number in added.values())) if fits and added else rows
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
     """Raise UserError unless every id of the tokenizer has a row in an embedding of ``vocab_size`` rows."""
     largest = max(tokenizer.get_vocab().values(), default=-1)

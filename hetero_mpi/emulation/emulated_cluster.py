@@ -14,8 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
-from torch import nn
-
 from hetero_mpi import units
 from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.ranks.world import World
@@ -64,9 +62,9 @@ class Emulation:
         """``build`` with stages that last."""
 
         def paced(
-            own: StagePlan, split: bool, shared: Shared, foreign: Collection[str], embedding: nn.Parameter | None
+            own: StagePlan, split: bool, shared: Shared, foreign: Collection[str], beginning: Stage | None
         ) -> Stage:
-            stage = build(own, split, shared, foreign, embedding)
+            stage = build(own, split, shared, foreign, beginning)
             number = next(number for number, _, one in self.plan.numbered if one == own)
             return cast(Stage, PacedStage(stage, number, self.pace))
 
@@ -100,7 +98,7 @@ def emulated_profile(
                     f"[cluster] emulate = {cluster.emulate!r} brings its own profile: leave --profile and profile.path out"
                 )
             profile = _first_ranks(load_profile(path), world.size, cluster.emulate_first, str(path))
-            _check_model(profile, chain, chain.tied is not None and tuning.full, str(path))
+            _check_model(profile, chain, tuning.tied(chain) is not None, str(path))
             found = replace(
                 profile,
                 hosts=tuple(replace(host, shared_nic=False) for host in profile.hosts),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import DTYPES, Backend
@@ -51,6 +50,7 @@ class RankSetup:
         return format_of(self.train.wire, self.dtype, self.chain.appended_rows)
 
 
-BuildStage = Callable[[StagePlan, bool, Shared, Collection[str], "nn.Parameter | None"], Stage]
+BuildStage = Callable[[StagePlan, bool, Shared, Collection[str], "Stage | None"], Stage]
 """Makes one of a rank's stages: of a plan's stage, whether its backward is split, the layers that several ranks hold, what other
-ranks own of them, and the embedding where another stage of this rank has it. Raises UserError: the model's files do not fit."""
+ranks own of them, and the stage with a tied model's embedding where that is another one of this rank. Raises UserError: the model's
+files do not fit."""

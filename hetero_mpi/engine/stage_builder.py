@@ -6,8 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from hetero_mpi.engine.rank_setup import RankSetup
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
@@ -37,7 +35,7 @@ class StageBuilder:
         split_backward: bool,
         shared: Shared,
         foreign: Collection[str],
-        embedding: nn.Parameter | None,
+        beginning: Stage | None,
     ) -> Stage:
         setup = self.setup
         spec = StageSpec(
@@ -61,4 +59,4 @@ class StageBuilder:
         if setup.group is not None:
             together = StageGroup(own.shares, setup.group, own.experts)
             divided = DividedLayers(language(setup.chain), setup.tuning, together)
-        return Stage(spec, self.start, self.kept, embedding, divided)
+        return Stage(spec, self.start, self.kept, beginning, divided)

@@ -132,20 +132,19 @@ class Trainer:
         own = pipeline.stages[place.position]
         shared = {layer: owned for layer, owned in shared.items() if own.first <= layer < own.last}
         foreign = {name for name, rank in self.owner.items() if rank != self.rank and not self.has_part(name)}
-        embedding = None
-        if tied is not None and self.stages and self.stages[0].is_first and own.last == self.chain.layer_count:
-            embedding = self.stages[0].model_parameter(tied[1])
-        return build(own, pipeline.split_backward and place.position > 0, shared, foreign, embedding)
+        ends = tied is not None and self.stages and self.stages[0].is_first and own.last == self.chain.layer_count
+        beginning = self.stages[0] if ends else None
+        return build(own, pipeline.split_backward and place.position > 0, shared, foreign, beginning)
 
     def _build(self, held: HeldLayers, shared: SharedLayers, schedule: Schedule) -> None:
         assert self.pipeline is not None
         pipeline = self.plan.pipelines[self.pipeline]
         self.optimizer = Optimizer(held, self.setup.train)
-        ends, tied = (pipeline.stages[0].ranks, pipeline.stages[-1].ranks), self.chain.tied
+        ends, tied = (pipeline.stages[0].ranks, pipeline.stages[-1].ranks), self.tuning.tied(self.chain)
         here = any(self.rank in ranks for ranks in ends)
-        if tied is not None and self.tuning.full and here and (self.group is None or self.has_part(tied[1])):
+        if tied is not None and here and (self.group is None or self.has_part(tied)):
             apart = (self.rank, self.rank) if ends[0] == ends[1] else (ends[0][0], ends[1][0])
-            self.tied = TiedMatrix(self.rank, *apart, tied[1], self.optimizer, self.transport)
+            self.tied = TiedMatrix(self.rank, *apart, tied, self.optimizer, self.transport)
         self.update = ShardedUpdate(self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.transport)
         self.executor = Executor(self.setup, self.stages, self.places, pipeline, schedule[self.rank])
         self.backend.begin_peak()

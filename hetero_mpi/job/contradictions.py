@@ -94,7 +94,7 @@ OF_PREFERENCES = {
 }
 """Key of [train] -> the preferences that it is for."""
 _TEXT_ONLY = (
-    *("model.shard_cache", "model.quantization", "adapter.method", "adapter.path"),
+    *("model.shard_cache", "model.quantization", "adapter.method", "adapter.path", "tokenizer.add"),
     *("tokenizer.path", "tokenizer.train_vocab_size", "data.text", "data.records", "data.keys", "data.weights"),
     *(
         "data.evaluation",
@@ -106,6 +106,7 @@ _TEXT_ONLY = (
         "data.isolate",
     ),
     *(
+        "tokenizer.add_special",
         "data.pad",
         "data.max_bytes",
         "train.preference",
@@ -205,8 +206,9 @@ def _schedule(known: Known) -> Problems:
     adapted = known("adapter.method") == "lora"
     if adapted and known.changed("train.freeze"):
         yield "train.freeze", "is for training of all weights; an adapter leaves these frozen: leave it out"
-    if not adapted and known.changed("train.lora_plus_ratio"):
-        yield "train.lora_plus_ratio", 'is for adapters: set adapter.method = "lora", or leave it out'
+    for key in ("train.lora_plus_ratio", "adapter.modules_to_save", "adapter.tokens"):
+        if not adapted and known.changed(key):
+            yield key, 'is for adapters: set adapter.method = "lora", or leave it out'
     if schedule == "constant" and known("train.min_learning_rate_ratio"):
         yield "train.min_learning_rate_ratio", 'is where a schedule ends, and "constant" does not fall: leave it out'
 

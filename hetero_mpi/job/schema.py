@@ -67,6 +67,11 @@ class TokenizerTable(JobTable):
     train_vocab_size: Annotated[int, Field(ge=257)] | None = None
     """Train a byte-level BPE tokenizer of this many entries on the corpus and save it with the model. 257 hold the 256
     bytes and the end token."""
+    add: list[Annotated[str, Field(min_length=1)]] = []
+    """New tokens, which written text shows, such as "<tool>" (transformers' ``add_tokens``). Embedding and head of ``model.path``
+    grow where they have no spare rows, and new rows begin as the mean of the old ones (docs/models.md)."""
+    add_special: list[Annotated[str, Field(min_length=1)]] = []
+    """The same of special tokens, such as "<|tool|>", which written text does not show."""
 
 
 class DataTable(JobTable):

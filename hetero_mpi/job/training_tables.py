@@ -72,6 +72,14 @@ class AdapterTable(JobTable):
     ``path``, or none."""
     alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] | None = None
     """Other alphas for some layers, as ``rank_pattern``."""
+    modules_to_save: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Modules that are trained whole beside the adapters, by the ends of their names, such as ["embed_tokens", "lm_head"] (peft's
+    key of that name; docs/models.md). Empty: those of the adapter in ``path``, or none."""
+    tokens: list[NotNegative | str] | None = None
+    """Tokens, or their ids, whose rows of embedding and head are trained beside the adapters, where these are not trained whole
+    (peft's ``trainable_token_indices``). Empty: those of the adapter in ``path``, or those that ``[tokenizer]`` adds."""
+    tokens_in: Literal["both", "embedding", "head"] | None = None
+    """Where: "both" by default; a tied model has one matrix. Empty: as the adapter in ``path`` has it."""
 
 
 class TrainTable(JobTable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_start import as_written, tensors_as_written
 from hetero_mpi.model.files.model_directory import WholeDirectory
 from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_tensor, write_tensors
-from hetero_mpi.model.peft_config import CONFIG, PeftConfig, read_peft_config
-from hetero_mpi.model.tuning import FILE_PREFIX, Tuning, lora_config
+from hetero_mpi.model.peft_config import CONFIG, UNKNOWN, PeftConfig, read_peft_config
+from hetero_mpi.model.tuning import FILE_PREFIX, ROWS, Tuning, lora_config
 
 WEIGHTS = "adapter_model.safetensors"
 _A = ".lora_A.weight"
@@ -28,6 +29,7 @@ def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor
     written = tuning.written
     layers = list(written.layers) if written.layers is not None else None
     config = lora_config(as_written(tuning.adapter), list(written.modules), list(written.parameters), layers)
+    config.modules_to_save, config.trainable_token_indices = list(written.saved) or None, dict(written.tokens) or None
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(directory))
@@ -35,6 +37,9 @@ def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor
     keys |= {
         key: getattr(config, key) for key in ("rank_pattern", "alpha_pattern")
     }  # peft sorts them, and the first match counts
+    if tuning.written.tied is not None:  # each end has the matrix, as peft itself writes it
+        head, embedding = tuning.written.tied
+        state, keys["ensure_weight_tying"] = {**state, head: state[embedding].clone()}, True
     (directory / CONFIG).write_text(json.dumps(keys, indent=2), encoding="utf-8")
     write_tensors(
         directory / WEIGHTS, {FILE_PREFIX + name: one for name, one in tensors_as_written(tuning, state).items()}
@@ -51,21 +56,32 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
 
     :raises UserError: missing or damaged files, a setting that is not computed, or another one than the job's.
     """
-    config, _ = _read(directory)
-    adapter = tuning.adapter
-    assert adapter is not None
-    for key, value in _as_job(config).items():
-        if (getattr(adapter, key) or None) != (value or None):
+    found = _Found.at(directory)
+    assert tuning.adapter is not None
+    adapter = tuning.adapter.model_copy(update={"tokens": tuning.tokens})  # none where the whole modules are trained
+    for key, value in found.as_job().items():
+        by_tensors = key in ("modules_to_save", "tokens_in")
+        if not by_tensors and (getattr(adapter, key) or None) != (value or None):
             raise UserError(
                 f"{directory}: the adapter has {key} = {as_toml(value)}, the job says [adapter] {key} = "
                 f"{as_toml(getattr(adapter, key))}; make them equal"
             )
-    shapes = {name: stored.shape for name, stored in _stored(directory).items()}
+    shapes = {name: stored.shape for name, stored in found.tensors.items()}
+    if tuning.written.tied is not None:
+        head, embedding = tuning.written.tied
+        both = head in shapes and embedding in shapes
+        if not both or not torch.equal(found.tensor(head), found.tensor(embedding)):
+            raise UserError(
+                f"{directory}: this adapter has an embedding and a head of its own, and the model one matrix for both: train it "
+                f"with peft's ensure_weight_tying = True, or merge it into its base (merge_and_unload)"
+            )
+        del shapes[head]
     if set(shapes) != set(tuning.trainable):
         odd = sorted(set(shapes) ^ set(tuning.trainable))[0]
         where = "the adapter but not by this job" if odd in shapes else "this job but not by the adapter"
         raise UserError(
-            f"{directory}: {odd} is trained by {where}; set [adapter] targets, layers and parameters as the adapter has them"
+            f"{directory}: {odd} is trained by {where}; set [adapter] targets, layers, parameters, modules_to_save and tokens "
+            f"as the adapter has them"
         )
     for name, shape in shapes.items():
         if shape != tuning.trainable[name].shape:
@@ -79,60 +95,104 @@ def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
 
     :raises UserError: as ``check_adapter``, for the adapter alone.
     """
-    config, modules = _read(directory)
-    parameters = list(config.target_parameters or [])
-    table = AdapterTable(method="lora", path=str(directory), targets=modules, parameters=parameters, **_as_job(config))
-    return table, config.base_model_name_or_path
+    found = _Found.at(directory)
+    parameters = list(found.config.target_parameters or [])
+    own = {"targets": found.modules, "parameters": parameters, **found.as_job()}
+    return AdapterTable(method="lora", path=str(directory), **own), found.config.base_model_name_or_path
 
 
 def with_patterns_of(directory: Path, adapter: AdapterTable) -> AdapterTable:
-    """The job's table with what it leaves to the adapter that it starts from: patterns, and the blocks.
+    """The job's table with what it leaves to the adapter that it starts from: patterns, the blocks, and what is trained whole.
 
     :raises UserError: as ``adapter_of``.
     """
-    config, _ = _read(directory)
-    own = {**_as_job(config), "layers": config.layers}
-    left = {key: own[key] for key in ("layers", "rank_pattern", "alpha_pattern") if getattr(adapter, key) is None}
-    return adapter.model_copy(update=left)
-
-
-def _as_job(config: PeftConfig) -> dict[str, Any]:
-    """Settings by the job's keys."""
-    return {
-        "rank": config.r,
-        "alpha": config.lora_alpha,
-        "rslora": bool(config.use_rslora),
-        "dora": bool(config.use_dora),
-        "rank_pattern": config.rank_pattern or None,
-        "alpha_pattern": config.alpha_pattern or None,
-    }
+    found = _Found.at(directory)
+    own = {**found.as_job(), "layers": found.config.layers}
+    keys = ("layers", "rank_pattern", "alpha_pattern", "modules_to_save", "tokens", "tokens_in")
+    return adapter.model_copy(update={key: own[key] for key in keys if getattr(adapter, key) is None})
 
 
 def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:
     """name (without peft's prefix) -> fp32 host tensor of an adapter that fits (``check_adapter``)."""
-    stored = _stored(directory)
-    return {name: read_tensor(name, stored[name]).float() for name in tuning.trainable}
+    found = _Found.at(directory)
+    return {name: found.tensor(name) for name in tuning.trainable}
 
 
-def _read(directory: Path) -> tuple[PeftConfig, list[str]]:
-    """The configuration, and the names of the modules that have tensors."""
-    config = read_peft_config(directory)
-    holders = tuple(f".{name.rpartition('.')[0]}" for name in config.target_parameters or [])
-    names = sorted(name.removesuffix(_A) for name in _stored(directory) if name.endswith(_A))
-    modules = [n for n in names if not holders or not f".{n.replace('.base_layer', '')}".endswith(holders)]
-    for name in modules:
-        if not config.reaches(name):
-            raise UserError(
-                f"{directory}: there are tensors of {name}, which the targets in {CONFIG} do not reach: peft would leave them out; "
-                f"correct target_modules there, or save the adapter again"
-            )
-    return config, modules
+@dataclass(frozen=True)
+class _Found:
+    """The contents of an adapter's directory."""
+
+    config: PeftConfig
+    modules: list[str]
+    """Names of the adapted modules."""
+    tensors: dict[str, StoredTensor]
+    """Name (without peft's prefix) -> where it lies."""
+    rows: dict[str, StoredTensor]
+    """Those of ``tensors`` of which some rows are others -> these rows."""
+
+    @classmethod
+    def at(cls, directory: Path) -> _Found:
+        """:raises UserError: missing or damaged files, a setting that is not computed, tensors that the settings do not reach."""
+        config = read_peft_config(directory)
+        try:
+            stored = read_header(directory / WEIGHTS)
+        except OSError as error:
+            raise UserError(f"{directory / WEIGHTS}: missing or damaged ({error}); save the adapter again") from None
+        named = {name.removeprefix(FILE_PREFIX): one for name, one in stored.items()}
+        # Where the vocabulary has grown, peft writes embedding and head once more, and what it trains over.
+        tensors = {name: one for name, one in named.items() if not any(part in name for part in _TWICE)}
+        rows = {}
+        for name in [name for name in tensors if name.endswith(_UNDER_ROWS)]:
+            module = name.removesuffix(_UNDER_ROWS)
+            rows[f"{module}.weight"], tensors[f"{module}.weight"] = tensors.pop(module + ROWS), tensors.pop(name)
+        holders = tuple(f".{name.rpartition('.')[0]}" for name in config.target_parameters or [])
+        names = sorted(name.removesuffix(_A) for name in tensors if name.endswith(_A))
+        modules = [n for n in names if not holders or not f".{n.replace('.base_layer', '')}".endswith(holders)]
+        for name in modules:
+            if not config.reaches(name):
+                raise UserError(
+                    f"{directory}: there are tensors of {name}, which the targets in {CONFIG} do not reach: peft would leave them "
+                    f"out; correct target_modules there, or save the adapter again"
+                )
+        found = cls(config, modules, tensors, rows)
+        if len({tuple(sorted(found._tokens(name))) for name in tensors if name.endswith(ROWS)}) > 1:
+            raise UserError(f"{directory}: trainable_token_indices of embedding and head differ, {UNKNOWN}")
+        return found
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """In fp32, rows of tokens in the order of these."""
+        tensor = read_tensor(name, self.tensors[name]).float()
+        if name.endswith(ROWS):
+            return tensor[torch.tensor(self._tokens(name)).argsort()]
+        if name in self.rows:
+            tensor[self._tokens(name)] = read_tensor(name, self.rows[name]).float()
+        return tensor
+
+    def _tokens(self, name: str) -> list[int]:
+        """Ids of the rows of an embedding or a head, in their order."""
+        given, module = self.config.trainable_token_indices or [], name.removesuffix(ROWS).removesuffix(".weight")
+        if isinstance(given, list):
+            return given
+        return next((own for end, own in given.items() if module.endswith(end)), [])
+
+    def as_job(self) -> dict[str, Any]:
+        """Settings by the job's keys."""
+        config = self.config
+        ends = {"embedding" if "." in n.removesuffix(ROWS) else "head": n for n in self.tensors if n.endswith(ROWS)}
+        whole = {n.rpartition(".")[0] for n in self.tensors if ".lora_" not in n and not n.endswith(ROWS)}
+        return {
+            "rank": config.r,
+            "alpha": config.lora_alpha,
+            "rslora": bool(config.use_rslora),
+            "dora": bool(config.use_dora),
+            "rank_pattern": config.rank_pattern or None,
+            "alpha_pattern": config.alpha_pattern or None,
+            "modules_to_save": sorted(whole) or None,
+            "tokens": sorted(self._tokens(next(iter(ends.values())))) if ends else None,
+            "tokens_in": None if not ends else next(iter(ends)) if len(ends) == 1 else "both",
+        }
 
 
-def _stored(directory: Path) -> dict[str, StoredTensor]:
-    """name (without peft's prefix) -> where it lies."""
-    try:
-        found = read_header(directory / WEIGHTS)
-    except OSError as error:
-        raise UserError(f"{directory / WEIGHTS}: missing or damaged ({error}); save the adapter again") from None
-    return {name.removeprefix(FILE_PREFIX): stored for name, stored in found.items()}
+_UNDER_ROWS = ".token_adapter.base_layer.weight"
+_TWICE = (".original_module.", ".modules_to_save.")
+"""Parts of the names of what else stands there, too, or is not computed with."""

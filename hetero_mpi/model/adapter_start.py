@@ -84,8 +84,8 @@ def tensors_as_written(tuning: Tuning, state: Mapping[str, torch.Tensor]) -> dic
     """Its tensors. ``state``: those that are trained, and the constants."""
     if not tuning.constants:
         return dict(state)
-    found = {}
-    for name in tuning.trainable:
-        is_a, first = ".lora_A." in name, state[began_with(name)]
+    found = dict(state)
+    for name in (name for name in tuning.trainable if began_with(name) in tuning.constants):
+        is_a, first = ".lora_A." in name, found.pop(began_with(name))
         found[name] = torch.cat([state[name], first if is_a else -first], dim=0 if is_a else 1)
     return found

@@ -61,16 +61,19 @@ _InLayer = tuple[int, torch.dtype, int, torch.Size, tuple[int, ...]]
 class HostLayer:
     """The tensors of one layer in a block of host memory, to which its modules refer as long as it is not on the device."""
 
-    def __init__(self, modules: Iterable[nn.Module], backend: Backend, folder: Path | None) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], backend: Backend, folder: Path | None, frozen: bool = False
+    ) -> None:
         """Move the modules' tensors to host memory.
 
-        ``folder``: where to put the mapped file on a rank that computes in host memory; None: ordinary memory.
+        ``folder``: where to put the mapped file on a rank that computes in host memory; None: ordinary memory. ``frozen``: those
+        that are not trained.
 
         :raises UserError: the folder cannot be written to, or its disk is too full.
         """
         self.places: list[_Place] = []
         self.bytes = 0
-        for holder, attribute in _tensors(modules):
+        for holder, attribute in _tensors(modules, frozen):
             tensor = getattr(holder, attribute)
             self.places.append(_Place(holder, attribute, self.bytes, tensor.dtype, tuple(tensor.shape)))
             self.bytes = -(-self.places[-1].end // _ALIGNMENT) * _ALIGNMENT
@@ -207,10 +210,11 @@ class HostWeights:
         self._copied[slot] = self._coming[layer] = self._copying.copy(self._slots[slot][: host.bytes], host.block)
 
 
-def _tensors(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
-    """(holder, attribute) of every parameter; of packed weights also of the scales."""
+def _tensors(modules: Iterable[nn.Module], frozen: bool) -> list[tuple[Any, str]]:
+    """(holder, attribute) of every parameter, or of the frozen ones; of packed weights also of the scales."""
     found: list[tuple[Any, str]] = []
-    for parameter in dict.fromkeys(p for root in modules for p in root.parameters() if not is_empty(p)):
+    every = dict.fromkeys(p for root in modules for p in root.parameters() if not is_empty(p))
+    for parameter in (one for one in every if not (frozen and one.requires_grad)):
         found.append((parameter, "data"))
         packing = getattr(parameter, "quant_state", None)
         if packing is not None:

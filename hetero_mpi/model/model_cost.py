@@ -38,6 +38,7 @@ def model_cost(
 ) -> ModelCost:
     """The cost of every layer of the chain. ``activation_bytes``: kind -> bytes kept from forward to backward, per token."""
     tied = chain.parameters[chain.tied[1]].count if chain.tied is not None else 0
+    both_ends = tuning.tied(chain)
     layers = tuple(
         _layer_cost(chain, tuning, layer, dtype, sequence_length, tied, activation_bytes)
         for layer in range(chain.layer_count)
@@ -47,10 +48,10 @@ def model_cost(
         model_type=chain.name,
         dtype=dtype,
         sequence_length=sequence_length,
-        tied=chain.tied is not None and tuning.full,
+        tied=both_ends is not None,
         state_bytes_per_trainable_parameter=GRADIENT_BYTES + ADAM_BYTES + master_bytes,
         layers=layers,
-        tied_bytes=tied * GRADIENT_BYTES if tuning.full else 0,
+        tied_bytes=GRADIENT_BYTES * tuning.trainable[both_ends].count if both_ends is not None else 0,
         optimizer=tuning.optimizer,
     )
     return with_divisions(cost, chain, tuning)
@@ -67,15 +68,15 @@ def _layer_cost(
 ) -> LayerCost:
     head, kind = layer == chain.layer_count - 1, chain.kinds[layer]
     own = (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
-    held = sum(spec.count for spec in own)
-    trained = sum(spec.count for spec in tuning.specs(layer, layer + 1))
-    copy, adapters = tied if head else 0, 0 if tuning.full else trained
+    held, trained = sum(spec.count for spec in own), tuning.specs(layer, layer + 1)
+    copy, both_ends = tied if head else 0, tuning.tied(chain) if head else None
+    adapters = sum(spec.count for spec in trained if spec.name not in chain.parameters)
     packed, unpacked = (
         _packed(language(chain), tuning, layer) if tuning.nf4 and 0 < layer < chain.layer_count - 1 else (0, 0)
     )
     parameter_bytes = (held - packed + copy + adapters) * DTYPE_BYTES[dtype] + packed_bytes(packed, tuning.double)
-    # The head's copy of a trained tied matrix has a gradient but neither moments nor a master of its own.
-    parameter_bytes += copy * GRADIENT_BYTES if tuning.full else 0
+    # The head's copy of a trained tied matrix, or of rows of it, has a gradient but neither moments nor a master of its own.
+    parameter_bytes += GRADIENT_BYTES * tuning.trainable[both_ends].count if both_ends is not None else 0
     if tuning.adapter is not None:  # in fp32
         parameter_bytes += 4 * sum(spec.count for spec in tuning.constants.values() if spec.layer == layer)
     boundary = math.prod(chain.boundary(layer, 1, sequence_length))
@@ -84,13 +85,15 @@ def _layer_cost(
     return LayerCost(
         kind=kind,
         parameters=held + copy + adapters,
-        trainable_parameters=trained,
+        trainable_parameters=sum(spec.count for spec in trained),
         parameter_bytes=parameter_bytes,
         activation_bytes_per_token=activation_bytes[kind],
         # Backward holds the gradients of one layer's activations; the head those of its logits, and
         # what the loss computes in fp32, a piece at a time (``loss.piece_size``).
         workspace_bytes_per_token=(
-            2.0 * chain.logits * DTYPE_BYTES[dtype] if head and chain.logits is not None else activation_bytes[kind]
+            (2.0 + bool(tuning.tokens)) * chain.logits * DTYPE_BYTES[dtype]
+            if head and chain.logits is not None
+            else activation_bytes[kind]
         ),
         boundary_bytes_per_token=0 if head else math.ceil(boundary / sequence_length) * DTYPE_BYTES[dtype],
         workspace_bytes=max(max(unpacked, _composed(chain, tuning, layer)) * DTYPE_BYTES[dtype], stepping),

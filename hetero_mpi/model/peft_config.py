@@ -50,6 +50,9 @@ class PeftConfig(BaseModel):
     alpha_pattern: dict[Pattern, Number] | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[Pattern] | Pattern | None = None
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    ensure_weight_tying: bool | None = False
     bias: Literal["none"] = "none"
     init_lora_weights: Any = True
     base_model_name_or_path: str | None = None
@@ -85,14 +88,14 @@ def read_peft_config(directory: Path) -> PeftConfig:
         ) from None
     for key, value in (found.model_extra or {}).items():
         if key not in _SILENT and not any(value == empty and type(value) is type(empty) for empty in _NOTHING):
-            raise UserError(f"{path}: {key} = {as_toml(value)}, {_UNKNOWN}")
+            raise UserError(f"{path}: {key} = {as_toml(value)}, {UNKNOWN}")
     start = found.init_lora_weights
     if not any(start == known and type(start) is type(known) for known in _STARTS):
         raise UserError(
             f"{path}: init_lora_weights = {as_toml(start)} may have changed the base weights, which the adapter then needs in that "
-            f"form, {_UNKNOWN}, or let peft convert it (save_pretrained with path_initial_model_for_weight_conversion)"
+            f"form, {UNKNOWN}, or let peft convert it (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     return found
 
 
-_UNKNOWN = "which hetero_mpi does not compute; merge the adapter into its base with peft (merge_and_unload)"
+UNKNOWN = "which hetero_mpi does not compute; merge the adapter into its base with peft (merge_and_unload)"

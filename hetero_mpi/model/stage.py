@@ -53,11 +53,11 @@ class Stage(StageLayers):
         spec: StageSpec,
         start: Start | None,
         kept: Kept | None = None,
-        embedding: nn.Parameter | None = None,
+        beginning: StageLayers | None = None,
         divided: LayerShare | None = None,
     ) -> None:
         """As ``StageLayers``."""
-        super().__init__(spec, start, kept, embedding, divided)
+        super().__init__(spec, start, kept, beginning, divided)
         chain, first, last = self.chain, self.first, self.last
         if not self.backend.shares_keys(self.dtype):
             # From now on transformers repeats keys and values that heads share, as it does itself where a mask is given.

@@ -21,7 +21,8 @@ from hetero_mpi.model.layer.interface import LayerChain, PassThrough, Start
 from hetero_mpi.model.layer.loss import RouterLoss
 from hetero_mpi.model.layer.micro_batch import MicroBatch
 from hetero_mpi.model.layer.quantize import is_empty, quantize
-from hetero_mpi.model.tuning import Tuning, full_training, inject, start_value
+from hetero_mpi.model.token_rows import use_rows
+from hetero_mpi.model.tuning import ROWS, Tuning, full_training, inject, start_value
 
 
 class LayerShare(Protocol):
@@ -100,7 +101,7 @@ class StageLayers(HeldLayers):
         spec: StageSpec,
         start: Start | None,
         kept: Kept | None = None,
-        embedding: nn.Parameter | None = None,
+        beginning: StageLayers | None = None,
         divided: LayerShare | None = None,
     ) -> None:
         """Build own layers only.
@@ -108,7 +109,8 @@ class StageLayers(HeldLayers):
         Args:
             start: where the model's weights come from; None leaves them uninitialised, to be filled from a checkpoint.
             kept: layers whose frozen weights are there already (``frozen_layers``); ``start`` is not asked for them.
-            embedding: that of a tied model, where another stage of this rank holds it: the head shares its values.
+            beginning: the stage with the embedding of a tied model, where that is another one of this rank: the head shares its
+                values.
             divided: this rank's share of the layers, where a group of ranks holds the stage: each of them builds it, and calls
                 ``forward``, ``backward`` and ``evaluate`` with the same tensors, of which all get the same results.
 
@@ -127,12 +129,13 @@ class StageLayers(HeldLayers):
         self.model: Any = chain.frame()
         self._begun: dict[str, torch.Tensor] = {}
         """Constants of adapters, in host memory."""
-        self._materialize(start, kept or {}, embedding)
+        tied = chain.tied if beginning is not None else None
+        self._materialize(start, kept or {}, beginning.model_parameter(tied[1]) if beginning and tied else None)
         chain.restore_buffers(self.model, backend.device)
         self._position: MicroBatch | None = None
         """The micro-batch, or the slice of one, that is computed now."""
         self.routers = self._router_loss()
-        self.parameters = self._trained_parameters(getattr(start, "values", {}))
+        self.parameters = self._trained_parameters(getattr(start, "values", {}), beginning)
         self.trained_layers = {chain.layer_of(name) for name in self.parameters}
         """Layers that hold something trained, be it the head's copy of a tied matrix."""
         if self.tied_head is not None and self.tied_head.requires_grad:
@@ -175,7 +178,9 @@ class StageLayers(HeldLayers):
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
         if self.tuning.full:
             return {}
-        return frozen_layers(self.chain, self.model, [layer for layer in layers if layer in self.layers])
+        trained = {spec.layer for name, spec in self.tuning.trainable.items() if name in self.chain.parameters}
+        wanted = [layer for layer in layers if layer in self.layers and layer not in trained]
+        return frozen_layers(self.chain, self.model, wanted)
 
     def _materialize(self, start: Start | None, kept: Kept, embedding: nn.Parameter | None) -> None:
         chain, model = self.chain, self.model
@@ -228,7 +233,7 @@ class StageLayers(HeldLayers):
         module, _, attribute = head.rpartition(".")
         weight = (self.model.get_parameter(embedding) if other is None else other).detach()
         weight = weight if self.is_first or other is not None else weight.to(self.state_device, self.dtype)
-        self.tied_head = nn.Parameter(weight, requires_grad=self.tuning.full)
+        self.tied_head = nn.Parameter(weight, requires_grad=embedding in self.tuning.trainable)
         setattr(self.model.get_submodule(module), attribute, self.tied_head)
 
     def _place(self, layer: int, scales: Mapping[str, torch.Tensor]) -> None:
@@ -252,7 +257,7 @@ class StageLayers(HeldLayers):
 
     def _place_parameter(self, name: str, parameter: nn.Parameter) -> None:
         value = parameter.detach()
-        trained = self.tuning.full and name in self.chain.parameters and name not in self.tuning.still
+        trained = name in self.tuning.trainable and name not in self.tuning.still
         if trained and self.divided is not None:
             trained = self.divided.trains(name)
         if not trained:  # narrowed on the host: the device never holds both forms of a matrix that it only reads
@@ -263,12 +268,16 @@ class StageLayers(HeldLayers):
         parameter.data = value.to(self.chain.dtype_of(name, self.dtype))
         parameter.requires_grad_(trained)
 
-    def _trained_parameters(self, values: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    def _trained_parameters(
+        self, values: Mapping[str, torch.Tensor], beginning: StageLayers | None
+    ) -> dict[str, nn.Parameter]:
         """The parameters this rank trains, after adapters are in place. ``values``: what adapters begin with, where known."""
         specs = self.tuning.specs(self.first, self.last)
         here = [spec.name for spec in specs if self.divided is None or self.divided.exists(spec.name)]
+        whole = {name: self.model.get_parameter(name) for name in here if name in self.chain.parameters}
         if self.tuning.adapter is None:
-            return {name: self.model.get_parameter(name) for name in here}
+            return whole
+        again = [one for one in (*whole.values(), self.tied_head) if one is not None and one.requires_grad]
         modules = self.tuning.modules_in(self.first, self.last)
         experts = [n for n in self.tuning.parameters if self.first <= self.chain.layer_of(n) < self.last]
         self.model.is_loaded_in_4bit = self.tuning.nf4  # peft looks here to choose its layers for packed weights
@@ -277,14 +286,37 @@ class StageLayers(HeldLayers):
                 self._begun[name] = values[name].clone() if name in values else torch.zeros(spec.shape)
         started = partial(self._adapter_start, values)
         found = inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, started)
-        own = {name: found[name] for name in here}
+        for parameter in again:
+            parameter.requires_grad_(True)
+        found |= self._token_rows(here)
         # Else peft would bring the inputs of all adapted layers to fp32, and keep them so.
         if self.dtype != torch.float32:
-            for name, parameter in own.items():
-                if name not in self.foreign:
+            for name, parameter in found.items():
+                if name in here and name not in self.foreign:
                     self.masters[name] = parameter.data
                 parameter.data = parameter.data.to(self.dtype)
-        return own
+        self._tie_rows(found if self.is_first else beginning.parameters if beginning is not None else {})
+        found |= whole
+        return {name: found[name] for name in here}
+
+    def _token_rows(self, here: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Trained rows (fp32, on the device), which begin as the frozen ones."""
+        found = {}
+        for name in (name for name in here if name.endswith(ROWS)):
+            module: Any = self.model.get_submodule(name.removesuffix(ROWS))
+            rows = module.weight.detach()[self.tuning.tokens].to(self.backend.device, torch.float32)
+            found[name] = nn.Parameter(rows)
+            use_rows(module, self.tuning.tokens, found[name])
+        return found
+
+    def _tie_rows(self, at_the_beginning: Mapping[str, nn.Parameter]) -> None:
+        """Give the head its own Parameter of rows that are trained at both ends, as ``_tie`` does it with the whole matrix."""
+        name = self.tuning.tied(self.chain) or ""
+        if self.tied_head is not None and self.chain.tied is not None and name.endswith(ROWS):
+            own = self.tied_head.detach()[self.tuning.tokens].to(self.backend.device)
+            self.tied_head = nn.Parameter(at_the_beginning[name].data if name in at_the_beginning else own)
+            head = self.chain.tied[0].rpartition(".")[0]
+            use_rows(self.model.get_submodule(head), self.tuning.tokens, self.tied_head)
 
     def _adapter_start(self, values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         """The start value of an adapter's tensor, of which a member of a group has its part."""

@@ -120,7 +120,8 @@ class StreamedStage(Stage):
             return
         modules = [self.model.get_submodule(name) for name in self.chain.module_names(layer)]
         mapped = self.backend.shares_host_memory() and not self.tuning.full
-        self._host_layers[layer] = HostLayer(modules, self.backend, self._folder if mapped else None)
+        folder = self._folder if mapped else None
+        self._host_layers[layer] = HostLayer(modules, self.backend, folder, frozen=not self.tuning.full)
         if self.tuning.full:  # in fp32 the block has the masters
             for spec in self.tuning.specs(layer, layer + 1):
                 if spec.name in self.foreign:

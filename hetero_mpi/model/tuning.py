@@ -1,9 +1,10 @@
 """The trained part of a model, and how the rest is held: everything (full training), or LoRA adapters over frozen, perhaps NF4,
 weights.
 
-LoRA (Hu et al. 2021, arXiv:2106.09685) comes through peft, which decides the targets once, on the whole model on the meta
-device; each stage then injects those it holds. So a stage without any is no error, and names, shapes and start values do not depend
-on the partition. peft takes seconds to import, for which a job without an adapter need not wait: it is imported where it is used.
+LoRA (Hu et al. 2021, arXiv:2106.09685) comes through peft, which decides the targets once, on the whole model
+(``adapter_tuning``); each stage then injects those it holds. So a stage without any is no error, and names, shapes and start
+values do not depend on the partition. peft takes seconds to import, for which a job without an adapter need not wait: it is
+imported where it is used.
 """
 
 from __future__ import annotations
@@ -11,34 +12,32 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hetero_mpi.errors import UserError
-from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_targets import of_pattern, reaches
+from hetero_mpi.model.adapter_targets import of_pattern
 from hetero_mpi.model.eager_imports import imported_peft
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
-from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.layer.seeds import seeded
-from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_NAME = "default"
+ADAPTER_NAME = "default"
 """peft's name of the only adapter; it is part of module names but not of the names in adapter files."""
 MAGNITUDE = ".lora_magnitude_vector"
 """DoRA's tensor, which adapter files name without the ``.weight`` of its module."""
-_WRAPPED = ".base_layer"
+WRAPPED = ".base_layer"
 """The part that peft's wrappers put into the names of what they wrap."""
 FILE_PREFIX = "base_model.model."
 """The part that peft puts before the model's names in adapter files."""
+ROWS = ".token_adapter.trainable_tokens_delta"
+"""Ends the name of the trained rows of an embedding, or of a head; before it stands the module's name."""
 
 
 def lora_config(
@@ -69,118 +68,6 @@ def scale_of(adapter: AdapterTable, name: str) -> float:
     return alpha / (math.sqrt(rank) if adapter.rslora else rank)
 
 
-@dataclass(frozen=True)
-class Adapted:
-    """The modules of an adapter, and its tensors, of a whole model."""
-
-    modules: list[str]
-    """Full names of the adapted linear layers."""
-    parameters: dict[str, str]
-    """Full name of each adapted parameter of fused experts -> what the names of its adapter's tensors begin with. (peft wraps the
-    module once for each of them.)"""
-    shapes: dict[str, tuple[int, ...]]
-    """Adapter tensor -> shape."""
-
-
-def adapted(whole: PreTrainedModel, adapter: AdapterTable) -> Adapted:
-    """The adapter's modules and tensors on ``whole``, a model on the meta device, which is changed.
-
-    :raises UserError: a target, or a pattern's key, matches nothing, or something that it cannot be.
-    """
-    imported_peft()
-    from peft.tuners.lora.layer import ParamWrapper
-
-    experts = _matched_experts(whole, adapter)
-    linear_names = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
-    head = whole.get_output_embeddings()
-    linears = sorted({name.rpartition(".")[2] for name in linear_names if whole.get_submodule(name) is not head})
-    targets = adapter.targets
-    if targets == "all-linear" and adapter.layers is not None:  # peft takes either
-        targets = [end for end in linears if any(reaches(name, [end], adapter.layers) for name in linear_names)]
-    if isinstance(targets, list):
-        _check_targets(whole, targets, adapter.layers, linears)
-    try:
-        with torch.device("meta"):
-            _inject(lora_config(adapter, targets, experts, adapter.layers), whole)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(
-            f"[adapter] targets = {as_toml(adapter.targets)} cannot be adapted by peft: {error}; the linear layers of this model "
-            f'are {", ".join(linears)}; name some of them, or use "all-linear"'
-        ) from error
-    shapes = {
-        _short(name): tuple(parameter.shape) for name, parameter in whole.named_parameters() if f".{_NAME}." in name
-    }
-    wrapped = [(name, m.parameter_name) for name, m in whole.named_modules() if isinstance(m, ParamWrapper)]
-    parameters = {f"{name.replace(_WRAPPED, '')}.{own}": name for name, own in wrapped}
-    parameters = {name: wrapper for name, wrapper in parameters.items() if name in experts}
-    modules = sorted({name.rpartition(".lora_")[0] for name in shapes} - set(parameters.values()))
-    others = [name for name in modules if name not in linear_names]
-    if others:
-        raise UserError(
-            f"[adapter] targets = {adapter.targets!r} reach {others[0]}, which is no linear layer: in this family peft adapts the "
-            f'fused experts in place of layers like gate_proj; name others instead, such as ["q_proj", "v_proj"], and the experts '
-            f"in [adapter] parameters"
-        )
-    _check_patterns(adapter, [*modules, *parameters])
-    return Adapted(modules, parameters, shapes)
-
-
-def _check_targets(whole: PreTrainedModel, targets: list[str], layers: list[int] | None, linears: list[str]) -> None:
-    """Refuse a target, each for itself, that reaches no module, or one that is no linear layer."""
-    reached: dict[str, list[str]] = {target: [] for target in targets}
-    indices = set()
-    for name, _ in whole.named_modules():
-        parts = name.split(".")
-        for target in (".".join(parts[first:]) for first in range(len(parts))):
-            if target in reached and reaches(name, [target], layers):
-                reached[target].append(name)
-        indices |= {int(part) for part in filter(str.isdigit, parts[:3])}
-    offered = f'the linear layers of this model are {", ".join(linears)}; name some of them, or use "all-linear"'
-    missing = [layer for layer in layers or [] if layer not in indices]
-    if missing:
-        raise UserError(
-            f"[adapter] layers: this model has no block {missing[0]}; the first is 0, the last {max(indices)}"
-        )
-    for target, names in reached.items():
-        where = f" in blocks {as_toml(layers)}" if layers is not None else ""
-        if not names:
-            raise UserError(f"[adapter] targets: {target} matches no module of this model{where}; {offered}")
-        for module in map(whole.get_submodule, names):
-            if not isinstance(module, nn.Linear):
-                kind = "an embedding" if isinstance(module, nn.Embedding) else f"a {type(module).__name__}"
-                raise UserError(
-                    f"[adapter] targets: {target} is {kind}, and hetero_mpi adapts linear layers only; {offered}"
-                )
-
-
-def _check_patterns(adapter: AdapterTable, names: list[str]) -> None:
-    """Refuse a pattern of the job, not of an adapter's file, that matches nothing."""
-    for key in ("rank_pattern", "alpha_pattern") if adapter.path is None else ():
-        for pattern in getattr(adapter, key) or {}:
-            if not any(of_pattern({pattern: True}, name, False) for name in names):
-                raise UserError(
-                    f"[adapter] {key}: {as_toml(pattern)} matches no adapted layer; write the end of its name, such as "
-                    f"{as_toml(names[0].rpartition('.')[2])} or {as_toml(names[0])}"
-                )
-
-
-def _matched_experts(whole: PreTrainedModel, adapter: AdapterTable) -> list[str]:
-    """Full names of the fused experts' parameters that the job names.
-
-    :raises UserError: a name matches none.
-    """
-    known = [f"{path}.{name}" for path, _, name, _ in fused_experts(whole)]
-    for wanted in adapter.parameters:
-        if not any(f".{name}".endswith(f".{wanted}") for name in known):
-            offered = sorted({".".join(name.split(".")[-2:]) for name in known})
-            what = f"those of this model are {', '.join(offered)}" if offered else "this model has none"
-            raise UserError(
-                f"[adapter] parameters: {wanted} matches no parameter of fused experts; {what}; linear layers belong into "
-                f"[adapter] targets"
-            )
-    return [name for name in known if any(f".{name}".endswith(f".{wanted}") for wanted in adapter.parameters)]
-
-
 def inject(
     model: PreTrainedModel,
     adapter: AdapterTable,
@@ -197,14 +84,17 @@ def inject(
     """
     if not modules and not parameters:
         return {}
-    _inject(lora_config(adapter, modules, parameters), model)
-    found = {_short(name): parameter for name, parameter in model.named_parameters() if f".{_NAME}." in name}
+    add_adapters(lora_config(adapter, modules, parameters), model)
+    found = {
+        name_in_file(name): parameter for name, parameter in model.named_parameters() if f".{ADAPTER_NAME}." in name
+    }
     for name, parameter in found.items():
         parameter.data = (parameter.data.float() if name.endswith(MAGNITUDE) else start(name)).to(device)
     return found
 
 
-def _inject(config: LoraConfig, model: PreTrainedModel) -> None:
+def add_adapters(config: LoraConfig, model: PreTrainedModel) -> None:
+    """peft's adapters in a model; nothing else in it has a gradient from then on."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of patterns for layers that other stages hold
         imported_peft().inject_adapter_in_model(config, model)
@@ -224,14 +114,9 @@ def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return value
 
 
-def _short(name: str) -> str:
-    return name.replace(f".{_NAME}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE)
-
-
-_UNPACKABLE = {
-    "longcat_flash": "has routers that read the matrix of a linear layer directly, which 4 bits do not allow"
-}
-"""Family -> why its linear layers cannot be packed."""
+def name_in_file(name: str) -> str:
+    """The name of an adapter's tensor in files, but for their prefix."""
+    return name.replace(f".{ADAPTER_NAME}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE)
 
 
 @dataclass(frozen=True)
@@ -241,22 +126,12 @@ class PeftTargets:
     modules: tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
     parameters: tuple[str, ...] = ()
-
-
-def peft_targets(model: PreTrainedModel, adapter: AdapterTable, found: Adapted) -> PeftTargets:
-    """The shortest targets: last parts of names, those in some blocks, or full names. ``model``: without adapters."""
-    names, wanted = [name for name, _ in model.named_modules()], set(found.modules)
-    ends = sorted({name.rpartition(".")[2] for name in wanted})
-    modules, layers = tuple(sorted(wanted)), None
-    for some in (None, adapter.layers):
-        if {name for name in names if reaches(name, ends, some)} == wanted:
-            modules, layers = tuple(ends), some
-            break
-    parameters = tuple(adapter.parameters)
-    held = {name for name, _ in model.named_parameters() if f".{name}".endswith(tuple(f".{end}" for end in parameters))}
-    if held != set(found.parameters):
-        parameters = tuple(sorted(found.parameters))
-    return PeftTargets(modules, tuple(layers) if layers is not None else None, parameters)
+    saved: tuple[str, ...] = ()
+    """``modules_to_save``."""
+    tokens: Mapping[str, list[int]] = field(default_factory=dict)
+    """``trainable_token_indices``."""
+    tied: tuple[str, str] | None = None
+    """Names of a tied head and its embedding, which are trained whole."""
 
 
 @dataclass(frozen=True)
@@ -294,6 +169,16 @@ class Tuning:
     """``train.neftune_noise_alpha``."""
 
     @property
+    def tokens(self) -> list[int]:
+        """Ids, ascending, of the tokens that have trained rows of their own."""
+        return next(iter(self.written.tokens.values()), [])
+
+    def tied(self, chain: LayerChain) -> str | None:
+        """The trained tensor that is at both ends of a model: the tied matrix, or rows of it; None: there is none."""
+        matrix = chain.tied[1] if chain.tied is not None else ""
+        return next((name for name in (matrix, matrix.removesuffix(".weight") + ROWS) if name in self.trainable), None)
+
+    @property
     def full(self) -> bool:
         return self.adapter is None and not self.frozen
 
@@ -313,11 +198,14 @@ class Tuning:
         """The adapter's size and targets, in a line."""
         names = sorted({name.rpartition(".")[2] for name in (*(name for _, name in self.modules), *self.parameters)})
         count, whole = (sum(spec.count for spec in specs.values()) for specs in (self.trainable, chain.parameters))
-        blocks = len({spec.layer for spec in self.trainable.values()})
+        blocks = len({spec.layer for name, spec in self.trainable.items() if ".lora_" in name})
         adapted = len(self.modules) + len(self.parameters)
+        own = [f"{name}, whole" for name in self.trainable if name in chain.parameters]
+        own += [f"{len(self.tokens)} rows of {name}" for name in self.written.tokens]
+        further = f"; {', '.join(own[:4])}{' and more' * (len(own) > 4)}" if own else ""
         return (
-            f"adapter: {', '.join(names)} in {blocks} block{'s' * (blocks > 1)}, {adapted} in all; {count:,} parameters are "
-            f"trained beside {whole:,} ({100 * count / whole:.2g} %)"
+            f"adapter: {', '.join(names)} in {blocks} block{'s' * (blocks > 1)}, {adapted} in all{further}; {count:,} parameters "
+            f"are trained beside {whole:,} ({100 * count / whole:.2g} %)"
         )
 
     def uses_dropout(self, chain: LayerChain) -> bool:
@@ -332,25 +220,3 @@ def full_training(chain: LayerChain) -> Tuning:
 def nothing_trained() -> Tuning:
     """A model that is only used: no gradients, no masters."""
     return Tuning({}, frozen=True)
-
-
-def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, double: bool) -> Tuning:
-    """An adapter over frozen weights.
-
-    :raises UserError: the adapter's targets match nothing, or lie outside the blocks; or the family cannot be packed.
-    """
-    if nf4 and chain.name in _UNPACKABLE:
-        raise UserError(f'[model] quantization = "nf4": {chain.name} {_UNPACKABLE[chain.name]}; set it to "none"')
-    found = adapted(build_on_meta(chain.config), adapter)
-    outside = [name for name in found.modules if not name.startswith(f"{chain.blocks_name}.")]
-    if outside:
-        raise UserError(
-            f"[adapter] targets = {as_toml(adapter.targets)} match {outside[0]}, which is not inside a block; "
-            f"adapt linear layers of blocks only"
-        )
-    trainable = {name: ParameterSpec(name, chain.layer_of(name), shape) for name, shape in found.shapes.items()}
-    placed = tuple((chain.layer_of(name), name) for name in found.modules)
-    written = peft_targets(chain.model, adapter, found)
-    begun = (replace(spec, name=began_with(name)) for name, spec in trainable.items() if adapter.start != "default")
-    constants = {spec.name: spec for spec in begun}
-    return Tuning(trainable, constants, adapter, placed, found.parameters, written, nf4, double)

@@ -69,6 +69,7 @@ def send_parameters(trainer: Trainer, produce: Callable[[Parcel], torch.Tensor])
     """Send parameters, which ``produce`` returns on rank 0, to the ranks that hold them. Collective."""
     listed = deliveries(parcels(trainer.tuning, trainer.plan, ("parameters",)), lambda parcel: (0,))
     move(trainer.rank, trainer.transport, listed, produce, lambda one, value: set_parameter(trainer, one.name, value))
+    trainer.share_tied_weight()
 
 
 def collect(

@@ -18,11 +18,12 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.placement import evaluation_shares, training_share
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.optimizer import StepDecision
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
+from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.state.redistribute import set_parameter

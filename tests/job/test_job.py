@@ -374,6 +374,8 @@ def test_every_example_of_the_reference_is_a_valid_value() -> None:
             complete |= {"data.text": "", "data.records": "['a.jsonl', 'b.jsonl']"}
         if (table, key) == ("model", "config"):
             complete |= {"model.path": "", "tokenizer.path": "t"}
+        if (table, key) in (("adapter", "modules_to_save"), ("adapter", "tokens")):
+            complete["adapter.method"] = "'lora'"
         if (table, key) == ("model", "factory"):
             complete = {f"{table}.{key}": example}
         load_job(REFERENCE, [f"{dotted}={value}" for dotted, value in complete.items()])

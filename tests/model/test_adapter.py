@@ -162,7 +162,7 @@ def test_adapter_directories_round_trip_and_are_checked(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
     with pytest.raises(UserError, match="rank = 4, the job says"):
         check_adapter(tmp_path / "a", tuning_of(job(rank=8), chain()))
-    with pytest.raises(UserError, match="set \\[adapter\\] targets, layers and parameters as"):
+    with pytest.raises(UserError, match="set \\[adapter\\] targets, layers, parameters, modules_to_save and tokens as"):
         check_adapter(tmp_path / "a", tuning_of(job(targets=["q_proj"]), chain()))
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match=r"adapter_model.safetensors: truncated, damaged, or no safetensors file"):

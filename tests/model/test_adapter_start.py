@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import adapter_of, write_adapter
 from hetero_mpi.model.adapter_start import ReducedStart
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.tuning import Tuning, adapter_tuning, began_with, scale_of
+from hetero_mpi.model.tuning import Tuning, began_with, scale_of
 from tests.support.family_configs import tiny_keys
 
 CHAIN = TransformersChain(read_config({**tiny_keys("llama"), "tie_word_embeddings": False}))

@@ -7,10 +7,11 @@ import math
 import pytest
 
 from hetero_mpi.job.training_tables import AdapterTable
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.group.division import divisions
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES
-from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
+from hetero_mpi.model.tuning import Tuning, full_training
 from tests.support.group_cases import HEADS, PACKABLE, WITH_EXPERTS, group_chain, lora
 
 

@@ -19,6 +19,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter, write_adapter
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.quantize import fused_experts, is_empty, unpack_experts
@@ -27,7 +28,7 @@ from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
-from hetero_mpi.model.tuning import adapter_tuning, lora_config
+from hetero_mpi.model.tuning import lora_config
 from tests import family_trial
 from tests.model.test_split_backward import NormalStart
 from tests.support.family_configs import tiny_keys

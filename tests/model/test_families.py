@@ -15,6 +15,7 @@ from transformers.integrations import sdpa_attention
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.layer.loss import IGNORED
@@ -22,7 +23,6 @@ from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
-from hetero_mpi.model.tuning import adapter_tuning
 from tests.support.stages import stage_of
 
 BLOCKS = 4

@@ -451,7 +451,7 @@ def test_a_head_on_the_rank_of_the_embedding_shares_its_part() -> None:
         own = [DividedLayers(chain, full_training(chain), StageGroup((4, 2), link)) for _ in range(2)]
         first = stage_of(chain, 0, 2, Backend(), "fp32", NamedStart(), divided=own[0])
         embedding = first.model_parameter(chain.tied[1]) if chain.tied else None
-        last = stage_of(chain, 5, LAYERS, Backend(), "fp32", NamedStart(), embedding=embedding, divided=own[1])
+        last = stage_of(chain, 5, LAYERS, Backend(), "fp32", NamedStart(), beginning=first, divided=own[1])
         assert embedding is not None and last.tied_head is not None
         assert last.tied_head.data_ptr() == embedding.data_ptr() and last.tied_head.shape == embedding.shape
 

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter, read_adapter, with_patterns_of, write_adapter
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.merged_adapter import merged
 from hetero_mpi.model.peft_config import read_peft_config
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart
-from hetero_mpi.model.tuning import Tuning, adapter_tuning
+from hetero_mpi.model.tuning import Tuning
 from tests import family_trial
 from tests.support.training_cases import PATTERNS, Case, model_directory
 
@@ -61,11 +62,9 @@ def with_keys(plain: Path, target: Path, **keys: Any) -> Path:
 
 
 CHANGING = {
-    **dict.fromkeys(("lora_bias", "use_qalora", "fan_in_fan_out", "ensure_weight_tying"), True),
+    **dict.fromkeys(("lora_bias", "use_qalora", "fan_in_fan_out"), True),
     **dict.fromkeys(("megatron_config", "velora_config", "monteclora_config", "arrow_config"), ("some",)),
     **dict.fromkeys(("kasa_config", "use_bdlora", "of_tomorrow"), ("some",)),
-    "modules_to_save": ["lm_head"],
-    "trainable_token_indices": [1, 2],
     "layer_replication": [[0, 2], [1, 3]],
     "alora_invocation_tokens": [5],
     "bias": "all",
@@ -124,6 +123,9 @@ ODD = {
     "alpha_pattern": [{"q_proj": float("nan")}, {"q_proj": None}, "q_proj", {"[": 1.0}],
     "layers_to_transform": ["1", [1.5], {"0": 1}, [True]],
     "layers_pattern": [5, [5], "("],
+    "modules_to_save": ["lm_head", [5], 5],
+    "trainable_token_indices": ["5", [1.5], {"lm_head": ["5"]}],
+    "ensure_weight_tying": ["yes", 1],
     "exclude_modules": [5, "("],
     "base_model_name_or_path": [5, ["x"], {}],
     "peft_type": [None, ["LORA"], 5, ...],

@@ -15,12 +15,13 @@ import torch
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
-from hetero_mpi.model.tuning import Tuning, adapter_tuning
+from hetero_mpi.model.tuning import Tuning
 from tests.model.test_all_families import UNLIKE
 from tests.model.test_split_backward import NormalStart, chain_of
 from tests.support.family_configs import VOCABULARY, dropout_rates

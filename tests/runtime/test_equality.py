@@ -63,6 +63,8 @@ RESUMED = (
     "llama-adafactor",
     "qwen3-tied-adafactor-two-streamed",
     "qwen3-tied-muon",
+    "gemma2-lora-tokens-streamed",
+    "qwen3-tied-nf4-saved-V",
 )
 """Cases that are also resumed after step 1, on two ranks and more under another split of the layers, in which nothing is
 streamed."""
@@ -75,6 +77,7 @@ AGAIN = (
     "qwen3-nf4-group",
     "llama-pissa-groups",
     "qwen3-tied-olora-two-streamed",
+    "llama-lora-saved-groups",
 )
 """Cases with several pipelines, or stages of several ranks, that are also run again, resumed under their own plan, and resumed
 under one pipeline."""

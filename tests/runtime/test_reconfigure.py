@@ -107,7 +107,7 @@ class Runs:
             return {(kind, tensor): reader.read(kind, tensor)[0] for kind in kinds for tensor in reader.names(kind)}
 
 
-ADAPTED: dict[str, Any] = {"adapter": {"method": "lora", "rank": 4, "dropout": 0.1}}
+ADAPTED: dict[str, Any] = {"method": "lora", "rank": 4, "dropout": 0.1}
 
 
 QUICK = {
@@ -155,13 +155,18 @@ def run_all(directory: Path, quick: bool) -> Runs:
 
     entry("full-straight", "first", {})
     entry("full-changed", "first", CHANGES)
-    entry("nf4-straight", "first", {}, model={"quantization": "nf4"}, **ADAPTED)
-    entry("nf4-changed", "first", CHANGES, model={"quantization": "nf4"}, **ADAPTED)
-    begun = {"model": {"quantization": "nf4"}, "adapter": {**ADAPTED["adapter"], "start": "pissa_niter_4"}}
+    rows = {
+        "model": {"quantization": "nf4"},
+        "adapter": {**ADAPTED, "tokens": [5, 90], "modules_to_save": ["model.norm"]},
+    }
+    entry("nf4-straight", "first", {}, **rows)
+    entry("nf4-changed", "first", CHANGES, **rows)
+    begun = {"model": {"quantization": "nf4"}, "adapter": {**ADAPTED, "start": "pissa_niter_4"}}
     entry("nf4-pissa-straight", "first", {}, **begun)
     entry("nf4-pissa-changed", "first", CHANGES, **begun)
-    entry("streamed-straight", "first", {}, **ADAPTED)
-    entry("streamed-changed", "first", {2: "two-stream", 4: "one-streams", 6: "first"}, **ADAPTED)
+    ends = {**ADAPTED, "modules_to_save": ["embed_tokens", "layernorm"]}
+    entry("streamed-straight", "first", {}, adapter=ends)
+    entry("streamed-changed", "first", {2: "two-stream", 4: "one-streams", 6: "first"}, adapter=ends)
     entry("full-streamed-straight", "first", {})
     entry("full-streamed-changed", "two-stream", {2: "one-streams", 4: "all", 6: "two-stream"})
     untied = shop.model("untied", BLOCKS)

@@ -16,6 +16,7 @@ import torch
 from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
@@ -23,7 +24,7 @@ from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
-from hetero_mpi.model.tuning import Tuning, adapter_tuning, full_training
+from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.planning.durations import duration
 from hetero_mpi.planning.memory import STREAMED_LAYERS
 from hetero_mpi.planning.schedule import Op, schedule_of
@@ -69,8 +70,8 @@ def check_waits_for_copies(
         assert torch.equal(one, other)
 
 
-def tuning(chain: TransformersChain, nf4: bool) -> Tuning:
-    return adapter_tuning(chain, AdapterTable(method="lora", rank=2, dropout=0.1), nf4, True)
+def tuning(chain: TransformersChain, nf4: bool, **further: Any) -> Tuning:
+    return adapter_tuning(chain, AdapterTable(method="lora", rank=2, dropout=0.1, **further), nf4, True)
 
 
 def steps(stage: Stage, gpu: Backend, micro_batches: int, count: int = 2) -> list[torch.Tensor]:
@@ -83,8 +84,9 @@ def steps(stage: Stage, gpu: Backend, micro_batches: int, count: int = 2) -> lis
             tokens = torch.randint(1, 512, (ROWS, TOKENS), generator=generator).to(gpu.device)
             found.append(stage.forward(MicroBatch(index, number, 0, micro_batches * ROWS * TOKENS), tokens, tokens))
             stage.backward(index)
-        if stage.tied_head is not None:
-            optimizer.gradient(EMBEDDING).add_(optimizer.tied_gradient())
+        tied = stage.tuning.tied(stage.chain)
+        if tied is not None:
+            optimizer.gradient(tied).add_(optimizer.tied_gradient())
         found += [optimizer.gradient(name).clone() for name in optimizer.targets]
         optimizer.step(number, 0.5)
     found += [value for name in optimizer.targets for value in (optimizer.targets[name], stage.parameters[name])]
@@ -127,9 +129,22 @@ def test_of_full_training_few_layers_are_on_the_device(chain: TransformersChain,
     assert {value.device.type for value in optimizer.state(EMBEDDING).values()} == {"cpu"}
 
 
-@pytest.mark.parametrize("nf4", [False, True])
-def test_copies_that_take_long_are_waited_for(chain: TransformersChain, gpu: Backend, nf4: bool) -> None:
-    given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, nf4)
+WHOLE = {"modules_to_save": ["embed_tokens", "norm"]}
+
+
+@pytest.mark.parametrize(
+    "nf4, tied, further",
+    [
+        (False, False, {}),
+        (True, False, {}),
+        (True, True, {"tokens": [3, 500]}),
+        (False, True, WHOLE),
+        (True, False, WHOLE),
+    ],
+)
+def test_copies_that_take_long_are_waited_for(gpu: Backend, nf4: bool, tied: bool, further: dict[str, Any]) -> None:
+    chain = TransformersChain(read_config({**CONFIG, "tie_word_embeddings": tied}))
+    given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, nf4, **further)
     resident = stage_of(*given, recompute=True, slice_sequences=SLICE)
     check_waits_for_copies(resident, streamed_stage_of(*given, slice_sequences=SLICE), gpu, 1, 0.02)
 

@@ -10,13 +10,14 @@ from torch import nn
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import AdapterTable
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.layer.loss import IGNORED, Routed
 from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.tuning import Tuning, adapter_tuning
+from hetero_mpi.model.tuning import Tuning
 from tests.support.family_configs import VOCABULARY, tiny_keys
 from tests.support.stages import stage_of
 

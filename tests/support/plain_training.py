@@ -224,8 +224,8 @@ def held_out_mode(model: torch.nn.Module) -> None:
 
 def short(name: str) -> str:
     """A parameter's name in adapter files, of peft's own."""
-    plain = name.replace("base_model.model.", "").replace(".default.", ".")
-    return plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    plain = name.replace("base_model.model.", "").replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    return plain.removesuffix(".default").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def _summed_loss(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray, whole: Batch) -> torch.Tensor:

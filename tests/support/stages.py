@@ -11,7 +11,7 @@ from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.tuning import Tuning
 
-_BUILT_WITH = ("kept", "embedding", "divided", "folder")
+_BUILT_WITH = ("kept", "beginning", "divided", "folder")
 
 
 def stage_of(

@@ -27,6 +27,8 @@ PATTERNS = {
     "rank_pattern": {"down_proj": 8, r"layers\.[23]\..*\.q_proj": 2},
     "alpha_pattern": {"v_proj": 32, "nothing": 1},
 }
+TOKENS = [0, 72, 90, 300]
+"""The end, which is also padding, some of the corpus, and one that never occurs."""
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRAIN = {
@@ -69,7 +71,8 @@ class Case:
     """Micro-batch of the reference where it is to differ; 0: the same."""
     tuning: str = "full"
     """``full``, one of ``STARTS`` (LoRA that begins so), ``lora``, ``rslora``, ``patterns`` (rsLoRA with ranks and alphas of its
-    own on some layers, and none in the first block), ``dora``, ``nf4`` (LoRA over 4-bit weights) or ``nf4-dora``."""
+    own on some layers, and none in the first block), ``dora``, ``nf4`` (LoRA over 4-bit weights) or ``nf4-dora``; ``tokens`` or
+    ``saved`` in it (``lora-saved``): and rows of some tokens, or both ends and the norms of the model."""
     recompute: bool = False
     dtype: str = "fp32"
     pipelines: str = "one"
@@ -311,6 +314,22 @@ NORMAL = (
     ),
     Case("phi3-nf4-pissa", "phi3", False, 0.0, True, 2, "even", tuning="nf4-pissa"),
     Case("llama-pissa-groups", "llama", True, 0.0, True, 2, "even", tuning="pissa", pipelines="groups"),
+    Case("llama-lora-tokens", "llama", False, 0.0, True, 2, "even", tuning="lora-tokens"),
+    Case(
+        "gemma2-lora-tokens-streamed",
+        "gemma2",
+        True,
+        0.0,
+        False,
+        4,
+        "uneven",
+        1,
+        "lora-tokens",
+        streamed=True,
+        slice_sequences=1,
+    ),
+    Case("qwen3-tied-nf4-saved-V", "qwen3", True, 0.0, True, 2, "V", tuning="nf4-saved", schedule="zbv"),
+    Case("llama-lora-saved-groups", "llama", False, 0.0, True, 2, "even", tuning="lora-saved", pipelines="groups"),
     Case("llama-bf16-group", "llama", False, 0.0, True, 2, "even", pipelines="group", dtype="bf16"),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
@@ -365,6 +384,11 @@ def adapter_directory(directory: Path, case: Case) -> Path:
         }
         if case.tuning == "patterns":
             lora |= PATTERNS
+        ends = ["embed_tokens"] if case.tied else ["embed_tokens", "lm_head"]
+        if "tokens" in case.tuning:
+            lora["trainable_token_indices"] = dict.fromkeys(ends, TOKENS)
+        if "saved" in case.tuning:
+            lora |= {"modules_to_save": [*ends, "norm"], "ensure_weight_tying": case.tied}
         adapted = get_peft_model(model, LoraConfig(**lora))
         torch.manual_seed(5)
         for name, parameter in adapted.named_parameters():

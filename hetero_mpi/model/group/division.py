@@ -122,6 +122,8 @@ class Trained(Protocol):
     @property
     def optimizer(self) -> str: ...
     @property
+    def tokens(self) -> list[int]: ...
+    @property
     def still(self) -> frozenset[str]: ...
 
 
@@ -300,6 +302,11 @@ def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
         )
     if tuning.adapter is not None and tuning.adapter.dora:
         return f"[adapter] dora = true: DoRA needs norms of whole rows, which a group of ranks cuts: set it to false, {alone}"
+    if tuning.tokens:
+        return (
+            "[adapter] tokens: rows of single tokens are not divided within a group of ranks: train the whole modules "
+            '([adapter] modules_to_save = ["embed_tokens", "lm_head"]), or give each rank a stage of its own'
+        )
     if tuning.parameters:
         return (
             f"[adapter] parameters = {list(tuning.adapter.parameters) if tuning.adapter else []}: adapters of fused experts are "

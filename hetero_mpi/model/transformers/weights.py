@@ -80,10 +80,13 @@ class FileStart:
         self.mapping = weight_mapping(chain.model)
         self.dtypes: dict[str, torch.dtype] = {}
         """The dtype in the files, of each tensor of the model."""
+        self._grown: dict[str, int] = {}
+        """Name in the files -> rows in the model, which has more: of an embedding or a head, for new words."""
         self.keys_of_layer = self._assign(chain)
 
     def fill(self, chain: TransformersChain, model: PreTrainedModel, layer: int) -> None:
         state = self.files.read_layer(layer, self.keys_of_layer[layer])
+        state |= {key: with_mean_rows(state[key], rows) for key, rows in self._grown.items() if key in state}
         info, _ = convert_and_load_state_dict_in_model(
             model, state, LoadStateDictConfig(weight_mapping=self.mapping, dtype=torch.float32), None
         )
@@ -107,7 +110,11 @@ class FileStart:
 
     def _assign(self, chain: TransformersChain) -> Mapping[int, list[str]]:
         keys: defaultdict[int, list[str]] = defaultdict(list)
+        ends = chain.model.get_input_embeddings(), chain.model.get_output_embeddings()
         for key, (name, _) in names_in_model(chain.model, self.files.names).items():
+            if name in chain.parameters and chain.model.get_submodule(name.rpartition(".")[0]) in ends:
+                (stored, *_), (rows, *_) = self.files.names[key].shape, chain.parameters[name].shape
+                self._grown |= {key: rows} if stored < rows else {}
             # Anything else (a tied copy, a rotary buffer of old files) is not a weight of ours: ``stored_model.py`` has judged it.
             if name in chain.parameters or name in chain.constants:
                 keys[chain.layer_of(name)].append(key)
@@ -140,6 +147,17 @@ def weight_mapping(model: PreTrainedModel) -> list[Any]:
         for name in (_MXFP4 if model.config.model_type == "gpt_oss" else ())
     ]
     return [*packed, *get_model_conversion_mapping(model)]
+
+
+def with_mean_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A matrix of an embedding or a head, or a bias, in fp32, grown to so many ``rows``, each of which is the mean of the old ones:
+    that of ``resize_token_embeddings``, which draws around it. Summed in fp64, so that no number of threads changes it."""
+    wide = tensor.float()
+    mean = torch.stack([piece.double().sum(0) for piece in wide.split(_PIECE)]).sum(0) / len(wide)
+    return torch.cat([wide, mean.float().expand(rows - len(wide), *wide.shape[1:])])
+
+
+_PIECE = 4096
 
 
 def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[str, bool]]:

@@ -123,7 +123,8 @@ class ModelCost:
     @cached_property
     def trained_whole(self) -> bool:
         """True where layers are trained themselves, rather than adapters over them."""
-        return any(2 * layer.trainable_parameters > layer.parameters for layer in self.layers)
+        inner = [layer for layer in self.layers if layer.kind not in (EMBEDDING, HEAD) and layer.parameters]
+        return any(2 * layer.trainable_parameters > layer.parameters for layer in inner or self.layers)
 
     def state_bytes(self, first: int, last: int) -> float:
         """Gradients, moments and master weights of the layers [first, last)."""

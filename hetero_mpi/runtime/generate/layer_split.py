@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.job.schema import ClusterTable
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import read_adapter
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.model_cost import model_cost
@@ -26,7 +27,7 @@ from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.tuning import Tuning, adapter_tuning, nothing_trained
+from hetero_mpi.model.tuning import Tuning, nothing_trained
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.profiling.host_profiles import sharing_ranks
@@ -210,9 +211,14 @@ def _load_adapter(setup: GenerateSetup, stage: Stage | None, transport: Transpor
     directory = setup.opened.adapter if setup.opened is not None else None
     stored = read_adapter(directory, setup.tuning) if directory is not None else {}
 
+    tied, last = setup.tuning.tied(setup.chain), setup.plan.pipelines[0].stages[-1].ranks[0]
+
     def keep(parcel: Parcel, value: torch.Tensor) -> None:
         assert stage is not None
-        stage.parameters[parcel.name].data.copy_(value)
+        for held in (stage.parameters.get(parcel.name), stage.tied_head if parcel.name == tied else None):
+            if held is not None:
+                held.data.copy_(value)
 
-    listed = deliveries(parcels(setup.tuning, setup.plan, ("parameters",)), lambda parcel: (0,))
-    move(setup.world.rank, transport, listed, lambda parcel: stored[parcel.name], keep)
+    listed = parcels(setup.tuning, setup.plan, ("parameters",))
+    listed = [replace(one, others=(last,)) if one.name == tied and one.owner != last else one for one in listed]
+    move(setup.world.rank, transport, deliveries(listed, lambda _: (0,)), lambda parcel: stored[parcel.name], keep)

@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.checkpoint import CheckpointError, CheckpointReader
 from hetero_mpi.data.chat_template import Template, has_template, render_prompt
-from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer
+from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, rows_with_added
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_from_dict
 from hetero_mpi.job.schema import ClusterTable, JobConfig
 from hetero_mpi.model.adapter_files import adapter_of, check_adapter
 from hetero_mpi.model.adapter_start import as_written
+from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.decoding import require_decodable
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
@@ -28,7 +29,6 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.generation import model_stops, read_generation
 from hetero_mpi.model.transformers.stored_model import stored_model
-from hetero_mpi.model.tuning import adapter_tuning
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.data_setup import prompt_template
 
@@ -137,8 +137,8 @@ def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
             f"{path / 'adapter_config.json'}: the base model {name!r} (base_model_name_or_path) is not a directory here; "
             f"put the model there, or correct the path"
         )
-    source = _model(base)
-    source = replace(source, adapter=table.model_dump())
+    source = replace(_model(base), adapter=table.model_dump())
+    source.config["vocab_size"] = rows_with_added(_tokenizer_of(path, base), read_config(source.config).vocab_size)
     chain = TransformersChain(read_config(source.config))
     modules = dict(chain.model.named_modules())
     foreign = [target for target in table.targets if target not in modules]
@@ -189,7 +189,7 @@ def _adapted(job: JobConfig, metadata: dict[str, Any], result: Path) -> Generate
     base = hub.directory_of(name) if name else None
     config = metadata["model_config"]
     if base is not None:
-        config = _model(base).config
+        config = {**_model(base).config, "vocab_size": read_config(config).vocab_size}  # new tokens have rows
     require_decodable(read_config(config))
     adapter = as_written(job.adapter)
     source = GenerateSource(
@@ -223,12 +223,16 @@ def _newest_metadata(directory: Path) -> tuple[JobConfig, dict[str, Any]] | None
 
 def _tokenizer(source: GenerateSource, directory: Path) -> PreTrainedTokenizerFast:
     """The tokenizer beside the result, else beside the base model."""
-    places = [directory, *([Path(source.base)] if source.base is not None else [])]
+    tokenizer = _tokenizer_of(directory, *([Path(source.base)] if source.base is not None else []))
+    check_vocabulary(tokenizer, read_config(source.config).vocab_size)
+    return tokenizer
+
+
+def _tokenizer_of(*places: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in the first of the directories that has one."""
     for place in places:
         if any((place / name).is_file() for name in _TOKENIZERS):
-            tokenizer = load_tokenizer(place)
-            check_vocabulary(tokenizer, read_config(source.config).vocab_size)
-            return tokenizer
+            return load_tokenizer(place)
     raise UserError(
         f"{' and '.join(map(str, dict.fromkeys(places)))}: no tokenizer (tokenizer.json) beside the model; copy the one "
         f"it was trained with into the directory"

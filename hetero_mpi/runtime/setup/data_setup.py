@@ -20,9 +20,11 @@ from hetero_mpi.data.source_files import matching_files
 from hetero_mpi.data.text_sequences import Corpus, build_sequences, pieces_of
 from hetero_mpi.data.token_cache import entry, file_marks, read_dataset, write_dataset
 from hetero_mpi.data.tokenizer import (
+    add_tokens,
     bpe_split,
     check_vocabulary,
     load_tokenizer,
+    rows_with_added,
     save_tokenizer,
     train_bpe,
     vocabulary_note,
@@ -267,8 +269,8 @@ def _tokenizer(
         notes.extend([note] if note else [])
     else:
         tokenizer = load_tokenizer(_tokenizer_directory(loaded))
-    if job.model.path is None:
-        notes.extend(_complete(config, tokenizer))
+    notes.extend(add_tokens(tokenizer, job.tokenizer.add, job.tokenizer.add_special))
+    notes.extend(_complete(config, tokenizer) if job.model.path is None else _grown(config, tokenizer))
     check_vocabulary(tokenizer, read_config(config).vocab_size)
     return tokenizer, notes
 
@@ -326,6 +328,17 @@ def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
             f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
             f"(max_position_embeddings); shorten the sequences"
         )
+
+
+def _grown(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Give a model's configuration rows for tokens that were added to its tokenizer; says so."""
+    rows = int(read_config(config).vocab_size)
+    config["vocab_size"] = rows_with_added(tokenizer, rows)
+    if config["vocab_size"] == rows:
+        return []
+    return [
+        f"embedding and head grow from {rows:,} to {config['vocab_size']:,} rows: the new ones begin as the mean of the others"
+    ]
 
 
 def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 import hetero_mpi
@@ -28,7 +29,8 @@ from hetero_mpi.device.products import widen_products
 from hetero_mpi.errors import UserError
 from hetero_mpi.host_limits import core_quota, own_cores
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.job.schema import ClusterTable
+from hetero_mpi.job.rules import as_toml
+from hetero_mpi.job.schema import ClusterTable, TokenizerTable
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import with_patterns_of
 from hetero_mpi.model.job_tuning import tuning_of
@@ -91,7 +93,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     with world.led("preparing the data"):
         if world.rank == 0:
             material = prepare(loaded)
-    loaded = _with_adapter(world, loaded)
+    loaded = _with_adapter(world, loaded, material.tokenizer if material is not None else None)
     loaded = _with_steps(world, loaded, len(material.dataset.train) if material is not None else None)
     job = loaded.job
     keys = world.broadcast_json(material.config if material is not None else None)
@@ -148,17 +150,32 @@ def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJ
     return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
 
 
-def _with_adapter(world: World, loaded: LoadedJob) -> LoadedJob:
-    """The job with what it leaves to the adapter that it starts from, which rank 0 has. Collective."""
+def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None) -> LoadedJob:
+    """The job with what it leaves to the adapter that it starts from, which rank 0 has, and tokens by their ids. Collective."""
     adapter = loaded.job.adapter
-    if adapter.path is None:
+    if adapter.method == "none":
         return loaded
     found: dict[str, Any] | None = None
     with world.led("reading the adapter"):
         if world.rank == 0:
-            found = with_patterns_of(loaded.resolve(adapter.path), adapter).model_dump()
+            own = adapter if adapter.path is None else with_patterns_of(loaded.resolve(adapter.path), adapter)
+            found = own.model_copy(update={"tokens": _token_ids(own, loaded.job.tokenizer, tokenizer)}).model_dump()
     table = AdapterTable(**world.broadcast_json(found))
     return replace(loaded, job=loaded.job.model_copy(update={"adapter": table}))
+
+
+def _token_ids(
+    adapter: AdapterTable, table: TokenizerTable, tokenizer: PreTrainedTokenizerFast | None
+) -> list[int] | None:
+    """``adapter.tokens`` as ids, ascending; of a job that names none those that its tokenizer is given. None: there are none."""
+    wanted = [*table.add, *table.add_special] if adapter.tokens is None else adapter.tokens
+    vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
+    unknown = [one for one in wanted if isinstance(one, str) and one not in vocabulary]
+    if unknown:
+        raise UserError(
+            f"[adapter] tokens: {as_toml(unknown[0])} is no token of the tokenizer: name one, or let [tokenizer] add it"
+        )
+    return sorted({one if isinstance(one, int) else vocabulary[one] for one in wanted}) or None
 
 
 def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
