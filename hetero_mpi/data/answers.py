@@ -87,8 +87,8 @@ class Rendered:
     """A conversation as text."""
 
     text: str
-    spans: Sequence[tuple[int, int, bool | None]]
-    """Its answers, ascending: [first, last) in characters, and whether they are learnt (:attr:`ChatMessage.trained`)."""
+    spans: Sequence[tuple[int, int, float | None]]
+    """Its answers, ascending: [first, last) in characters, and how they are learnt (:attr:`ChatMessage.trained`)."""
     marked: bool
     """The template itself marks its answers."""
     forgotten: bool
@@ -129,9 +129,9 @@ class _Whole:
     final: str
     """The end token of the model, or nothing."""
 
-    def spans(self) -> list[tuple[int, int, bool | None]]:
+    def spans(self) -> list[tuple[int, int, float | None]]:
         """:attr:`Rendered.spans`. Raises BadRecord."""
-        spans: list[tuple[int, int, bool | None]] = []
+        spans: list[tuple[int, int, float | None]] = []
         for index, message in enumerate(self.messages):
             if message.role != "assistant":
                 continue
@@ -166,7 +166,7 @@ class _Whole:
 
 def _marked(
     text: str, marks: Sequence[tuple[int, int]], messages: Sequence[ChatMessage]
-) -> list[tuple[int, int, bool | None]]:
+) -> list[tuple[int, int, float | None]]:
     """The answers as the template marks them: with which of them is learnt."""
     trained = [message.trained for message in messages if message.role == "assistant"]
     if len(marks) != len(trained) and len(set(trained)) > 1:

@@ -55,6 +55,21 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Weighed:
+    """The weights of a batch's targets in the loss, which is their weighted sum by the sum of the weights of the whole batch."""
+
+    weights: npt.NDArray[np.float32]
+    """[B, T]."""
+    together: float
+    """The sum, over the targets of the whole batch that count."""
+
+    @classmethod
+    def of(cls, targets: Tokens, weights: npt.NDArray[np.float32]) -> Weighed:
+        """``targets``: of the whole batch."""
+        return cls(weights, float(weights.sum(where=targets != IGNORED, dtype=np.float64)))
+
+
+@dataclass(frozen=True)
 class Batch:
     """Sequences of one step or evaluation, int32 [B, T]; ``targets[b, t]`` follows ``tokens[b, t]``, or is -100."""
 
@@ -68,10 +83,14 @@ class Batch:
     """None: it is no batch of preferences."""
     numbers: Indices | None = None
     """[B], of the rows in their dataset, where it is one of preferences."""
+    weighed: Weighed | None = None
+    """None: all targets count alike."""
 
     @property
-    def divisor(self) -> int:
-        """Divisor of the summed loss: the targets that count, or the pairs or answers that are compared."""
+    def divisor(self) -> float:
+        """Divisor of the summed loss: the targets that count, or their weights, or the pairs or answers that are compared."""
+        if self.weighed is not None:
+            return self.weighed.together or 1.0
         return max(1, self.target_tokens if self.compared is None else self.compared.count)
 
     @property
@@ -87,7 +106,8 @@ class Batch:
         index = np.array(chosen, np.intp)
         positions = None if self.positions is None else self.positions[index]
         compared = None if self.compared is None else self.compared.rows(index)
-        return Batch(self.tokens[index], self.targets[index], self.target_tokens, positions, compared)
+        weighed = self.weighed and replace(self.weighed, weights=self.weighed.weights[index])
+        return Batch(self.tokens[index], self.targets[index], self.target_tokens, positions, compared, None, weighed)
 
     def trimmed(self, multiple: int = PADDED_TO) -> Batch:
         """Without the last columns, in which no row learns anything, but for as many as make the length a ``multiple``.
@@ -99,7 +119,9 @@ class Batch:
         length = multiple * (-(-int(used[-1]) // multiple)) if len(used) else multiple
         positions = None if self.positions is None else self.positions[:, :length]
         compared = None if self.compared is None else replace(self.compared, answers=self.compared.answers[:, :length])
-        return Batch(self.tokens[:, :length], self.targets[:, :length], self.target_tokens, positions, compared)
+        tokens, targets = self.tokens[:, :length], self.targets[:, :length]
+        weighed = self.weighed and replace(self.weighed, weights=self.weighed.weights[:, :length])
+        return Batch(tokens, targets, self.target_tokens, positions, compared, None, weighed)
 
 
 def answer_counts(answers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -77,6 +77,8 @@ class Tokenized:
     """bool [n]: whether the token belongs to an answer that is learnt, its end token included."""
     never: npt.NDArray[np.bool_]
     """bool [n]: whether it belongs to an answer that is not learnt, not even with the prompts."""
+    weight: npt.NDArray[np.float32]
+    """float32 [n], of the token in the loss."""
     forgotten: bool = False
     """The template leaves out thoughts of earlier answers."""
 
@@ -205,6 +207,7 @@ def _tokenized(
     for (record, rendered), marks in zip(waiting, marks_of(backend, [one for _, one in waiting]), strict=True):
         ids = list(marks.ids)
         answer, never = np.zeros((2, len(ids)), dtype=np.bool_)
+        weight = np.ones(len(ids) + 1, np.float32)
         for (first, last), (*_, learnt) in zip(marks.spans, rendered.spans, strict=True):
             if not rendered.marked:
                 # Without what the template prints behind its end token, if it has one.
@@ -213,13 +216,16 @@ def _tokenized(
                 last += 1
             if learnt is not None:
                 (answer if learnt else never)[first:last] = True
+                weight[first:last] = learnt
         # What stands behind the last answer is nobody's context: the record ends with the end token, the template's or,
         # where it closes answers with something else, ours.
         final = int(np.flatnonzero(answer)[-1]) if answer.any() else -1
         ids, answer, never = ids[: final + 1], answer[: final + 1], never[: final + 1]
         if record.messages[-1].trained and (final < 0 or ids[final] != end):
             ids, answer, never = [*ids, end], np.append(answer, True), np.append(never, False)
-        yield Tokenized(record, np.array(ids, dtype=np.int32), answer, never, rendered.forgotten)
+            weight[final + 1] = record.messages[-1].trained
+        weight = record.weight * weight[: len(ids)]
+        yield Tokenized(record, np.array(ids, dtype=np.int32), answer, never, weight, rendered.forgotten)
 
 
 @dataclass(frozen=True)

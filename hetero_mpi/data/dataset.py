@@ -22,6 +22,7 @@ from hetero_mpi.data.batch import (
     Indices,
     Parts,
     Tokens,
+    Weighed,
     answer_counts,
     batch_indices,
     parts_of,
@@ -66,6 +67,8 @@ class Rows:
     """int32 [N, T]; see ``Batch``."""
     answers: npt.NDArray[np.uint8] | None = None
     """[N, T], of preferences; see ``Compared``."""
+    weights: npt.NDArray[np.float32] | None = None
+    """[N, T], of the targets in the loss; None: all are 1."""
     lanes: int = 1
     """2: behind each row comes one with its prompts and the answers of other records, by which KTO finds its reference point."""
 
@@ -141,7 +144,7 @@ class Dataset(Rows):
         if self.known_fingerprint:
             return self.known_fingerprint
         digest = hashlib.blake2b(digest_size=16)
-        further = (array for array in (self.positions, self.answers) if array is not None)
+        further = (array for array in (self.positions, self.answers, self.weights) if array is not None)
         for array in (self.tokens, self.targets, self.train, self.held_out, *further):
             digest.update(repr(array.shape).encode())
             for _, part in parts_of_rows(array):
@@ -154,7 +157,9 @@ class Dataset(Rows):
         """The rows of these numbers."""
         targets = self.targets[chosen]
         positions = None if self.positions is None else self.positions[chosen]
-        batch = Batch(self.tokens[chosen], targets, int(np.count_nonzero(targets != IGNORED)), positions)
+        weights = None if self.weights is None else Weighed.of(targets, self.weights[chosen])
+        count = int(np.count_nonzero(targets != IGNORED))
+        batch = Batch(self.tokens[chosen], targets, count, positions, weighed=weights)
         if self.answers is None:
             return batch
         reference = np.zeros((len(chosen), self.records_per_row), np.float32)
@@ -180,9 +185,15 @@ def shares(count: int, held_out: float, seed: int) -> tuple[Indices, Indices]:
 
 
 def _columns(tables: Sequence[Rows], folder: Path | None = None) -> dict[str, Any]:
-    """The columns that all of them have, one table after the other; in files of ``folder`` where they were in files."""
+    """The columns that all of them have, one table after the other; in files of ``folder`` where they were in files. Weights are 1
+    where others have some."""
     found: dict[str, Any] = {}
-    for name in ("tokens", "targets", "positions", "answers"):
+    if any(table.weights is not None for table in tables):
+        ones = [
+            np.ones(table.targets.shape, np.float32) if table.weights is None else table.weights for table in tables
+        ]
+        tables = [replace(table, weights=own) for table, own in zip(tables, ones, strict=True)]
+    for name in ("tokens", "targets", "positions", "answers", "weights"):
         columns = [getattr(table, name) for table in tables]
         if any(column is None for column in columns):
             found[name] = None

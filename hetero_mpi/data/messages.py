@@ -5,6 +5,7 @@ tools old and new, thoughts, and whether they are learnt. Tools that a conversat
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,7 +26,8 @@ ROLES: dict[str, Role] = {
 }
 """Role in a file -> role in a :class:`ChatMessage`."""
 LEARNT_BY = ("train", "weight")
-"""Keys of a message that say whether it is learnt; OpenAI's files have the second."""
+"""Keys of a message that say whether it is learnt, and how much; OpenAI's files have the second."""
+MOST_WEIGHT = 1000
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its thought, as transformers knows them."""
 
@@ -37,8 +39,8 @@ class ChatMessage:
     """Text; of a list of parts, that of all of them."""
     given: Mapping[str, Any] | None = None
     """As the file has it, where that is more than a role and a text: calls of tools, a name, content in parts."""
-    trained: bool | None = True
-    """An answer is learnt, or not; None: as what is asked is."""
+    trained: float | None = 1.0
+    """Weight of an answer's tokens in the loss, 0: it is not learnt; None: it is learnt as what is asked is."""
 
     def calls(self) -> list[Mapping[str, Any]]:
         """The functions that it calls: ``name``, and mostly ``arguments``."""
@@ -158,18 +160,22 @@ def _content(content: Any, where: str) -> str:
     return "".join(text_of(part.get("text"), f"{where}[{index}].text") for index, part in enumerate(content))
 
 
-def _trained(said: Mapping[str, Any], where: str, role: Role) -> bool:
-    """True: a message is learnt if it is an answer. Raises BadRecord."""
+def weight_of(value: Any, where: str) -> float:
+    """Raises BadRecord."""
+    if type(value) not in (bool, int, float) or not 0 <= value <= MOST_WEIGHT:
+        shown = json.dumps(value, ensure_ascii=False, default=str)[:40]
+        raise BadRecord(f"{where} must be a number from 0 to {MOST_WEIGHT:,}, or true or false; it is {shown}")
+    return float(value)
+
+
+def _trained(said: Mapping[str, Any], where: str, role: Role) -> float:
+    """The weight of a message if it is an answer. Raises BadRecord."""
     for key in (key for key in LEARNT_BY if key in said):
-        value = said[key]
-        if type(value) not in (bool, int, float) or value not in (0, 1):
-            shown = json.dumps(value, ensure_ascii=False, default=str)[:40]
-            raise BadRecord(f"{where}.{key} must be true or false, or 1 or 0; it is {shown}")
-        if value and role != "assistant":
+        if weight_of(said[key], f"{where}.{key}") and role != "assistant":
             raise BadRecord(
                 f"{where}.{key} asks for a {role} message to be learnt: data.train_on_prompt learns them all"
             )
-    return all(said.get(key, True) for key in LEARNT_BY)
+    return math.prod(float(said.get(key, 1)) for key in LEARNT_BY)
 
 
 def _check_calls(calls: Any, where: str) -> None:

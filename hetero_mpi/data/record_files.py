@@ -45,7 +45,7 @@ PREFERENCE = ("chosen", "rejected")
 Compared = Literal["pairs", "labels"]
 """How preferences are told: by two answers to a prompt, or by a label of one."""
 SYSTEM = ("system", "system_prompt")
-FURTHER = ("input", "history", "tools", "functions", "label", *SYSTEM, *PREFERENCE)
+FURTHER = ("input", "history", "tools", "functions", "label", "weight", *SYSTEM, *PREFERENCE)
 """Keys that are used beside those."""
 
 

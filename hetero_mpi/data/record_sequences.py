@@ -75,6 +75,12 @@ class RecordSequences:
             )
         rows = self._filled(kept if self.preference != "labels" else _with_mismatched(kept, width, key))
         notes = _notes(what, kept, dropped, rows.targets[:: rows.lanes])
+        if rows.weights is not None:
+            own = rows.weights[rows.targets != IGNORED]
+            notes = (
+                *notes,
+                f"their weights in the loss go from {own.min():g} to {own.max():g}, {own.mean():.3g} on average",
+            )
         return replace(rows, found=f"{len(kept)} {what}", notes=notes)
 
     def _entries(self, tokenized: Iterable[Tokenized], width: int) -> Iterator[tuple[_Part, ...]]:
@@ -93,16 +99,19 @@ class RecordSequences:
         tokens = np.full((len(groups) * lanes, width), pad_token(self.tokenizer), dtype=np.int32)
         labels = np.full(tokens.shape, IGNORED, dtype=np.int32)
         places, answers = np.zeros_like(tokens), np.zeros(tokens.shape, np.uint8)
+        weights = np.ones(tokens.shape, np.float32)
         for row in range(len(tokens)):
             end, lane = 0, row % lanes
             for part in (part for index in groups[row // lanes] for part in kept[index][lane::lanes]):
                 own = slice(end, end + len(part.ids))
                 tokens[row, own], labels[row, own], answers[row, own] = part.ids, part.labels, part.mark * part.answer
+                weights[row, own] = part.weight
                 places[row, own], end = np.arange(len(part.ids)), own.stop
             places[row, end:] = np.arange(width - end)
         positions = places[:, :-1] if (packing and self.isolate) or self.preference else None
         compared = answers[:, 1:] if self.preference else None
-        return Rows(tokens[:, :-1], labels[:, 1:], positions=positions, answers=compared, lanes=lanes)
+        weighed = weights[:, 1:] if any((part.weight != 1).any() for entry in kept for part in entry) else None
+        return Rows(tokens[:, :-1], labels[:, 1:], "", (), positions, compared, weighed, lanes)
 
 
 def build_record_sequences(
@@ -141,6 +150,8 @@ class _Part:
     labels: Tokens
     answer: npt.NDArray[np.bool_]
     """Where the answers are that are learnt, or compared."""
+    weight: npt.NDArray[np.float32]
+    """Of its tokens in the loss."""
     uncut: int
     """Tokens of the whole record."""
     forgotten: bool
@@ -202,7 +213,9 @@ def _with_mismatched(kept: Sequence[tuple[_Part, ...]], capacity: int, key: str)
             ids = np.concatenate([prompt, before.ids[before.answer]])[:capacity]
             answer = np.arange(len(ids)) >= len(prompt)
             labels = np.where(answer, ids, IGNORED).astype(np.int32)
-            found.append((own, replace(own, ids=ids, answer=answer, labels=labels)))
+            found.append(
+                (own, replace(own, ids=ids, answer=answer, labels=labels, weight=np.ones(len(ids), np.float32)))
+            )
     return found
 
 
@@ -210,7 +223,7 @@ def _part(entry: Tokenized, room: int, answer: npt.NDArray[np.bool_], learnt: np
     ids, answer = entry.ids[:room], answer[:room].copy()
     labels = np.where(learnt[:room], ids, IGNORED).astype(np.int32)
     labels[:1], answer[:1] = IGNORED, False  # nothing of its own stands before the first token
-    return _Part(ids, labels, answer, len(entry.ids), entry.forgotten, entry.record.source)
+    return _Part(ids, labels, answer, entry.weight[:room], len(entry.ids), entry.forgotten, entry.record.source)
 
 
 def _last_run(answer: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -14,7 +14,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_mpi import units
-from hetero_mpi.data.messages import ChatMessage, Role, json_of, kind_name, messages_of, text_of, tools_of, turns_of
+from hetero_mpi.data.messages import (
+    ChatMessage,
+    Role,
+    json_of,
+    kind_name,
+    messages_of,
+    text_of,
+    tools_of,
+    turns_of,
+    weight_of,
+)
 from hetero_mpi.data.record_files import (
     PAIRS,
     PREFERENCE,
@@ -48,6 +58,8 @@ class Record:
     """Functions that the assistant may call, for the chat template."""
     desirable: bool = True
     """False: its answer is not (``label``)."""
+    weight: float = 1.0
+    """Factor of the weights of all its tokens in the loss."""
 
     def needs_tools(self) -> bool:
         return bool(self.tools) or any(message.role == "tool" or message.calls() for message in self.messages)
@@ -75,7 +87,10 @@ class Records:
         total = len(self.records) // (2 if self.preference == "pairs" else 1)
         kind, of = ("pair", " of answers") if self.preference == "pairs" else ("record", "")
         lines = [f"{units.plural(total, kind)}{of} from {units.plural(self.files, 'file')} ({found})"]
-        left_out = {"without an answer": self.unanswered, "without an answer to learn (train = false)": self.untrained}
+        left_out = {
+            "without an answer": self.unanswered,
+            "without an answer to learn (train = false, weight = 0)": self.untrained,
+        }
         for why, sources in left_out.items():
             if sources:
                 lines.append(f"{len(sources):,} records {why} left out, such as {sources[0]}")
@@ -115,7 +130,9 @@ def read_records(
             if preference == "labels":
                 found = _labelled(fields, source)
             else:
-                found = _pair_of(fields, source) if preference else [_record(fields, source)]
+                found = _pair_of(fields, source) if preference else [_weighted(fields, source)]
+            if preference and any(m.trained not in (0, 1, None) for one in found if one for m in one.messages):
+                raise BadRecord("weights of messages other than 0 and 1 are not computed where answers are compared")
         except BadRecord as problem:
             bad.add(source, problem)
             continue
@@ -127,7 +144,9 @@ def read_records(
         own = [record.messages[-1:] if preference else record.messages for record in answered]
         if len(answered) < len(found):
             unanswered.append(source)
-        elif not all(any(one.trained for one in some if one.role == "assistant") for some in own):
+        elif not all(record.weight for record in answered) or not all(
+            any(one.trained for one in some if one.role == "assistant") for some in own
+        ):
             untrained.append(source)
         else:
             records.extend(answered)
@@ -200,6 +219,13 @@ def _record(fields: _Fields, source: str) -> Record | None:
             chat = any(isinstance(fields.values.get(key), list) for key in (question, answer))
             return _conversation(turns, "chat" if chat else shape, source, tools, answer)
     raise BadRecord(unrecognised(fields.values))
+
+
+def _weighted(fields: _Fields, source: str) -> Record | None:
+    """The record of these fields with its weight. Raises BadRecord."""
+    weight = weight_of(fields.get("weight", 1), "'weight'")
+    record = _record(fields, source)
+    return record and replace(record, weight=weight)
 
 
 def _pair_of(fields: _Fields, source: str) -> list[Record | None]:

@@ -74,7 +74,7 @@ class StepData:
     targets: torch.Tensor | None
     positions: torch.Tensor | None
     """See ``MicroBatch``; on every stage, where records are packed."""
-    divisor: int
+    divisor: float
     """The whole global batch's; see ``MicroBatch``."""
     loss_scale: float = 1.0
     """Factor of the loss in backward (fp16)."""
@@ -82,6 +82,8 @@ class StepData:
     """On the last stage, where preferences are learnt."""
     routed: Routed | None = None
     """On every stage, where routers have a loss."""
+    weights: torch.Tensor | None = None
+    """fp32, of the targets on the last stage; None: they count alike."""
 
     @cached_property
     def rows(self) -> tuple[slice, ...]:
@@ -101,7 +103,9 @@ class StepData:
         positions = None if self.positions is None else self.positions[rows]
         comparison = None if self.comparison is None else self.comparison.of_rows(rows)
         routed = None if self.routed is None else self.routed.of_rows(rows)
-        return MicroBatch(index, self.step, self.first_samples[index], self.divisor, positions, comparison, routed)
+        weights = None if self.weights is None else self.weights[rows]
+        first = self.first_samples[index]
+        return MicroBatch(index, self.step, first, self.divisor, positions, comparison, routed, weights=weights)
 
 
 class _StageLinks:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.data.batch import Batch, Compared
+from hetero_mpi.data.batch import Batch, Compared, Weighed
 from hetero_mpi.engine.executor import Executor, StepData
 from hetero_mpi.engine.memory_trial import Nowhere, UpdateAlone, memory_explained
 from hetero_mpi.engine.placement import (
@@ -226,8 +226,13 @@ class Trainer:
             own = own.trimmed() if trimmed else own
             arrays = [own.tokens, own.targets, *([own.positions] if own.positions is not None else [])]
             arrays += [own.compared.answers, own.compared.reference] if own.compared is not None else []
+            arrays += [own.weighed.weights] if own.weighed is not None else []
         tokens, targets, *further = self.world.broadcast_arrays(arrays)
-        batch = Batch(tokens, targets, self.chain.counted(targets), further[0] if further else None)
+        weighed = (
+            Weighed.of(targets, further.pop()) if len(further) in (1, 2) and further[-1].dtype.kind == "f" else None
+        )
+        positions = further[0] if further else None
+        batch = Batch(tokens, targets, self.chain.counted(targets), positions, weighed=weighed)
         return replace(batch, compared=Compared.of(batch, *further[1:])) if further[1:] else batch
 
     def likelihoods(self, batch: Batch) -> NDArray[np.float64]:
@@ -305,9 +310,10 @@ class Trainer:
             batch.divisor,
             self.loss_scale.value,
             comparison,
+            weights=place(batch.weighed.weights) if last and batch.weighed is not None else None,
         )
 
-    def _routed(self, own: Batch, whole: Batch, divisor: int) -> Routed | None:
+    def _routed(self, own: Batch, whole: Batch, divisor: float) -> Routed | None:
         """The routers' losses of this pipeline's rows: their mean over the whole batch, times what it is divided by yet."""
         if self.chain.routers is None:
             return None

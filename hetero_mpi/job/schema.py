@@ -27,7 +27,7 @@ else:
 Weights = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 RecordKey = Literal[
     "text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "system", "history", "tools",
-    "chosen", "rejected", "label",
+    "chosen", "rejected", "label", "weight",
 ]  # fmt: skip
 """Keys of records that a job may name otherwise."""
 Patterns = Annotated[list[str], Field(min_length=1)]

@@ -203,11 +203,13 @@ class Stage(StageLayers):
     def _loss(self, part: MicroBatch, y: torch.Tensor) -> torch.Tensor:
         """The share of the loss, of the last layer's output."""
         assert part.targets is not None
-        if part.comparison is None:
+        of_targets = target_losses if self.divided is None else self.divided.target_losses
+        if part.weights is not None:
+            loss = (of_targets(y, part.targets) * part.weights).sum()
+        elif part.comparison is None:
             loss = (self.chain.loss if self.divided is None else self.divided.loss)(y, part.targets)
         else:
             assert part.positions is not None
-            of_targets = target_losses if self.divided is None else self.divided.target_losses
             losses, place = of_targets(y, part.targets), (part.index, part.first_sample)
             if part.comparison.train is None:
                 loss = part.comparison.likelihoods(losses, part.positions)

@@ -142,8 +142,8 @@ def test_records_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> N
         ),
         (json.dumps({"messages": [USER, ASSISTANT], "tools": "[x"}), "it is a text that is no JSON"),
         (
-            json.dumps({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}),
-            "messages[1].weight must be true or false, or 1 or 0; it is 0.5",
+            json.dumps({"messages": [USER, {**ASSISTANT, "weight": -0.5}]}),
+            "messages[1].weight must be a number from 0 to 1,000, or true or false; it is -0.5",
         ),
         (
             json.dumps({"messages": [{**USER, "train": True}, ASSISTANT]}),

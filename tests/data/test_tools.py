@@ -239,7 +239,7 @@ def test_records_of_which_nothing_is_learnt_are_counted(tmp_path: Path) -> None:
     lines = read_records([str(path)]).lines()
     assert lines[1:] == [
         f"1 records without an answer left out, such as {path}, line 2",
-        f"1 records without an answer to learn (train = false) left out, such as {path}, line 1",
+        f"1 records without an answer to learn (train = false, weight = 0) left out, such as {path}, line 1",
     ]
     path.write_text(json.dumps(masked))
     with pytest.raises(UserError, match=r"none of its 1 records has one, such as .*b.jsonl, line 1"):

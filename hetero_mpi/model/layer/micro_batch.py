@@ -21,8 +21,9 @@ class MicroBatch:
     index: int
     step: int
     first_sample: int
-    divisor: int
-    """Targets (pairs, answers) of the whole global batch, over all micro-batches and pipelines: the loss is divided by it once."""
+    divisor: float
+    """Targets (their weights, pairs, answers) of the whole global batch, over all micro-batches and pipelines: the loss is divided
+    by it once."""
     positions: torch.Tensor | None = None
     """(B, T) int64: each token's place in its own record, which sees no other one of its sequence; None: a sequence is one text."""
     comparison: Comparison | None = None
@@ -31,6 +32,8 @@ class MicroBatch:
     """On every stage, where routers have a loss; None: it is not computed (nor is it in profiling)."""
     targets: torch.Tensor | None = None
     """On the last stage."""
+    weights: torch.Tensor | None = None
+    """(B, T) fp32, of the targets, on the last stage; None: they count alike."""
 
     def slices(self, rows: int, size: int | None) -> Slices:
         """The parts of at most ``size`` of the micro-batch's ``rows`` sequences (None: one part), and which rows each has."""
@@ -44,6 +47,7 @@ class MicroBatch:
                 comparison=None if self.comparison is None else self.comparison.of_rows(part),
                 routed=None if self.routed is None else self.routed.of_rows(part),
                 targets=None if self.targets is None else self.targets[part],
+                weights=None if self.weights is None else self.weights[part],
             )
             found.append((own, part))
         return found
