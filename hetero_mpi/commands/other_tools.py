@@ -34,6 +34,8 @@ TOOLS = ("axolotl", "llamafactory", "trl")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 PATHS = ("model.path", "tokenizer.path", "adapter.path")
 NOT_UNDERSTOOD = "not understood"
+_LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
+"""May be given as one text with commas."""
 _FILE = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
 _COLUMNS = ("field", "text_column", "columns")
@@ -161,6 +163,8 @@ class _Draft:
             self._parts[ours[1:]] = kept
             if kept[0] != other[0] and other[1] is not None:
                 self._leave(*other, f"{kept[0]} says it")
+        elif ours in _LISTS and isinstance(value, str):
+            self.values[ours] = re.split(r"\s*,\s*", value.strip()), key + by
         elif words is None:
             self.values[ours] = self._path(str(value)) if ours in PATHS else _number(value), key + by
         elif str(value).lower() in words:

@@ -47,6 +47,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "axolotl-moe-pattern.yml": {"adapter.targets": "all-linear", "train.warmup_steps": 0.1},
     "axolotl-fp8.yml": {"data.held_out": 0, "train.global_batch": 16, "train.schedule": "constant", "train.warmup_steps": 10},
     "axolotl-local-files.yml": {
+        "tokenizer.add": ["<tool>", "<call>"], "adapter.tokens": [7, 9],
         "model.path": "models/own", "tokenizer.path": "models/own-tokenizer", "adapter.path": "outputs/before",
         "data.records": ["data/chats.jsonl", "data/more.jsonl"], "data.evaluation": ["data/held.jsonl"], "adapter.dora": True,
         "adapter.rslora": True, "train.schedule": "constant", "train.warmup_steps": 0, "train.clip_norm": 0.3,
@@ -58,9 +59,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.optimizer": "adamw", "train.neftune_noise_alpha": 5.0,
     },
     "axolotl-orpo.yml": {
+        "adapter.modules_to_save": ["embed_tokens"],
         "train.preference": "orpo", "train.preference_beta": 0.1, "train.warmup_steps": 0.1, "report.trackers": ["tensorboard"],
     },
     "llamafactory-lora.yaml": {
+        "tokenizer.add": ["<tool>", "<call>"], "tokenizer.add_special": ["<|end of it|>"],
+        "adapter.modules_to_save": ["embed_tokens", "lm_head"],
         "adapter.rank": 12, "adapter.alpha": 24, "data.records": ["data/who_am_i.json"], "train.global_batch": 8, "train.epochs": 3,
         "checkpoint.every": 400, "data.packing": False, "data.pad": "longest", "data.held_out": 0, "train.dtype": "bf16",
         "train.schedule": "cosine", "train.optimizer": "adamw", "train.weight_decay": 0,
