@@ -202,6 +202,9 @@ def _add_serve(commands: Commands) -> None:
     add("--port", type=int, default=8000, metavar="N", help="(default %(default)s; 0: any free one)")
     token = "clients must show it; needed for other addresses than this machine's own (or HETERO_MPI_TOKEN)"
     _add_listening(add, "of rank 0 to listen on (default %(default)s)", token)
+    add("--keys", type=Path, metavar="FILE", help="a name and a key in each line: of clients that may ask, too")
+    beside = "an adapter of the same base, which answers to requests for the model NAME; may be repeated"
+    add("--adapter", dest="adapters", action="append", default=[], metavar="NAME=RUN_OR_DIR", help=beside)
     most = "tokens of a request with its answer (default: what the model's positions and the memory allow)"
     add("--context", type=int, metavar="N", help=most)
     side = "so many answers are written side by side at most (default %(default)s)"

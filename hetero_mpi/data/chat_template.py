@@ -146,10 +146,15 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Tem
     return encoded(backend, [messages_text(choose_template(tokenizer, template), asked, "the prompt")])[0]
 
 
-def messages_text(template: ChatTemplate, conversation: Sequence[Mapping[str, Any]], source: str) -> str:
+def messages_text(
+    template: ChatTemplate,
+    conversation: Sequence[Mapping[str, Any]],
+    source: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """A conversation as text, up to where the next answer begins. Raises UserError when the template refuses it."""
     try:
-        return rendered_prompt(template, conversation)
+        return rendered_prompt(template, conversation, tools)
     except BadRecord as problem:
         raise UserError(f"{source}: {problem}") from problem
 

@@ -130,9 +130,9 @@ def rendered_records(template: ChatTemplate, records: Sequence[Record]) -> list[
     ]
 
 
-def rendered_prompt(template: ChatTemplate, conversation: Conversation) -> str:
+def rendered_prompt(template: ChatTemplate, conversation: Conversation, tools: Conversation = ()) -> str:
     """A conversation up to where the next answer begins. Raises BadRecord."""
-    (answer,) = _answers(template, [{"conversation": list(conversation)}])
+    (answer,) = _answers(template, [{"conversation": list(conversation), "tools": list(tools) or None}])
     if "bad" in answer:
         raise BadRecord(answer["bad"])
     return str(answer["text"])
@@ -149,7 +149,7 @@ def _answer(template: ChatTemplate, item: dict[str, Any], begin: Callable[[], ob
     try:
         if "conversation" in item:
             begin()
-            return {"text": template.text(item["conversation"], asking=True)[0]}
+            return {"text": template.text(item["conversation"], item["tools"], asking=True)[0]}
         messages = [ChatMessage(*fields) for fields in item["messages"]]
         return vars(rendered(template, messages, item["tools"], begin))
     except BadRecord as problem:

@@ -19,6 +19,7 @@ from hetero_mpi.device.backend import HOST
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.layer.seeds import seed_from
+from hetero_mpi.model.several_adapters import OPENED, AdapterSwitch
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.packed_records import depends_on_length
@@ -88,6 +89,27 @@ def pick(
     return int(tokens[chosen])
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A token of a text with its log-likelihood behind the tokens before it, by the model itself: before temperature, penalties
+    and the like."""
+
+    token: int
+    likelihood: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens at its place with theirs, the likeliest first."""
+
+
+def scored(logits: torch.Tensor, tokens: Sequence[int], count: int) -> torch.Tensor:
+    """Log-likelihoods of tokens as (K, 1 + 2 ``count``) fp64 on the host: the token's, then the likeliest tokens, then theirs.
+    ``logits``: (K, V) fp32, of which each row is of the token's place.
+    """
+    likelihoods = torch.log_softmax(logits, dim=1)
+    own = likelihoods.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
+    most, words = likelihoods.topk(min(count, logits.shape[1]), dim=1)
+    return torch.cat([part.to(HOST).double() for part in (own, words, most)], dim=1)
+
+
 def require_decodable(config: PreTrainedConfig) -> None:
     """Raise ``UserError`` for a family that can be trained but not decoded here."""
     if config.model_type in OWN_CACHE:
@@ -135,12 +157,14 @@ class Decoder:
         self.stage = stage
         self._caches: dict[int, _Cache] = {}
         self._cache_keyword = cache_keyword(stage.model)
+        self._adapters = AdapterSwitch(stage)
 
     def __enter__(self) -> Decoder:
         set_training(self.stage.model, False)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._adapters.turn_to(OPENED)
         set_training(self.stage.model, True)
         self._caches.clear()
 
@@ -153,21 +177,23 @@ class Decoder:
         return sum(_tensor_bytes(vars(layer)) for layer in self._caches[text].layers.layers)
 
     @torch.no_grad()
-    def step(self, x: torch.Tensor, text: int = 0) -> torch.Tensor:
+    def step(self, x: torch.Tensor, text: int = 0, rows: int = 1, adapter: str = OPENED) -> torch.Tensor:
         """The next tokens of a text.
 
-        ``x``: token ids (1, T) int64 on the first stage, else the previous stage's output (1, T, D).
+        ``x``: token ids (1, T) int64 on the first stage, else the previous stage's output (1, T, D). ``adapter``: the one that
+        computes, the same at every call for a text.
 
-        Returns: Output (1, T, D); on the last stage the logits (V,) after the last token, fp32.
+        Returns: Output (1, T, D); on the last stage the logits (``rows``, V) after each of so many last tokens, fp32.
         """
         if text not in self._caches:
             self._caches[text] = _Cache(self.stage)
         cache = self._caches[text]
+        self._adapters.turn_to(adapter)
         positions = cache.pass_on(x.shape[1], x.device)
-        last: dict[str, Any] = {"logits_to_keep": 1} if self.stage.is_last else {}
+        last: dict[str, Any] = {"logits_to_keep": rows} if self.stage.is_last else {}
         past = {self._cache_keyword: cache.layers}
         y = self.stage.apply(x, position_ids=positions, use_cache=True, **past, **last)
-        return y[0, -1].float() if self.stage.is_last else y
+        return y[0, -rows:].float() if self.stage.is_last else y
 
 
 class _Counting(DynamicLayer):

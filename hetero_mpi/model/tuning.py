@@ -75,29 +75,28 @@ def inject(
     parameters: list[str],
     device: torch.device,
     start: Callable[[str], torch.Tensor],
+    own: str = ADAPTER_NAME,
 ) -> dict[str, nn.Parameter]:
     """Give what is named in a stage its adapters (fp32, on ``device``) with start values by their tensors' names.
 
-    The magnitudes of DoRA begin as peft has them: the norms of the rows of the weights, which are there.
+    The magnitudes of DoRA begin as peft has them: the norms of the rows of the weights, which are there. ``own``: its name.
 
     Returns: name, as in adapter files but for their prefix -> parameter.
     """
     if not modules and not parameters:
         return {}
-    add_adapters(lora_config(adapter, modules, parameters), model)
-    found = {
-        name_in_file(name): parameter for name, parameter in model.named_parameters() if f".{ADAPTER_NAME}." in name
-    }
+    add_adapters(lora_config(adapter, modules, parameters), model, own)
+    found = {name_in_file(name, own): parameter for name, parameter in model.named_parameters() if f".{own}." in name}
     for name, parameter in found.items():
         parameter.data = (parameter.data.float() if name.endswith(MAGNITUDE) else start(name)).to(device)
     return found
 
 
-def add_adapters(config: LoraConfig, model: PreTrainedModel) -> None:
-    """peft's adapters in a model; nothing else in it has a gradient from then on."""
+def add_adapters(config: LoraConfig, model: PreTrainedModel, name: str = ADAPTER_NAME) -> None:
+    """peft's adapters in a model, of this name; nothing else in it has a gradient from then on."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of patterns for layers that other stages hold
-        imported_peft().inject_adapter_in_model(config, model)
+        imported_peft().inject_adapter_in_model(config, model, name)
 
 
 def began_with(name: str) -> str:
@@ -114,9 +113,9 @@ def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return value
 
 
-def name_in_file(name: str) -> str:
-    """The name of an adapter's tensor in files, but for their prefix."""
-    return name.replace(f".{ADAPTER_NAME}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE)
+def name_in_file(name: str, own: str = ADAPTER_NAME) -> str:
+    """The name of a tensor of the adapter ``own`` in files, but for their prefix."""
+    return name.replace(f".{own}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -117,18 +118,22 @@ class WebServer(ThreadingHTTPServer):
         bound: what ``bound_socket`` returned; the server closes it.
         connection: what answers: a ``Connection``.
         names: under which it may be asked.
-        token: what clients must show where ``connection`` asks for it; None: nothing.
+        keys: name -> key, of which clients must show one where ``connection`` asks for it; none: nothing.
     """
 
     daemon_threads = True
 
     def __init__(
-        self, bound: socket.socket, connection: type[BaseHTTPRequestHandler], names: Names, token: str | None = None
+        self,
+        bound: socket.socket,
+        connection: type[BaseHTTPRequestHandler],
+        names: Names,
+        keys: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(bound.getsockname(), connection, bind_and_activate=False)
         self.socket.close()
         self.socket = bound
-        self.names, self.token = names, token
+        self.names, self.keys = names, keys
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._free = threading.Semaphore(max(1, min(MOST_CONNECTIONS, files // 2)))
         self._ending = False

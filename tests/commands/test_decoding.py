@@ -34,7 +34,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import PROVEN_FAMILIES, read_config
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
-from hetero_mpi.runtime.generate.writer import Spelling, Task, TextChanges, Writer
+from hetero_mpi.runtime.generate.writer import Round, Spelling, Task, TextChanges, Writer
 from tests.support.family_configs import VOCABULARY, tiny_keys
 from tests.support.ranks import LoopbackNetwork
 from tests.support.stages import stage_of
@@ -142,7 +142,7 @@ def test_decoding_leaves_a_stage_in_training_as_it_was(tmp_path: Path) -> None:
             stage.backward(0)
             if sample:
                 with Decoder(stage) as decoder:
-                    pick(decoder.step(tokens), Sampling(1.0), 6)
+                    pick(decoder.step(tokens)[-1], Sampling(1.0), 6)
         found.append(float(torch.rand(())))
         return found, torch.cat([p.grad.flatten() for p in stage.parameters.values() if p.grad is not None])
 
@@ -260,11 +260,19 @@ def written_by(
     path: Path, cuts: tuple[int, ...], ranks: tuple[int, ...], tasks: dict[int, Task], piece_tokens: int
 ) -> tuple[list[dict[int, int]], list[int]]:
     """What a thread per rank writes round by round, and the tokens that each stage got at once. ``ranks``: of the stages."""
+    rounds, lengths = rounds_by(path, cuts, ranks, tasks, piece_tokens)
+    return [dict(found.tokens) for found in rounds], lengths
+
+
+def rounds_by(
+    path: Path, cuts: tuple[int, ...], ranks: tuple[int, ...], tasks: dict[int, Task], piece_tokens: int
+) -> tuple[list[Round], list[int]]:
+    """The same with log-likelihoods, which rank 0 has."""
     stages, active = stages_of(path, cuts), sorted(set(ranks))
     network = LoopbackNetwork(len(active))
     lengths: list[int] = []
 
-    def write(rank: int) -> list[dict[int, int]]:
+    def write(rank: int) -> list[Round]:
         own, begun = (
             [stage for stage, holder in zip(stages, ranks, strict=True) if holder == rank],
             [TextChanges(tasks)],
@@ -279,8 +287,51 @@ def written_by(
     apply = Stage.apply
     with mock.patch.object(Stage, "apply", counted), ThreadPoolExecutor(len(active)) as pool:
         results = list(pool.map(write, active, timeout=60))
-    assert all(result == results[0] for result in results)
+    tokens = [[found.tokens for found in result] for result in results]
+    assert all(own == tokens[0] for own in tokens) and not any(found.scores for own in results[1:] for found in own)
     return results[0], lengths
+
+
+@pytest.mark.parametrize(
+    ("cuts", "ranks"),
+    [((), (0,)), ((2, 4), (0, 1, 2)), ((2, 3, 4), (1, 0, 0, 1))],
+    ids=["one stage", "three stages", "V"],
+)
+@pytest.mark.parametrize("family", CHANGES)
+def test_log_likelihoods_are_those_of_transformers(
+    family: str, cuts: tuple[int, ...], ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Of prompts that pass in pieces, and of what is written, side by side with a text that wants none."""
+    path = model_directory(tmp_path, Case("scored", family, False, 0.0, True, 2, "even"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **CHANGES[family]}))
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(1, 300, (length,), generator=generator).tolist() for length in (21, 9, 1, 5)]
+    tasks = {
+        0: Task(prompts[0], [], 6, Sampling(0.9, repetition_penalty=1.5, seed=3), 0, 3, True),
+        1: Task(prompts[1], [], 4, Sampling(), 0, 2),
+        2: Task(prompts[2], [], 1, Sampling(), 0, 0, True),
+        3: Task(prompts[3], [], 8, Sampling()),
+    }
+    rounds, _ = rounds_by(path, cuts, ranks, tasks, PIECE)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    set_training(model, False)
+    assert not any(3 in found.scores for found in rounds)
+    for number, task in list(tasks.items())[:3]:
+        written = [found.tokens[number] for found in rounds if number in found.tokens]
+        scores = [one for found in rounds for one in found.scores.get(number, ())]
+        whole = [*task.prompt, *written]
+        first = 1 if task.echo else len(task.prompt)
+        assert [one.token for one in scores] == whole[first:] and len(written) == task.limit
+        with torch.no_grad():
+            expected = torch.log_softmax(model(input_ids=torch.tensor([whole])).logits[0], -1)[first - 1 :]
+        for row, one in zip(expected, scores, strict=False):
+            assert one.likelihood == pytest.approx(float(row[one.token]), abs=1e-5)
+            most = row.topk(max(1, task.likeliest or 0))
+            assert [token for token, _ in one.likeliest] == most.indices.tolist()[: task.likeliest]
+            assert [value for _, value in one.likeliest] == pytest.approx(
+                most.values.tolist()[: task.likeliest], abs=1e-5
+            )
 
 
 def test_prompts_stay_whole_where_rotary_embeddings_depend_on_the_length() -> None:
@@ -320,6 +371,6 @@ def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Pa
             x = tokens[:, first:last]
             for decoder in decoders:
                 x = decoder.step(x)
-            torch.testing.assert_close(x, expected.logits[0, -1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(x[-1], expected.logits[0, -1], rtol=1e-4, atol=1e-4)
             if takes_pieces(config):
-                torch.testing.assert_close(x, at_once[last - 1], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(x[-1], at_once[last - 1], rtol=1e-4, atol=1e-4)

@@ -34,6 +34,7 @@ from tests.support.training_cases import adapter_directory, corpus, tokenizer_di
 openai = pytest.importorskip("openai")
 CASE = written("served", "llama", tuning="lora", changes=(("initializer_range", 0.4),))
 TOKEN = "a-secret"
+ALICE = "the-key-of-alice"
 CONTEXT = 60
 MESSAGES = [{"role": "user", "content": "abc defgh"}]
 RENDERED = "<user>abc defgh<a>"
@@ -104,7 +105,9 @@ def served(place: Path, base: Path, tokenizer: PreTrainedTokenizerFast) -> Itera
     adapter = adapter_directory(place, CASE)
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
-    options = ("--token", TOKEN, "--context", str(CONTEXT), "--parallel", "3")
+    keys = place / "keys.txt"
+    keys.write_text(f"# clients\n\nalice {ALICE}\nbob another-key\n")
+    options = ("--token", TOKEN, "--keys", str(keys), "--context", str(CONTEXT), "--parallel", "3")
     with service(2, adapter, place / "output.txt", options) as running:
         yield Served(running, tokenizer, load_reference(CASE, base, adapter))
 
@@ -203,13 +206,19 @@ def test_what_cannot_be_answered_is_refused_in_the_form_of_the_api(served: Serve
         (chat, [1], 400, ("must be a JSON object",)),
         (chat, {}, 400, ("messages: Field required",)),
         (chat, {"messages": MESSAGES, "temperature": "hot", "top_p": 0}, 400, ("temperature:", "top_p:")),
-        (chat, {"messages": MESSAGES, "n": 2, "tools": [{}]}, 400, ("n = 2", "tools = [{}]", "not supported")),
-        (chat, {"messages": MESSAGES, "logprobs": True}, 400, ("logprobs = true",)),
+        (
+            chat,
+            {"messages": MESSAGES, "best_of": 2, "grammar": "x"},
+            400,
+            ("best_of = 2", 'grammar = "x"', "not supported"),
+        ),
+        (chat, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, ("response_format = ",)),
         (chat, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, ("only parts",)),
-        (chat, {"messages": [{"role": "tool", "content": "x"}]}, 400, ("messages.0.role",)),
+        (chat, {"messages": [{"role": "function", "content": "x"}]}, 400, ("messages.0.role",)),
         (plain, {"prompt": ""}, 400, ("must have tokens",)),
         (plain, {"prompt": [5, 320]}, 400, ("ids from 0 to 319",)),
-        (plain, {"prompt": ["a", "b"]}, 400, ("one prompt a request",)),
+        (plain, {"prompt": ["a", 5]}, 400, ("or several, not the number 5",)),
+        (plain, {"prompt": [[1] * 60], "max_tokens": 0}, 400, ("the prompt has 60, and 1 new ones",)),
         (plain, {"prompt": "abc", "max_tokens": 60}, 400, ("may have 60 tokens", "--context 60", "60 new ones")),
         (plain, {"prompt": [1] * 61}, 400, ("the prompt has 61",)),
         ("/v1/embeddings", {}, 404, ("no /v1/embeddings here",)),
@@ -219,11 +228,127 @@ def test_what_cannot_be_answered_is_refused_in_the_form_of_the_api(served: Serve
         assert found == status and all(part in answer["error"]["message"] for part in parts), (body, answer)
         assert answer["error"]["type"] == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
-        served.completed("abc", max_tokens=0)
+        served.completed("abc", max_tokens=-1)
     status, answer = posted(served, plain, b"{}", token="wrong")
     assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def likelihoods(served: Served, tokens: Sequence[int]) -> torch.Tensor:
+    """log_softmax of transformers' logits, [T, V]: row t is of the token behind t."""
+    with torch.no_grad():
+        logits = served.model(input_ids=torch.tensor([list(tokens)])).logits[0]
+    return torch.log_softmax(logits.float(), -1)
+
+
+@pytest.mark.slow
+def test_log_likelihoods_of_completions_are_those_of_transformers(served: Served) -> None:
+    """As evaluation harnesses ask: prompts as tokens, several at once, echoed, with one new token or none."""
+    prompts = [list(served.tokenizer(text).input_ids) for text in ("abc defgh ab cab", "cab", "defgh abc")]
+    for most in (0, 1):
+        asked: dict[str, Any] = {"max_tokens": most, "echo": True, "logprobs": 2, "temperature": 0, "seed": 1}
+        answer = served.client.completions.create(model="any", prompt=prompts, **asked)
+        assert answer.usage is not None and answer.usage.completion_tokens == 3 * most
+        assert answer.usage.prompt_tokens == sum(map(len, prompts))
+        for prompt, choice in zip(prompts, answer.choices, strict=True):
+            told = choice.logprobs
+            assert told is not None and told.token_logprobs and told.top_logprobs and told.tokens and told.text_offset
+            expected = likelihoods(served, prompt)
+            picked = [int(expected[-1].argmax())] * most
+            assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+            own = [float(row[token]) for row, token in zip(expected, [*prompt[1:], *picked], strict=False)]
+            assert told.token_logprobs[1:] == pytest.approx(own, abs=1e-5) and len(own) == len(prompt) - 1 + most
+            for row, two, one in zip(expected, told.top_logprobs[1:], own, strict=False):
+                best = row.topk(2).values.tolist()
+                assert max(two.values()) == pytest.approx(best[0], abs=1e-5) and 1 <= len(two) <= 3
+                assert any(value == pytest.approx(one, abs=1e-5) for value in two.values())
+            text = served.tokenizer.decode([*prompt, *picked], skip_special_tokens=True)
+            assert choice.text == text == "".join(told.tokens)
+            assert told.text_offset == [len("".join(told.tokens[:n])) for n in range(len(told.tokens))]
+    chunks = list(
+        served.client.completions.create(model="any", prompt="abc", stream=True, **{**asked, "max_tokens": 5})
+    )
+    streamed = [value for c in chunks if c.choices[0].logprobs for value in c.choices[0].logprobs.token_logprobs or []]
+    whole = served.completed("abc", **{**asked, "max_tokens": 5})
+    assert streamed == whole.logprobs.token_logprobs and "".join(c.choices[0].text for c in chunks) == whole.text
+
+
+@pytest.mark.slow
+def test_log_likelihoods_of_a_chat_are_those_of_transformers(served: Served) -> None:
+    asked: dict[str, Any] = {"model": "any", "messages": MESSAGES, "max_tokens": 8, "temperature": 0.8, "seed": 2}
+    choice = served.client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    known = list(served.tokenizer(RENDERED).input_ids)
+    for one in choice.logprobs.content:
+        row = likelihoods(served, known)[-1]
+        best = row.topk(3)
+        assert [top.logprob for top in one.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-5)
+        token = int((row - one.logprob).abs().argmin())
+        assert float(row[token]) == pytest.approx(one.logprob, rel=1e-5)  # fp32, of logits with wide weights
+        part = one.token == "\N{REPLACEMENT CHARACTER}"  # of a character, whose bytes are not told
+        assert one.token == served.tokenizer.decode([token]) and one.bytes == (
+            None if part else list(one.token.encode())
+        )
+        known.append(token)
+    assert len(choice.logprobs.content) == 8
+    plain = served.client.chat.completions.create(**asked).choices[0]
+    assert plain.logprobs is None and plain.message.content == choice.message.content
+
+
+@pytest.mark.slow
+def test_several_choices_are_those_of_their_seeds(served: Served) -> None:
+    asked: dict[str, Any] = {"model": "any", "temperature": 1.0, "max_tokens": 6}
+    answer = served.client.completions.create(prompt=["abc", "cab"], n=2, seed=3, **asked)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    single = [served.completed(p, temperature=1.0, max_tokens=6, seed=s).text for p in ("abc", "cab") for s in (3, 4)]
+    assert [choice.text for choice in answer.choices] == single and len(set(single)) > 2
+    texts = ["", "", ""]
+    for chunk in served.client.chat.completions.create(messages=MESSAGES, n=3, seed=5, stream=True, **asked):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    whole = served.client.chat.completions.create(messages=MESSAGES, n=3, seed=5, **asked)
+    assert texts == [choice.message.content for choice in whole.choices] and len(set(texts)) > 1
+
+
+def metrics(served: Served, token: str = TOKEN) -> dict[tuple[str, ...], float]:
+    """(sample's name, values of its labels) -> its value, as Prometheus' own parser reads them."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    asked = urllib.request.Request(f"{served.url}/metrics", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        text = answer.read().decode()
+    assert ALICE not in text and TOKEN not in text
+    families = list(parser.text_string_to_metric_families(text))
+    assert all(family.documentation and family.type != "unknown" for family in families)
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
+@pytest.mark.slow
+def test_prometheus_reads_the_numbers_of_every_client(served: Served) -> None:
+    alice = openai.OpenAI(base_url=f"{served.url}/v1", api_key=ALICE, max_retries=0, timeout=240)
+    before, route = metrics(served), "/v1/completions"
+    alice.completions.create(model="any", prompt="abc", max_tokens=7, temperature=0, extra_body={"ignore_eos": True})
+    with pytest.raises(openai.BadRequestError):
+        alice.completions.create(model="any", prompt="abc", max_tokens=1000)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key=ALICE[:-1], max_retries=0).models.list()
+    served.completed("abc", max_tokens=2)
+
+    def added(*name: str) -> float:
+        return metrics(served)[name] - before.get(name, 0.0)
+
+    model = "served-adapter"
+    assert added("hetero_mpi_requests_total", route, model, "alice", "200") == 1
+    assert added("hetero_mpi_requests_total", route, model, "alice", "400") == 1
+    assert added("hetero_mpi_requests_total", route, model, "token", "200") == 1
+    assert added("hetero_mpi_generated_tokens_total", model, "alice") == 7
+    assert added("hetero_mpi_prompt_tokens_total", model, "alice") == len(served.tokenizer("abc").input_ids)
+    assert added("hetero_mpi_first_token_seconds_count") == added("hetero_mpi_first_token_seconds_bucket", "+Inf") == 2
+    assert added("hetero_mpi_token_seconds_count") == 2 and added("hetero_mpi_token_seconds_sum") > 0
+    assert metrics(served)["hetero_mpi_answers_running",] == 0
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        metrics(served, "wrong")
+    text = served.running.text()
+    assert "length, of alice" in text and ALICE not in text and "another-key" not in text
 
 
 @pytest.mark.slow

@@ -16,17 +16,21 @@ from hetero_mpi.data.tokenizer import encoded
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.decoding import NOT_A_NUMBER, Sampling
 from hetero_mpi.runtime.generate.source import open_source
-from hetero_mpi.runtime.generate.writer import Task, TextChanges
+from hetero_mpi.runtime.generate.writer import Round, Task, TextChanges
 from hetero_mpi.runtime.serve.api_requests import ChatRequest, CompletionRequest, parse
-from hetero_mpi.runtime.serve.scheduler import CacheRoom, Scheduler
+from hetero_mpi.runtime.serve.api_server import ApiServer
+from hetero_mpi.runtime.serve.scheduler import Answer, CacheRoom, News, Scheduler
 from hetero_mpi.runtime.serve.serve import ServeOptions, _default_sampling, _say_address, check_options
-from hetero_mpi.runtime.serve.service import ApiServer, ServedModel, Service, Wording, context_of
+from hetero_mpi.runtime.serve.served_models import ServedModel
+from hetero_mpi.runtime.serve.service import Service, context_of
+from hetero_mpi.runtime.serve.wording import Wording
 from hetero_mpi.web.server import HttpError, Names, bound_socket
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.support.training_cases import corpus, tokenizer_directory
 
 TOKEN = "a-secret"
 PLAIN = "/v1/completions"
+CALL = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +48,8 @@ def model(base: Path) -> ServedModel:
 @pytest.fixture
 def server(model: ServedModel) -> Iterator[ApiServer]:
     """A server behind which no pipeline writes."""
-    service = Service(model, context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
-    server = ApiServer(bound_socket("127.0.0.1", 0), TOKEN, service, Names.of("127.0.0.1"))
+    service = Service([model], context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
+    server = ApiServer(bound_socket("127.0.0.1", 0), {"token": TOKEN}, service, Names.of("127.0.0.1"))
     yield server
     server.stop(0.0)
 
@@ -54,37 +58,42 @@ def task(tokens: int, limit: int = 10) -> Task:
     return Task([1] * tokens, [0], limit, Sampling())
 
 
+def submitted(scheduler: Scheduler, one: Task) -> Answer:
+    (answer,) = scheduler.submit([one])
+    return answer
+
+
 def test_texts_begin_as_soon_as_there_is_room_in_the_order_of_their_requests() -> None:
     room = [CacheRoom(0, 0, 10, 1000), CacheRoom(2, 50, 1, 400)]
     scheduler = Scheduler(room, parallel=3)
-    small, large = [scheduler.submit(task(10)) for _ in range(2)], scheduler.submit(task(51))
-    behind = scheduler.submit(task(10))
+    small, large = [submitted(scheduler, task(10)) for _ in range(2)], submitted(scheduler, task(51))
+    behind = submitted(scheduler, task(10))
     assert list(scheduler.next_changes(0.0).begin.values()) == [small[0].task, small[1].task]
     assert scheduler.next_changes(0.0) == TextChanges({}, []), "nobody overtakes the large one"
-    scheduler.hand_out({1: 7, 2: 0})
-    assert (small[0].events.get_nowait(), small[1].events.get_nowait()) == (7, 0)
+    scheduler.hand_out(Round({1: 7, 2: 0}))
+    assert (small[0].events.get_nowait(), small[1].events.get_nowait()) == (News(0, 7), News(0, 0))
     change = scheduler.next_changes(0.0)
     assert list(change.begin.values()) == [large.task], "20 + 61 of 100 tokens, so that 20 more have no room"
     small[0].given_up.set()
     change = scheduler.next_changes(0.0)
     assert (list(change.begin.values()), change.end) == ([behind.task], [1])
-    scheduler.hand_out({3: NOT_A_NUMBER, 4: 5})
+    scheduler.hand_out(Round({3: NOT_A_NUMBER, 4: 5}))
     error = large.events.get_nowait()
     assert isinstance(error, HttpError) and error.status == 500
     scheduler.close(HttpError(503, "over"))
-    assert behind.events.get_nowait() == 5 and isinstance(behind.events.get_nowait(), HttpError)
+    assert behind.events.get_nowait() == News(0, 5) and isinstance(behind.events.get_nowait(), HttpError)
     with pytest.raises(HttpError, match="over"):
-        scheduler.submit(task(1))
+        scheduler.submit([task(1)])
 
 
 def test_a_prompt_that_memory_has_no_room_for_is_refused_with_the_numbers(model: ServedModel) -> None:
     room = [CacheRoom(0, 0, 10, 1000), CacheRoom(2, 100, 20, 800)]
     context = context_of(model.opened, None, room)
     assert context.tokens == 35
-    service = Service(model, context, Scheduler(room, 1), lambda: False)
+    service = Service([model], context, Scheduler(room, 1), lambda: False)
     asked = ChatRequest(messages=[{"role": "user", "content": "x" * 40}], max_tokens=5)  # type: ignore[list-item]
     with pytest.raises(HttpError, match=r"rank 2 has 800 B for keys and values, which is 35 tokens of 20 B") as error:
-        service.task(asked)
+        service.tasks(asked)
     assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
     assert context_of(model.opened, 20, room).reason.endswith("--context 20")
     assert context_of(model.opened, None, []).tokens == 64
@@ -196,8 +205,8 @@ def test_the_line_at_the_start_names_the_variable_that_has_the_token(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"logprobs": 0}, "logprobs = 0"),
-        ({"logprobs": False}, "logprobs = false"),
+        ({"logprobs": 21}, "logprobs: .*less than or equal to 20"),
+        ({"logprobs": False}, "logprobs: .*integer"),
         ({"prompt": "a\ud800"}, "half of a surrogate pair"),
         ({"prompt": ["\udfff"]}, "half of a surrogate pair"),
         ({"stop": ["x"] * 17}, "at most 16 texts"),
@@ -221,8 +230,12 @@ def test_the_line_at_the_start_names_the_variable_that_has_the_token(
         ({"grammar": "root ::= [a]"}, "grammar"),
         ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"n_predict": 5}, "n_predict = 5"),
-        ({"n": 0}, "n = 0"),
-        ({"echo": 0}, "echo = 0"),
+        ({"n": 0}, "n: .*greater than or equal to 1"),
+        ({"n": 129}, "n: .*less than or equal to 128"),
+        ({"n": 65, "prompt": ["a", "b"]}, "at most 128 answers"),
+        ({"best_of": 2}, "best_of = 2"),
+        ({"echo": 0}, "echo: .*boolean"),
+        ({"tools": [{}]}, r"tools = \[\{\}\]"),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages = "),
         ({"max_completion_tokens": 5}, "max_completion_tokens = 5"),
         ({"of_tomorrow": 1}, "of_tomorrow = 1"),
@@ -243,13 +256,31 @@ def test_what_a_completion_may_not_ask_for(fields: dict[str, Any], reason: str) 
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"logprobs": 0}, "logprobs = 0"),
+        ({"tool_choice": "required"}, "tool_choice: .*a call cannot be guaranteed"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "a call cannot be guaranteed"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "strict: .*cannot be guaranteed",
+        ),
+        ({"tools": [{"type": "custom"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "of_tomorrow": 1}}]}, "of_tomorrow = 1"),
+        ({"top_logprobs": 2}, "needs logprobs = true"),
+        ({"echo": True}, "echo = true"),
+        ({"logprobs": 0}, "logprobs: .*boolean"),
         ({"prompt": "abc"}, "prompt = "),
         ({"messages": []}, "messages: .*at least 1"),
         ({"messages": [{"role": "user", "content": "x"}] * 10_001}, "messages: .*at most 10000"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, r"tool_calls = \[\{\}\]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls.0.function"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "calls no tools"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[]"}}]}
+                ]
+            },
+            "must be a JSON object",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "of_tomorrow": 1}]}]}, "only parts"),
     ],
 )
@@ -288,7 +319,7 @@ def test_what_is_wrong_a_million_times_is_told_once() -> None:
 
 def test_odd_values_are_answered_or_refused(model: ServedModel) -> None:
     """Of every field, at the edge or of another kind: a task or an answer of status 400, and no other error."""
-    service = Service(model, context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
+    service = Service([model], context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
     odd: list[Any] = [
         None,
         True,
@@ -318,7 +349,7 @@ def test_odd_values_are_answered_or_refused(model: ServedModel) -> None:
     ):
         for name, value in itertools.product([*kind.model_fields, *own, "unknown", "model"], odd):
             try:
-                service.task(parse(kind, json.dumps({**own, name: value}).encode()))
+                service.tasks(parse(kind, json.dumps({**own, name: value}).encode()))
                 taken += 1
             except HttpError as error:
                 assert error.status == 400 and len(str(error)) < 1500, (name, value)
@@ -328,7 +359,7 @@ def test_odd_values_are_answered_or_refused(model: ServedModel) -> None:
 def test_a_prompt_that_is_far_too_long_is_not_tokenised_to_its_end(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = Service(model, context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
+    service = Service([model], context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
     seen: list[int] = []
 
     def counted(engine: Any, texts: list[str], special: bool = False) -> list[list[int]]:
@@ -337,21 +368,21 @@ def test_a_prompt_that_is_far_too_long_is_not_tokenised_to_its_end(
 
     monkeypatch.setattr("hetero_mpi.runtime.serve.service.encoded", counted)
     for asked in (
-        CompletionRequest(prompt="abc " * 500_000),
+        CompletionRequest(prompt=["abc " * 500_000]),
         ChatRequest(messages=[{"role": "user", "content": "abc " * 500_000}]),  # type: ignore[list-item]
     ):
         seen.clear()
         with pytest.raises(HttpError, match="the prompt has more than 64") as error:
-            service.task(asked)
+            service.tasks(asked)
         assert error.value.code == "context_length_exceeded" and sum(seen) < 3000
 
 
 def test_stop_texts_that_are_special_tokens_stop_at_the_token(model: ServedModel) -> None:
-    service = Service(model, context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
+    service = Service([model], context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
     (end, number), *_ = model.special.items()
 
     def stops(**fields: Any) -> list[int]:
-        return service.task(CompletionRequest(prompt="abc", **fields)).stops
+        return service.tasks(CompletionRequest(prompt=["abc"], **fields))[0].stops
 
     assert stops() == model.stops and stops(ignore_eos=True) == []
     assert stops(stop=[end, "x"], ignore_eos=True) == [number]
@@ -363,7 +394,7 @@ def test_stop_texts_that_are_special_tokens_stop_at_the_token(model: ServedModel
     with pytest.raises(HttpError, match="ids from 0 to 319"):
         stops(stop_token_ids=[320])
     with pytest.raises(HttpError, match="min_tokens = 17"):
-        service.task(CompletionRequest(prompt="abc", min_tokens=17))
+        service.tasks(CompletionRequest(prompt=["abc"], min_tokens=17))
 
 
 def test_no_text_stops_an_answer_before_its_least_number_of_tokens(model: ServedModel) -> None:
@@ -383,7 +414,7 @@ def test_defaults_are_those_of_the_generation_config(base: Path, tmp_path: Path)
     config.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": 0}))
     defaults = ServedModel("m", open_source(tmp_path)).defaults
     assert "temperature 0.6, top_k 20 (the model's generation_config.json sets" in _default_sampling(defaults)
-    asked = CompletionRequest(prompt="abc", top_k=-1, min_p=0.1, seed=5)
+    asked = CompletionRequest(prompt=["abc"], top_k=-1, min_p=0.1, seed=5)
     assert asked.sampling(defaults) == Sampling(0.6, 1.0, 5, 0, 0.1, 1.0)
     for wrong in ("hot", -1, []):
         config.write_text(json.dumps({"temperature": wrong}))

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.ranks.collectives import DROWSY_S, Collectives, decode, encode
 from hetero_mpi.errors import UserError
 
@@ -200,8 +201,9 @@ class World(Collectives):
         if self.rank == 0:
             payload = encode([_outcome(problem), word])
             with ulfm.losses():
-                for rank in ranks:
-                    self.comm.Send(payload, dest=rank, tag=_RELEASE_TAG)
+                sent = [self.comm.Isend(payload, dest=rank, tag=_RELEASE_TAG) for rank in ranks]
+                for request in sent:  # in MPI's own waiting no signal would be heard
+                    ulfm.finish(request, Pause(RELEASE_POLL_S))
 
     def ask(self) -> None:
         """Tell rank 0, which may look with ``asked``, that this rank has been asked to end. Not collective."""

@@ -155,7 +155,7 @@ class LiveServer(WebServer):
 
     def __init__(self, bound: socket.socket, directory: Path, names: Names, token: str) -> None:
         self.parts = Parts(directory, bound.getsockname()[0] not in LOCAL)
-        super().__init__(bound, _LiveConnection, names, token)
+        super().__init__(bound, _LiveConnection, names, {"": token})
 
 
 class _LiveConnection(Connection):
@@ -172,7 +172,7 @@ class _LiveConnection(Connection):
             script = Path(__file__).with_name("live.js").read_bytes()
             self.send_content(script, "text/javascript; charset=utf-8", _UNKEPT)
             return
-        self.check_token()
+        self.check_key()
         if found := re.fullmatch(r"/changes/([0-9]{1,18})", self.route):
             self.send(self.server.parts.since(int(found[1])))
         elif found := re.fullmatch(r"/log/([0-9]{4,9})", self.route):

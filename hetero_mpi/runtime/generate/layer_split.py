@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from hetero_mpi import units
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.job.schema import ClusterTable
 from hetero_mpi.job.training_tables import AdapterTable
@@ -23,6 +25,7 @@ from hetero_mpi.model.adapter_tuning import adapter_tuning
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.model_cost import model_cost
+from hetero_mpi.model.several_adapters import add_adapter
 from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -56,6 +59,8 @@ class GenerateSetup:
     source: GenerateSource
     opened: Opened | None
     """On rank 0 only."""
+    further: Mapping[str, Tuning]
+    """Adapters beside that of ``tuning``, by their names."""
 
 
 def set_up(world: World, opened: Opened | None) -> GenerateSetup:
@@ -68,9 +73,10 @@ def set_up(world: World, opened: Opened | None) -> GenerateSetup:
     settle_products(world, backend, source.dtype)
     with world.together("reading the model's configuration"):
         chain = TransformersChain(read_config(source.config))
-        tuning = _tuning(source, chain)
-    plan, memory = _plan(world, backend, chain, tuning, source)
-    setup = GenerateSetup(world, backend, chain, tuning, plan, memory, source, opened)
+        tuning = _tuning(source, chain, source.adapter)
+        further = {name: _tuning(source, chain, adapter) for name, adapter in source.further.items()}
+    plan, memory = _plan(world, backend, chain, [tuning, *further.values()], source)
+    setup = GenerateSetup(world, backend, chain, tuning, plan, memory, source, opened, further)
     _say_division(setup)
     return setup
 
@@ -132,14 +138,14 @@ def share_out(layer_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[t
     return list(pairwise(cuts))
 
 
-def _tuning(source: GenerateSource, chain: TransformersChain) -> Tuning:
-    if source.adapter is None:
+def _tuning(source: GenerateSource, chain: TransformersChain, adapter: dict[str, Any] | None) -> Tuning:
+    if adapter is None:
         return nothing_trained()
-    return adapter_tuning(chain, AdapterTable(**source.adapter), source.nf4, source.double)
+    return adapter_tuning(chain, AdapterTable(**adapter), source.nf4, source.double)
 
 
 def _plan(
-    world: World, backend: Backend, chain: TransformersChain, tuning: Tuning, source: GenerateSource
+    world: World, backend: Backend, chain: TransformersChain, tunings: Sequence[Tuning], source: GenerateSource
 ) -> tuple[Plan, tuple[RankMemory, ...]]:
     """A plan of one pipeline with a stage per rank that takes part, and each rank's memory. The KV cache is not counted: it is
     small beside the parameters. Collective. Raises UserError: the model does not fit.
@@ -149,8 +155,10 @@ def _plan(
     memory = given if given is not None else backend.memory(sharing).usable_bytes
     dtype = source.dtype
     usable = [int(bytes_) for bytes_ in world.all_gather_json(memory if dtype in backend.dtypes() else 0)]
-    cost = model_cost(chain, tuning, dtype, 1, dict.fromkeys(chain.kinds, 0.0))
+    cost = model_cost(chain, tunings[0], dtype, 1, dict.fromkeys(chain.kinds, 0.0))
     sizes = [layer.parameter_bytes for layer in cost.layers]
+    for spec in (spec for tuning in tunings[1:] for spec in tuning.trainable.values()):
+        sizes[spec.layer] += spec.count * DTYPES[dtype].itemsize
     shares = share_out(sizes, usable)
     held = [sum(sizes[first:last]) for first, last in shares]
     streamed = any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True))
@@ -192,8 +200,14 @@ def _load(setup: GenerateSetup, members: World, transport: Transport) -> Stage |
     start, files = open_start(members, rank, transport, setup.chain, setup.plan, source.directory, source.seed)
     with members.together("loading weights"), files:
         stage = _stage(setup, start)
+    opened = setup.opened
     if source.adapter is not None:
-        _load_adapter(setup, stage, transport)
+        own = stage.parameters if stage is not None else {}
+        tied_head = stage.tied_head if stage is not None else None
+        _load_adapter(setup, setup.tuning, own, opened.adapter if opened is not None else None, transport, tied_head)
+    for name, tuning in setup.further.items():
+        own = add_adapter(stage, name, tuning) if stage is not None else {}
+        _load_adapter(setup, tuning, own, opened.further[name] if opened is not None else None, transport)
     return stage
 
 
@@ -206,19 +220,24 @@ def _stage(setup: GenerateSetup, start: Start) -> Stage | None:
     return None
 
 
-def _load_adapter(setup: GenerateSetup, stage: Stage | None, transport: Transport) -> None:
-    """Bring the adapter's tensors from rank 0 to the ranks that need them. Collective."""
-    directory = setup.opened.adapter if setup.opened is not None else None
-    stored = read_adapter(directory, setup.tuning) if directory is not None else {}
+def _load_adapter(
+    setup: GenerateSetup,
+    tuning: Tuning,
+    own: Mapping[str, nn.Parameter],
+    directory: Path | None,
+    transport: Transport,
+    tied_head: nn.Parameter | None = None,
+) -> None:
+    """Bring an adapter's tensors from rank 0, which has its ``directory``, to the ranks that need them (``own``). Collective."""
+    stored = read_adapter(directory, tuning) if directory is not None else {}
 
-    tied, last = setup.tuning.tied(setup.chain), setup.plan.pipelines[0].stages[-1].ranks[0]
+    tied, last = tuning.tied(setup.chain), setup.plan.pipelines[0].stages[-1].ranks[0]
 
     def keep(parcel: Parcel, value: torch.Tensor) -> None:
-        assert stage is not None
-        for held in (stage.parameters.get(parcel.name), stage.tied_head if parcel.name == tied else None):
+        for held in (own.get(parcel.name), tied_head if parcel.name == tied else None):
             if held is not None:
                 held.data.copy_(value)
 
-    listed = parcels(setup.tuning, setup.plan, ("parameters",))
+    listed = parcels(tuning, setup.plan, ("parameters",))
     listed = [replace(one, others=(last,)) if one.name == tied and one.owner != last else one for one in listed]
     move(setup.world.rank, transport, deliveries(listed, lambda _: (0,)), lambda parcel: stored[parcel.name], keep)

@@ -57,6 +57,8 @@ class GenerateSource:
     """Seed of weights that are in no file."""
     cluster: dict[str, Any] = field(default_factory=lambda: ClusterTable().model_dump())
     """The keys of a job's ``[cluster]``."""
+    further: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Adapters beside ``adapter``: name -> the keys of its ``[adapter]``."""
 
     @property
     def directory(self) -> Path | None:
@@ -70,10 +72,13 @@ class Opened:
     source: GenerateSource
     tokenizer: PreTrainedTokenizerFast
     adapter: Path | None
+    """Its directory."""
     template: Template | None
     """The template that a prompt is put into; None: it is continued as it is."""
     reason: str
     """Why this template, in words."""
+    further: dict[str, Path] = field(default_factory=dict)
+    """Directories of adapters beside it."""
 
     @property
     def positions(self) -> int | None:

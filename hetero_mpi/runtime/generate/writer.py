@@ -21,16 +21,30 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.model.decoding import NOT_A_NUMBER, Decoder, Sampling, begins_anew_at, pick, takes_pieces
+from hetero_mpi.model.decoding import (
+    NOT_A_NUMBER,
+    Decoder,
+    Sampling,
+    Scored,
+    begins_anew_at,
+    pick,
+    scored,
+    takes_pieces,
+)
+from hetero_mpi.model.several_adapters import OPENED
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 
-_HIDDEN, _TOKENS = (1 << 13) + 16, (1 << 13) + 17
+_HIDDEN, _TOKENS, _SCORES = (1 << 13) + 16, (1 << 13) + 17, (1 << 13) + 18
+_LEADER = 0
+"""The rank that asks for log-likelihoods."""
 _CONTEXT = 6
 """Tokens before a new one that its spelling may depend on (spaces, parts of a character)."""
 _MEASURED_TOKENS = 8
 PIECE_TOKENS = 512
 """Tokens of a text that a stage computes at once at most, where the model takes pieces."""
+SCORED_TOKENS = 128
+"""The same of a prompt whose tokens' log-likelihoods are wanted: its logits are there all at once."""
 NOT_A_NUMBER_TEXT = "the model's output is not a number: its weights are damaged, or too large for fp16"
 
 
@@ -45,6 +59,12 @@ class Task:
     sampling: Sampling
     least: int = 0
     """New tokens at least: until then no stop token is chosen."""
+    likeliest: int | None = None
+    """Log-likelihoods are wanted: of each token, and of so many of the likeliest in its place. None: they are not."""
+    echo: bool = False
+    """They are wanted of the prompt's tokens, too: of all but the first."""
+    adapter: str = OPENED
+    """That by which the text is computed; "": the base alone."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Task:
@@ -53,6 +73,16 @@ class Task:
     def ends_with(self, token: int, written: int) -> bool:
         """Whether ``token``, the one of number ``written`` (from 1), is the last."""
         return token in (*self.stops, NOT_A_NUMBER) or written == self.limit
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round has made of the texts under way, by their numbers."""
+
+    tokens: Mapping[int, int]
+    """The next token; of a text whose prompt has not passed entirely there is none."""
+    scores: Mapping[int, Sequence[Scored]] = field(default_factory=dict)
+    """The log-likelihoods that are known now, in the order of the tokens; on rank 0, of texts that want them."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +100,24 @@ class _Text:
         self.task = task
         self.known = list(task.prompt)
         self.cached = 0
+        self._scored = 1 if task.echo else len(task.prompt)
+        self.rows = 0
+        """Of how many last tokens before ``cached`` the next one's log-likelihood is wanted."""
 
     def next_piece(self, most: int | None) -> list[int]:
         """At most so many of the tokens that are not yet in the KV caches (None: all), which they are after this round."""
         first = self.cached
+        if most is not None and self.task.echo:
+            most = min(most, SCORED_TOKENS)
         self.cached = len(self.known) if most is None else min(len(self.known), first + most)
+        self.rows = max(0, self.cached + 1 - self._scored) if self.task.likeliest is not None else 0
+        self._scored += self.rows
         return self.known[first : self.cached]
+
+    def scored_tokens(self, picked: int | None) -> list[int]:
+        """The tokens of ``rows``. ``picked``: the one behind all that are known, where the piece has reached it."""
+        first = self.cached + 1 - self.rows
+        return [*self.known[first : self.cached + 1], *([picked] if picked is not None else [])]
 
     def begin_anew(self) -> None:
         self.cached = 0
@@ -148,14 +190,13 @@ class Writer:
                 return TextChanges({0: waiting.pop()})
             return None if idle else TextChanges()
 
-        for written in filter(None, self.written(changes)):
-            if written[0] == NOT_A_NUMBER:
+        for token in (round_.tokens[0] for round_ in self.written(changes) if round_.tokens):
+            if token == NOT_A_NUMBER:
                 raise CollectiveUserError(f"{NOT_A_NUMBER_TEXT}; generate from another checkpoint, or in bf16 or fp32")
-            yield written[0]
+            yield token
 
-    def written(self, changes: Callable[[bool], TextChanges | None]) -> Iterator[dict[int, int]]:
-        """Round by round the next token of the texts that are under way, by the texts' numbers. Collective. A text whose prompt has
-        not passed entirely has none in that round.
+    def written(self, changes: Callable[[bool], TextChanges | None]) -> Iterator[Round]:
+        """Round by round the next token of the texts that are under way. Collective.
 
         A text ends with a stop token, with its limit, or with ``NOT_A_NUMBER`` where the model's output is none. ``changes``:
         called before each round, with True where no text is under way; what it returns must be the same on every active rank. None:
@@ -171,14 +212,14 @@ class Writer:
                 texts.update({number: _Text(task) for number, task in change.begin.items()})
                 if not texts:
                     continue
-                tokens = self._round(texts)
-                yield tokens
-                for number, token in tokens.items():
+                found = self._round(texts)
+                yield found
+                for number, token in found.tokens.items():
                     texts[number].known.append(token)
                     if len(texts[number].known) == anew:
                         texts[number].begin_anew()
                         self._forget(number)
-                self._end(texts, [number for number in tokens if texts[number].ended])
+                self._end(texts, [number for number in found.tokens if texts[number].ended])
 
     def cache_bytes(self) -> tuple[int, int]:
         """Memory that a text takes on this rank: bytes however short it is, and bytes per token. Measured; collective. Raises
@@ -198,28 +239,56 @@ class Writer:
         for own in self._stages:
             own.decoder.forget(number)
 
-    def _round(self, texts: Mapping[int, _Text]) -> dict[int, int]:
-        """Pass the next piece of every text through the pipeline; returns the next tokens, of texts that have passed entirely."""
+    def _round(self, texts: Mapping[int, _Text]) -> Round:
+        """Pass the next piece of every text through the pipeline."""
+        texts = dict(sorted(texts.items(), key=lambda one: one[1].task.adapter))  # to turn to each of them once
         pieces = {number: text.next_piece(self._piece_tokens) for number, text in texts.items()}
         complete = [number for number, text in texts.items() if text.complete]
         # All texts pass one stage of the rank, then the next one: so messages between two ranks keep one order on both.
         passed: list[torch.Tensor] = []
         sent: list[Request] = []
         for own in self._stages:
-            passed = self._pass_on(own, pieces, passed, sent)
+            passed = self._pass_on(own, texts, pieces, passed, sent)
         tokens: Sequence[int] = []
-        if complete and self.rank == self.last_rank:
-            logits = dict(zip(pieces, passed, strict=True))
-            picked = [texts[n].pick(logits[n]) for n in complete]
-            tokens = self._tell(picked)
+        logits = dict(zip(pieces, passed, strict=True)) if self.rank == self.last_rank else {}
+        if complete and logits:
+            tokens = self._tell([texts[n].pick(logits[n][-1]) for n in complete])
         elif complete:
             tokens = self._hear(len(complete))
+        written = dict(zip(complete, tokens, strict=True))
+        wanted = {n: text.scored_tokens(written.get(n)) for n, text in texts.items() if text.rows}
+        scores = {number: self._scores(texts[number], own, logits.get(number), sent) for number, own in wanted.items()}
         for request in sent:
             self.transport.wait(request)
-        return dict(zip(complete, tokens, strict=True))
+        return Round(written, scores if self.rank == _LEADER else {})
+
+    def _scores(
+        self, text: _Text, tokens: Sequence[int], logits: torch.Tensor | None, sent: list[Request]
+    ) -> Sequence[Scored]:
+        """Log-likelihoods of ``tokens`` on rank 0, which the last stage knows by its logits. ``sent``: takes what is being sent."""
+        count = min(text.task.likeliest or 0, self.chain.config.vocab_size)
+        words = torch.empty((len(tokens), 1 + 2 * count), dtype=torch.float64)
+        if logits is not None:
+            words = scored(logits[-len(tokens) :], [max(0, token) for token in tokens], count)
+            if self.rank != _LEADER:
+                sent.append(self.transport.send(_LEADER, _SCORES, host_bytes(words)))
+        elif self.rank == _LEADER:
+            self.transport.wait(self.transport.post_receive(self.last_rank, _SCORES, host_bytes(words)))
+        if self.rank != _LEADER:
+            return ()
+        rows = zip(tokens, words.tolist(), strict=True)
+        return [
+            Scored(t, row[0], tuple((int(a), b) for a, b in zip(row[1:][:count], row[1 + count :], strict=True)))
+            for t, row in rows
+        ]
 
     def _pass_on(
-        self, own: _OwnStage, pieces: Mapping[int, Sequence[int]], before: Sequence[torch.Tensor], sent: list[Request]
+        self,
+        own: _OwnStage,
+        texts: Mapping[int, _Text],
+        pieces: Mapping[int, Sequence[int]],
+        before: Sequence[torch.Tensor],
+        sent: list[Request],
     ) -> list[torch.Tensor]:
         """A stage's part in a round: what it makes of the pieces, unless another rank goes on with that.
 
@@ -236,7 +305,7 @@ class Writer:
                 x = backend.from_host(coming[place][1])
             else:
                 x = torch.tensor([list(piece)], device=backend.device) if own.previous is None else before[place]
-            y = own.decoder.step(x, number)
+            y = own.decoder.step(x, number, max(1, texts[number].rows), texts[number].task.adapter)
             if own.next is None or own.next == self.rank:
                 found.append(y)
             else:

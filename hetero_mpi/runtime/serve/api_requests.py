@@ -1,9 +1,4 @@
-"""Requests of OpenAI's API: the fields that are honoured, with their ranges, and those that the servers of OpenAI, vLLM
-and llama.cpp know and this one does not honour.
-
-A field may change the answer, so one that is not honoured is refused, unless it is listed here as changing nothing, or its value
-asks for nothing.
-"""
+"""Requests of OpenAI's API: the fields that are honoured, with their ranges. Others are refused by ``request_fields``."""
 
 from __future__ import annotations
 
@@ -16,133 +11,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
 from hetero_mpi.model.decoding import Sampling
+from hetero_mpi.runtime.serve.request_fields import refused_fields
 from hetero_mpi.web.server import HttpError
-
-_WHOSE = (
-    "model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
-    "prediction parallel_tool_calls include_obfuscation cache_control request_id priority cache_salt cache_prompt id_slot "
-    "n_keep n_discard n_cache_reuse"
-)
-"""Fields that say whose a request is, and where and when it is computed."""
-_OF_REFUSED = (
-    "guided_decoding_backend guided_whitespace_pattern length_penalty spaces_between_special_tokens "
-    "return_tokens_as_token_ids post_sampling_probs repeat_last_n penalize_nl mirostat_tau mirostat_eta dynatemp_exponent "
-    "xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers min_keep adaptive_decay "
-    "parse_tool_calls preserved_tokens grammar_lazy grammar_triggers chat_format speculative.n_max speculative.n_min "
-    "speculative.p_min max_repetition_pattern_size min_repetition_pattern_size"
-)
-"""Settings of methods that are refused by a field of their own."""
-_CHANGE_NOTHING = frozenset([*_WHOSE.split(), *_OF_REFUSED.split()])
-_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    # OpenAI
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "logit_bias": ({}, []),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "moderation": (),
-    # vLLM
-    "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structural_tag": (),
-    "logits_processors": ([],),
-    "return_token_ids": (False,),
-    "include_reasoning": (True,),
-    "thinking_token_budget": (-1,),
-    "prompt_embeds": (),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    "repetition_min_count": (0,),
-    # llama.cpp
-    "n_predict": (-1,),
-    "n_indent": (0,),
-    "n_probs": (0,),
-    "n_cmpl": (1,),
-    "t_max_predict_ms": (0, -1),
-    "repeat_penalty": (1,),
-    "typical_p": (1,),
-    "typ_p": (1,),
-    "tfs_z": (1,),
-    "top_n_sigma": (-1, 0),
-    "adaptive_target": (-1,),
-    "mirostat": (0,),
-    "dynatemp_range": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "samplers": (),
-    "grammar": ("",),
-    "json_schema": (),
-    "lora": ([],),
-    "response_fields": ([],),
-    "return_tokens": (False,),
-    "return_progress": (False,),
-    "timings_per_token": (False,),
-    "reasoning_format": ("none",),
-    "reasoning_in_content": (False,),
-    "reasoning_budget": (-1,),
-    "thinking_forced_open": (False,),
-}
-"""Field -> the values that are accepted all the same, beside null."""
-_EMPTY: tuple[Any, ...] = (False, "", [], {})
-"""Values that are accepted of a field that nobody knows, beside null."""
-_TOLD = 5
-
-
-def refused_fields(values: Mapping[str, Any], honoured: frozenset[str], chat: bool) -> str:
-    """The fields of a request's body that are asked for and not honoured, in words; empty: none."""
-    own = {"add_special_tokens": (not chat,), **({"logprobs": (False,)} if chat else {})}
-    found = [
-        name
-        for name, value in values.items()
-        if name not in honoured
-        and name not in _CHANGE_NOTHING
-        and value is not None
-        and not any(_same(value, one) for one in own.get(name, _ASKS_FOR_NOTHING.get(name, _EMPTY)))
-    ]
-    told = [f"{name[:60]} = {json.dumps(values[name])[:60]}" for name in found[:_TOLD]]
-    return ", ".join([*told, *([f"and {len(found) - _TOLD} more"] if len(found) > _TOLD else [])])
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Equal, and of one kind: to JSON 0 is not false."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
-
 
 COMPLETION_TOKENS = 16
 """New tokens of a plain completion whose client gives no number, as in OpenAI's API. A chat may fill the context."""
 MOST_STOPS, LONGEST_STOP = 16, 1000
 """Texts to stop at, and the characters of each: every token of an answer is compared with all of them."""
-MOST_MESSAGES, MOST_STOP_TOKENS = 10_000, 128
+MOST_MESSAGES, MOST_STOP_TOKENS, MOST_TOOLS = 10_000, 128, 128
+MOST_CHOICES = 128
+"""Answers of a request: its prompts, times ``n``."""
+MOST_LIKELIEST = 20
 _TOLD_ERRORS, _TOLD_CHARACTERS = 5, 200
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -184,6 +63,8 @@ class _Asked(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
+    model: str | None = None
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -224,48 +105,120 @@ class _Asked(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self, defaults: SamplingDefaults) -> Sampling:
-        """Without a seed every answer is another."""
+    @field_validator("n", mode="before")
+    @classmethod
+    def _one_unless_said(cls, n: Any) -> Any:
+        return 1 if n is None else n
+
+    def sampling(self, defaults: SamplingDefaults, number: int = 0) -> Sampling:
+        """Without a seed every answer is another. ``number``: of the choice among ``n``, from 0."""
         said = {name: getattr(self, name) for name in SamplingDefaults.model_fields}
         values = {**defaults.model_dump(), **{name: value for name, value in said.items() if value is not None}}
         values["top_k"] = max(0, values["top_k"])  # -1 says the same as 0
         seed = self.seed if self.seed is not None else secrets.randbits(63)
-        return Sampling(**values, seed=seed % 2**63)
+        return Sampling(**values, seed=(seed + number) % 2**63)
 
 
 class CompletionRequest(_Asked):
-    """The body of ``/v1/completions``. ``prompt``: a text, or token ids."""
+    """The body of ``/v1/completions``. ``prompt``: a text, token ids, or a list of either."""
 
-    prompt: str | list[int]
+    prompt: list[str | list[int]]
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool = Field(False, strict=True)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST, strict=True)
 
     @field_validator("prompt", mode="plain")
     @classmethod
-    def _one_prompt(cls, prompt: Any) -> str | list[int]:
-        if isinstance(prompt, list):
-            if prompt and isinstance(prompt[0], str):
-                if len(prompt) > 1:
-                    raise ValueError(f"one prompt a request, not {len(prompt)}")
-                return prompt[0]
-            wrong = next((place for place, token in enumerate(prompt) if type(token) is not int), None)
-            if wrong is None:
-                return prompt
-            raise ValueError(f"must be a text or a list of token ids; entry {wrong} is {_kind(prompt[wrong])}")
-        if not isinstance(prompt, str):
-            raise ValueError(f"must be a text or a list of token ids, not {_kind(prompt)}")
-        return prompt
+    def _prompts(cls, prompt: Any) -> list[str | list[int]]:
+        several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+        prompts = prompt if several else [prompt]
+        if len(prompts) > MOST_CHOICES:
+            raise ValueError(f"at most {MOST_CHOICES} prompts a request, not {len(prompts):,}")
+        for one in prompts:
+            if isinstance(one, list):
+                wrong = next((place for place, token in enumerate(one) if type(token) is not int), None)
+                if wrong is not None:
+                    raise ValueError(
+                        f"must be a text or a list of token ids, or several; entry {wrong} is {_kind(one[wrong])}"
+                    )
+            elif not isinstance(one, str):
+                raise ValueError(f"must be a text or a list of token ids, or several, not {_kind(one)}")
+        return prompts
+
+    @field_validator("echo", mode="before")
+    @classmethod
+    def _no_echo_unless_said(cls, echo: Any) -> Any:
+        return False if echo is None else echo
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> CompletionRequest:
+        if self.n * len(self.prompt) > MOST_CHOICES:
+            raise ValueError(
+                f"at most {MOST_CHOICES} answers a request, not {self.n} of each of {len(self.prompt)} prompts"
+            )
+        return self
 
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_tokens is not None else COMPLETION_TOKENS
 
+    @property
+    def likeliest(self) -> int | None:
+        """Of so many of the likeliest tokens log-likelihoods are wanted beside that of the chosen one; None: of none."""
+        return self.logprobs
+
+
+class _Called(_Closed):
+    name: str
+    arguments: dict[str, Any]
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _opened(cls, arguments: Any) -> Any:
+        """An object, as chat templates have it; OpenAI's API has it as JSON in a text."""
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(found, dict):
+            raise ValueError("must be a JSON object, or one in a text")
+        return found
+
+
+class _Call(_Closed):
+    """A call of a tool in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _Called
+    index: int | None = Field(None, exclude=True)
+
+
+class _Function(_Closed):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+    @field_validator("strict", mode="before")
+    @classmethod
+    def _cannot_be_guaranteed(cls, strict: Any) -> Any:
+        if strict is True:
+            raise ValueError("true cannot be guaranteed, as answers are written freely: leave it out")
+        return strict
+
+
+class _Tool(_Closed):
+    type: Literal["function"]
+    function: _Function
+
 
 class _Message(_Closed):
     """``name`` and ``reasoning_content`` (a thought of an earlier answer) go to the chat template, which may leave them out."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = Field(None, max_length=MOST_TOOLS)
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -287,10 +240,21 @@ class _Message(_Closed):
                 raise ValueError('the only parts that are understood are {"type": "text", "text": "..."}')
         return "".join(part["text"] for part in content)
 
-    def plain(self) -> dict[str, str]:
-        """The message in the form of chat templates."""
-        role = "system" if self.role == "developer" else self.role
-        return {**self.model_dump(exclude_none=True), "role": role}
+    @model_validator(mode="after")
+    def _calls_of_answers_only(self) -> _Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of the role {self.role} calls no tools")
+        return self
+
+    def plain(self, opened: bool = True) -> dict[str, Any]:
+        """The message in the form of chat templates. ``opened``: arguments of calls are objects, else JSON in a text."""
+        found = {**self.model_dump(exclude_none=True), "role": "system" if self.role == "developer" else self.role}
+        if not self.tool_calls:
+            found.pop("tool_calls", None)
+        elif not opened:
+            for call in found["tool_calls"]:
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return found
 
 
 class ChatRequest(_Asked):
@@ -298,6 +262,35 @@ class ChatRequest(_Asked):
 
     messages: Annotated[list[_Message], FailFast(), Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = Field(None, strict=True)
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+    tools: list[_Tool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    """False: an answer has its first call only."""
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _free(cls, choice: Any) -> Any:
+        if choice not in (None, "none", "auto"):
+            raise ValueError('must be "auto" or "none": answers are written freely, so a call cannot be guaranteed')
+        return choice
+
+    @model_validator(mode="after")
+    def _of_wanted_likelihoods(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs = true")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        """As a completion's."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call, in the form of chat templates."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or []] if self.tool_choice != "none" else []
 
     @property
     def limit(self) -> int | None:

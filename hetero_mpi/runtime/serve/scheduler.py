@@ -6,14 +6,15 @@ out. Nothing else passes between them.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hetero_mpi.model.decoding import NOT_A_NUMBER
-from hetero_mpi.runtime.generate.writer import NOT_A_NUMBER_TEXT, Task, TextChanges
+from hetero_mpi.model.decoding import NOT_A_NUMBER, Scored
+from hetero_mpi.runtime.generate.writer import NOT_A_NUMBER_TEXT, Round, Task, TextChanges
 from hetero_mpi.web.server import HttpError
 
 KEPT_FREE = 0.2
@@ -41,12 +42,29 @@ class CacheRoom:
         return max(0, left // self.per_token_bytes) if self.per_token_bytes else float("inf") if left >= 0 else 0
 
 
+@dataclass(frozen=True)
+class News:
+    """What a round has made of an answer."""
+
+    choice: int
+    token: int | None
+    """None: the prompt has not passed entirely."""
+    scores: Sequence[Scored] = ()
+    """Log-likelihoods that are known now."""
+
+
+Events = queue.SimpleQueue[News | HttpError]
+
+
 @dataclass
 class Answer:
-    """A request under way. ``events`` gives its tokens, or the error it ends with."""
+    """One answer of a request. ``events`` gives its tokens, and those of the request's other answers, or the error that it ends
+    with."""
 
     task: Task
-    events: queue.SimpleQueue[int | HttpError] = field(default_factory=queue.SimpleQueue)
+    choice: int = 0
+    """Its number in the request."""
+    events: Events = field(default_factory=queue.SimpleQueue)
     given_up: threading.Event = field(default_factory=threading.Event)
     """Nobody wants the rest."""
     written: int = 0
@@ -56,9 +74,10 @@ class Answer:
         """Tokens at most, with the prompt's."""
         return len(self.task.prompt) + self.task.limit
 
-    def add(self, token: int) -> None:
-        self.written += 1
-        self.events.put(token if token != NOT_A_NUMBER else HttpError(500, NOT_A_NUMBER_TEXT))
+    def add(self, token: int | None, scores: Sequence[Scored]) -> None:
+        self.written += token is not None
+        bad = token == NOT_A_NUMBER or any(math.isnan(one.likelihood) for one in scores)
+        self.events.put(HttpError(500, NOT_A_NUMBER_TEXT) if bad else News(self.choice, token, scores))
 
 
 class Scheduler:
@@ -80,15 +99,18 @@ class Scheduler:
     def counts(self) -> dict[str, int]:
         return {"running": len(self._running), "waiting": len(self._waiting) + self._arriving.qsize()}
 
-    def submit(self, task: Task) -> Answer:
-        """Queue a text to be written. Raises HttpError: the service is ending, or too many wait."""
-        if self.counts()["waiting"] >= MOST_WAITING:
-            raise HttpError(503, f"{MOST_WAITING} requests wait already; try again later")
-        answer = Answer(task)
-        self._arriving.put(answer)
+    def submit(self, tasks: Sequence[Task]) -> list[Answer]:
+        """Queue a request's texts to be written. Raises HttpError: the service is ending, or too many wait."""
+        waiting = self.counts()["waiting"]
+        if waiting and waiting + len(tasks) > MOST_WAITING:
+            raise HttpError(503, f"{waiting} answers wait already, of at most {MOST_WAITING}; try again later")
+        events: Events = queue.SimpleQueue()
+        answers = [Answer(task, choice, events) for choice, task in enumerate(tasks)]
+        for answer in answers:
+            self._arriving.put(answer)
         if self._closed is not None:  # looked at after the put: whoever closes fails what it finds
             raise self._closed
-        return answer
+        return answers
 
     def next_changes(self, wait_s: float) -> TextChanges:
         """The texts that begin and that end now. Waits up to ``wait_s`` for a request where there is none."""
@@ -110,12 +132,12 @@ class Scheduler:
             begun[self._numbers] = self._running[self._numbers].task
         return TextChanges(begun, ended)
 
-    def hand_out(self, tokens: Mapping[int, int]) -> None:
-        """Pass a round's tokens on to those who wait for them."""
-        for number, token in tokens.items():
-            answer = self._running[number]
-            answer.add(token)
-            if answer.task.ends_with(token, answer.written):
+    def hand_out(self, found: Round) -> None:
+        """Pass what a round has made on to those who wait for it."""
+        for number in found.tokens.keys() | found.scores.keys():
+            answer, token = self._running[number], found.tokens.get(number)
+            answer.add(token, found.scores.get(number, ()))
+            if token is not None and answer.task.ends_with(token, answer.written):
                 del self._running[number]
 
     def close(self, error: HttpError) -> None:

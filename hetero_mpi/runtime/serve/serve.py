@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import socket
 from collections.abc import Iterator, Sequence
@@ -23,16 +24,20 @@ from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.planning.types.plan import RankMemory
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.layer_split import set_up, with_writer
-from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Task, TextChanges, Writer
 from hetero_mpi.runtime.serve.api_requests import SamplingDefaults
+from hetero_mpi.runtime.serve.api_server import ApiServer
 from hetero_mpi.runtime.serve.scheduler import KEPT_FREE, CacheRoom, Scheduler
-from hetero_mpi.runtime.serve.service import ApiServer, ServedModel, Service, context_of, ending_error
+from hetero_mpi.runtime.serve.served_models import ServedModel, served_models
+from hetero_mpi.runtime.serve.service import Service, context_of, ending_error
 from hetero_mpi.runtime.setup.setup import look_around
 from hetero_mpi.runtime.signals import StopRequest
 from hetero_mpi.web.server import LOCAL, Names, bound_socket
 
 TOKEN_VARIABLE = "HETERO_MPI_TOKEN"
+_OF_TOKEN = "token"
+"""The name of that client in numbers and lines."""
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LAST_WORDS_S = 1.0
 """Time for telling clients that the service ends."""
 
@@ -45,6 +50,10 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     token: str | None = None
+    keys: Path | None = None
+    """A file with a name and a key in each line."""
+    adapters: Sequence[str] = ()
+    """``NAME=DIR``, or a directory whose name it bears: adapters beside what is served."""
     context: int | None = None
     parallel: int = 8
     allow_host: Sequence[str] = ()
@@ -54,13 +63,42 @@ class ServeOptions:
         """The key that clients must show; from the environment where the command line names none."""
         return (self.token or "").strip() or os.environ.get(TOKEN_VARIABLE, "").strip() or None
 
+    def known_keys(self) -> dict[str, str]:
+        """Name -> key of every client; none: anybody may ask. Raises UserError: a key cannot be one."""
+        token = self.known_token()
+        keys = {} if token is None else {_OF_TOKEN: token}
+        where = dict.fromkeys(keys, f"--token or {TOKEN_VARIABLE}")
+        for number, line in enumerate(_lines(self.keys), start=1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            name, *rest = line.split(maxsplit=1)
+            place = f"{self.keys}, line {number}"
+            if not _NAME.fullmatch(name) or not rest or name in keys or rest[0].strip() in keys.values():
+                raise UserError(
+                    f"{place}: must be a name (letters, digits, . _ -) and a key, both of no other line, with a space between"
+                )
+            keys[name], where[name] = rest[0].strip(), place
+        for name, key in keys.items():
+            if not (key.isascii() and key.isprintable()) or " " in key:
+                raise UserError(
+                    f"{where[name]}: must be printable ASCII without spaces, as it travels in an HTTP header"
+                )
+        return keys
+
+
+def _lines(path: Path | None) -> list[str]:
+    try:
+        return path.expanduser().read_text(encoding="utf-8").splitlines() if path is not None else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--keys {path} cannot be read: {error}; it has a name and a key in each line") from None
+
 
 def serve(world: World, options: ServeOptions) -> int:
     """Answer requests until a signal asks for the end. Collective; returns the exit code. Raises UserError: an error the user can
     correct, or a rank has died; the same on all ranks.
     """
     look_around(world)
-    model: ServedModel | None = None
+    models: list[ServedModel] = []
     bound: socket.socket | None = None
     servers: list[ApiServer] = []
     with StopRequest() as stop, stop.noting(), _telling_clients(servers):
@@ -68,24 +106,24 @@ def serve(world: World, options: ServeOptions) -> int:
             if world.rank == 0:
                 check_options(options)
                 bound = bound_socket(options.host, options.port)
-                model = ServedModel(options.source.expanduser().resolve().name, open_source(options.source))
-        setup = set_up(world, model.opened if model is not None else None)
+                models = served_models(options.source, options.adapters)
+        setup = set_up(world, models[0].opened if models else None)
 
         def work(members: World, writer: Writer) -> None:
             members.doing = "measuring the memory of a text"
             room = _room(members, setup.memory, writer)
             members.doing = "serving"
-            if model is None or bound is None:
+            if not models or bound is None:
                 for _ in writer.written(partial(_follows, world, members, stop)):
                     pass
                 return
             scheduler = Scheduler(room, options.parallel)
-            context = context_of(model.opened, options.context, room)
+            context = context_of(models[0].opened, options.context, room)
             names = Names.of(options.host, options.allow_host)
-            servers.append(ApiServer(bound, options.known_token(), Service(model, context, scheduler, stop), names))
+            servers.append(ApiServer(bound, options.known_keys(), Service(models, context, scheduler, stop), names))
             _say_address(servers[0], options)
-            for tokens in writer.written(partial(_leads, world, members, stop, scheduler)):
-                scheduler.hand_out(tokens)
+            for found in writer.written(partial(_leads, world, members, stop, scheduler)):
+                scheduler.hand_out(found)
             say("Serving ends: a signal asked for it")
 
         try:
@@ -120,15 +158,10 @@ def _stop(servers: list[ApiServer], reason: str) -> None:
 
 def check_options(options: ServeOptions) -> None:
     """Refuse what cannot be served. Raises UserError: names the option, its value and the rule."""
-    if options.host not in LOCAL and options.known_token() is None:
+    if not options.known_keys() and options.host not in LOCAL:
         raise UserError(
             f"--host {options.host}: whoever can reach this address could use the model; name a secret that clients must show, by "
-            f"--token or the environment variable {TOKEN_VARIABLE} (on rank 0), or serve on 127.0.0.1"
-        )
-    token = options.known_token() or "x"
-    if not (token.isascii() and token.isprintable()) or " " in token:
-        raise UserError(
-            f"--token or {TOKEN_VARIABLE}: must be printable ASCII without spaces, as it travels in an HTTP header"
+            f"--keys, --token or the environment variable {TOKEN_VARIABLE} (on rank 0), or serve on 127.0.0.1"
         )
     for name, value in (("--context", options.context), ("--parallel", options.parallel)):
         if value is not None and value < 1:
@@ -197,10 +230,10 @@ def _say_address(server: ApiServer, options: ServeOptions) -> None:
         f"{options.parallel} are written side by side",
         _default_sampling(service.model.defaults),
     )
-    variable = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE, "").strip() == server.token else "TOKEN"
-    key = f' -H "Authorization: Bearer ${variable}"' if server.token is not None else ""  # the shell puts the value in
+    variable = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE, "").strip() in server.keys.values() else "TOKEN"
+    key = f' -H "Authorization: Bearer ${variable}"' if server.keys else ""  # the shell puts the value in
     path, body = "/v1/completions", '{"prompt": "Once", "max_tokens": 20}'
     if service.chats:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}'
-    say(f"Serving {service.model.name} on {server.url}/v1; open {server.url} in a browser, or try:")
+    say(f"Serving {', '.join(service.models)} on {server.url}/v1; open {server.url} in a browser, or try:")
     say("  " + shlex.join(["curl", server.url + path, "-H", "Content-Type: application/json", "-d", body]) + key)
