@@ -28,12 +28,13 @@ class AdapterSwitch:
     """Which adapter of a stage computes."""
 
     def __init__(self, stage: Stage) -> None:
-        self._modules = [module for module in stage.model.modules() if hasattr(module, "set_adapter")]
-        self._now = OPENED
+        self._modules = [module for module in stage.model.modules() if hasattr(module, "lora_A")]
+        self._now: str | None = None
 
     def turn_to(self, name: str) -> None:
         """``name``: of an adapter, of which a module may have no tensors; then, and for "", it computes as the base does."""
         if name != self._now:
             for module in self._modules:
-                module.set_adapter(name)
+                if module.active_adapters != [name]:
+                    module.set_adapter(name)
             self._now = name
