@@ -170,6 +170,16 @@ def serve(**options: Any) -> int:
     return _on_all_ranks(command)
 
 
+def evaluate(**options: Any) -> int:
+    def command(world: World) -> int:
+        with _eager_imports(world):
+            from hetero_mpi.runtime.evaluate.evaluate import EvaluateOptions, evaluate
+
+        return evaluate(world, EvaluateOptions(**options))
+
+    return _on_all_ranks(command)
+
+
 def profile(job: Path, overrides: Sequence[str], output: Path, reprofile: bool) -> int:
     def command(world: World) -> int:
         loaded = _read_early(world, job, overrides)

@@ -97,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_generate(commands)
     _add_serve(commands)
+    _add_evaluate(commands)
     text = "start ranks with the launcher of the loaded MPI library"
     add_launch_options(_command(commands, "launch", "cli:launch", text))
     _add_doctor(commands)
@@ -209,6 +210,30 @@ def _add_serve(commands: Commands) -> None:
     add("--context", type=int, metavar="N", help=most)
     side = "so many answers are written side by side at most (default %(default)s)"
     add("--parallel", type=int, default=8, metavar="N", help=side)
+
+
+def _add_evaluate(commands: Commands) -> None:
+    text = "tell a finished model's loss, perplexity and accuracy on data, or its results in tasks of lm-evaluation-harness"
+    add = _command(commands, "evaluate", "cli:evaluate", text).add_argument
+    _add_source(add)
+    data = "files to evaluate on, as the job's evaluation data are; may be repeated (default: what the run held out)"
+    add("--data", action="append", default=[], metavar="NAME=FILES", help=data)
+    add(
+        "--tasks",
+        metavar="A,B",
+        help="tasks of lm-evaluation-harness (pip install 'lm-eval[api]'), which asks these ranks",
+    )
+    add(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="at most so many sequences of a set (default 1000), or examples of a task",
+    )
+    add("-o", "--output", type=Path, metavar="DIR", help="directory for the results (default: that of the run)")
+    side = "so many texts pass side by side at most (default %(default)s)"
+    add("--parallel", type=int, default=8, metavar="N", help=side)
+    further = 'further options for lm-evaluation-harness, e.g. --lm-eval-args="--num_fewshot 5"'
+    add("--lm-eval-args", default="", metavar="TEXT", help=further)
 
 
 def _add_listening(add: Add, address: str, token: str) -> None:

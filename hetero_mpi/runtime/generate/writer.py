@@ -63,6 +63,8 @@ class Task:
     """Log-likelihoods are wanted: of each token, and of so many of the likeliest in its place. None: they are not."""
     echo: bool = False
     """They are wanted of the prompt's tokens, too: of all but the first."""
+    given: list[int] = field(default_factory=list)
+    """The first new tokens, where they are known and none is to be chosen."""
     adapter: str = OPENED
     """That by which the text is computed; "": the base alone."""
 
@@ -125,6 +127,8 @@ class _Text:
     def pick(self, logits: torch.Tensor) -> int:
         """The next token."""
         task, written = self.task, len(self.known) - len(self.task.prompt)
+        if written < len(task.given):
+            return task.given[written]
         forbidden = task.stops if written < task.least else ()
         return pick(logits, task.sampling, len(self.known), self.known, forbidden)
 

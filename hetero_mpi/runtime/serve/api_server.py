@@ -29,10 +29,12 @@ _PAGE_MAY = (
 
 
 class ApiServer(WebServer):
-    """Answers requests to models. The arguments are those of WebServer, and the service."""
+    """Answers requests to models. The arguments are those of WebServer, and the service; ``quiet``: no line tells of a request."""
 
-    def __init__(self, bound: socket.socket, keys: Mapping[str, str], service: Service, names: Names) -> None:
-        self.service, self.counts = service, Counts()
+    def __init__(
+        self, bound: socket.socket, keys: Mapping[str, str], service: Service, names: Names, quiet: bool = False
+    ) -> None:
+        self.service, self.counts, self.quiet = service, Counts(), quiet
         own = {"object": "model", "created": int(time.time()), "owned_by": "hetero_mpi"}
         own |= {"max_model_len": service.context.tokens}
         self.models = {name: {"id": name, **own} for name in service.models}
@@ -121,7 +123,8 @@ class _ApiConnection(Connection):
             counts.add("generated_tokens", written, **whose)
             how = choices[0].finish or "broken off"
             of = f", of {told['client']}" if told["client"] else ""
-            say(f"{self.route}: {prompt} + {written} tokens in {time.monotonic() - begin:.1f} s, {how}{of}")
+            if not self.server.quiet:
+                say(f"{self.route}: {prompt} + {written} tokens in {time.monotonic() - begin:.1f} s, {how}{of}")
 
     def _timed(
         self, pieces: Iterator[tuple[Choice, str]], choices: Sequence[Choice], begin: float

@@ -11,11 +11,11 @@ import os
 import re
 import shlex
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hetero_mpi.comm.ranks.mpi_start import settled, survivors
 from hetero_mpi.comm.ranks.ulfm import RankLost
@@ -93,9 +93,22 @@ def _lines(path: Path | None) -> list[str]:
         raise UserError(f"--keys {path} cannot be read: {error}; it has a name and a key in each line") from None
 
 
-def serve(world: World, options: ServeOptions) -> int:
-    """Answer requests until a signal asks for the end. Collective; returns the exit code. Raises UserError: an error the user can
-    correct, or a rank has died; the same on all ranks.
+class Client(Protocol):
+    """A program that asks the service, which ends with it."""
+
+    def begin(self, server: ApiServer) -> None:
+        """The service can be asked."""
+
+    def ended(self) -> bool:
+        """Has it ended by itself?"""
+
+    def close(self) -> None:
+        """The service ends."""
+
+
+def serve(world: World, options: ServeOptions, client: Client | None = None) -> int:
+    """Answer requests until a signal asks for the end, or a ``client`` (on rank 0) has ended. Collective; returns the exit code.
+    Raises UserError: an error the user can correct, or a rank has died; the same on all ranks.
     """
     look_around(world)
     models: list[ServedModel] = []
@@ -111,7 +124,7 @@ def serve(world: World, options: ServeOptions) -> int:
 
         def work(members: World, writer: Writer) -> None:
             members.doing = "measuring the memory of a text"
-            room = _room(members, setup.memory, writer)
+            room = cache_room(members, setup.memory, writer)
             members.doing = "serving"
             if not models or bound is None:
                 for _ in writer.written(partial(_follows, world, members, stop)):
@@ -120,14 +133,21 @@ def serve(world: World, options: ServeOptions) -> int:
             scheduler = Scheduler(room, options.parallel)
             context = context_of(models[0].opened, options.context, room)
             names = Names.of(options.host, options.allow_host)
-            servers.append(ApiServer(bound, options.known_keys(), Service(models, context, scheduler, stop), names))
-            _say_address(servers[0], options)
-            for found in writer.written(partial(_leads, world, members, stop, scheduler)):
+            service = Service(models, context, scheduler, stop)
+            servers.append(ApiServer(bound, options.known_keys(), service, names, client is not None))
+            if client is None:
+                _say_address(servers[0], options)
+            else:
+                client.begin(servers[0])
+            ended = lambda: stop() or (client is not None and client.ended())  # noqa: E731
+            for found in writer.written(partial(_leads, world, members, ended, scheduler)):
                 scheduler.hand_out(found)
-            say("Serving ends: a signal asked for it")
+            if stop():
+                say("Serving ends: a signal asked for it")
 
         try:
-            with_writer(setup, work, stop)
+            with contextlib.closing(client) if client is not None else contextlib.nullcontext():
+                with_writer(setup, work, stop)
         except RankLost as error:
             gone = ", ".join(f"rank {rank} on {host}" for rank, host in survivors(world).gone)
             problem = CollectiveUserError(f"{gone} died, and with it a part of the model: start again", ExitCode.FAILED)
@@ -168,7 +188,9 @@ def check_options(options: ServeOptions) -> None:
             raise UserError(f"{name} {value}: must be 1 or more")
 
 
-def _leads(world: World, members: World, stop: StopRequest, scheduler: Scheduler, idle: bool) -> TextChanges | None:
+def _leads(
+    world: World, members: World, stop: Callable[[], bool], scheduler: Scheduler, idle: bool
+) -> TextChanges | None:
     """Rank 0's changes before a round, told to the other ranks with a stage: what ``Writer.written`` takes."""
     change: TextChanges | None = None
     while not (stop() or world.asked()):
@@ -200,7 +222,7 @@ def _follows(world: World, members: World, stop: StopRequest, idle: bool) -> Tex
     return TextChanges(begin, word["end"])
 
 
-def _room(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheRoom]:
+def cache_room(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheRoom]:
     """The memory that texts need and may take on each rank with a stage, in a text's measured bytes. Collective."""
     needs = dict(zip(members.numbers, members.all_gather_json(writer.cache_bytes()), strict=True))
     room = []

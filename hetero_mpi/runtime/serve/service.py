@@ -115,7 +115,7 @@ class Service:
             raise HttpError(400, f"min_tokens = {least:,} must be at most the new tokens, which are {limit:,} here")
         echo, sampling = _echo(asked), asked.sampling(model.defaults, number)
         # Where no new token is wanted the one that is written all the same is not told.
-        return Task(prompt, stops, max(1, limit), sampling, least, asked.likeliest, echo, model.adapter)
+        return Task(prompt, stops, max(1, limit), sampling, least, asked.likeliest, echo, adapter=model.adapter)
 
     def _prompts(self, model: ServedModel, asked: Asked) -> list[list[int]]:
         if isinstance(asked, ChatRequest):

@@ -1,0 +1,109 @@
+"""Sets of data that a model is evaluated on, on rank 0, as texts whose targets are known: cut and wrapped as training does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hetero_mpi.data.batch import IGNORED, Tokens
+from hetero_mpi.data.chat_template import choose_template
+from hetero_mpi.data.dataset import Rows, SequenceSettings
+from hetero_mpi.data.record_files import BadRecords, OwnKeys
+from hetero_mpi.data.record_sequences import RecordSequences
+from hetero_mpi.data.records import read_records
+from hetero_mpi.data.text_sequences import Corpus, build_sequences
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import LoadedJob, job_of_tables
+from hetero_mpi.job.schema import DataTable
+from hetero_mpi.model.decoding import Sampling
+from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.report.run_files.run_directory import RUN_NAME, run_json, run_table
+from hetero_mpi.runtime.generate.source import Opened
+from hetero_mpi.runtime.generate.writer import Task
+from hetero_mpi.runtime.setup.data_setup import prepare
+
+_MOST_TOKENS = 2048
+"""Of a sequence of a model that no run is known of."""
+_TEXT = (".txt", ".text", ".md")
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """A text with known targets. ``learnt``: whether the token behind each token of the prompt is a target."""
+
+    task: Task
+    learnt: list[bool]
+
+
+def run_job(source: Path) -> LoadedJob | None:
+    """The job of a run directory; None: ``source`` is none."""
+    if not (source / RUN_NAME).is_file():
+        return None
+    told = run_json(source / RUN_NAME)
+    return job_of_tables(run_table(told, "job"), str(told.get("name")), Path(str(told.get("job_file"))).parent)
+
+
+def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
+    """The sequences that a run held out, at most ``limit``. Raises UserError: there are none, or its data have gone."""
+    if loaded.job.model.factory is not None or loaded.job.train.preference != "none":
+        raise UserError("the run's own held-out data are no text with one loss; name a set by --data, or --tasks")
+    dataset = prepare(loaded).dataset
+    batch = next(dataset.held_out_batches(limit, limit), None)
+    if batch is None:
+        raise UserError(
+            "the run held nothing out (data.held_out, data.evaluation); name a set by --data NAME=FILE, or --tasks"
+        )
+    return list(_texts(Rows(batch.tokens, batch.targets, positions=batch.positions)))
+
+
+def set_of_files(opened: Opened, loaded: LoadedJob | None, pattern: str, limit: int) -> list[ScoredText]:
+    """The sequences of files that match a pattern, one a record or document, at most ``limit``.
+
+    They are records or text as the run's data were; without a run by the names of the files. Raises UserError: they cannot be read.
+    """
+    data = loaded.job.data if loaded is not None else DataTable(records=[pattern])
+    length = data.sequence_length if loaded is not None else min(opened.positions or _MOST_TOKENS, _MOST_TOKENS)
+    settings = SequenceSettings(length, packing=False, held_out=0, seed=0)
+    text = data.text is not None if loaded is not None else pattern.lower().endswith(_TEXT)
+    key = "--data"
+    if text:
+        corpus = Corpus([pattern], data.documents, None, key, data.keys, data.skip_bad, say)
+        return list(_texts(build_sequences(corpus, opened.tokenizer, settings), limit))
+    bad = BadRecords(data.skip_bad)
+    records = read_records([pattern], key, bad, None, say, OwnKeys(data.keys or {})).records[:limit]
+    chosen = choose_template(opened.tokenizer, data.template, records)
+    built = RecordSequences(opened.tokenizer, chosen, settings, data.train_on_prompt, ends=opened.stops)
+    rows = built.rows(records, key, bad)
+    say(*(f"{pattern}: {note}" for note in rows.notes))
+    return list(_texts(rows))
+
+
+def _texts(rows: Rows, limit: int | None = None) -> Iterator[ScoredText]:
+    """The texts of sequences, of which a packed one holds several."""
+    for row, (tokens, targets) in enumerate(zip(rows.tokens[:limit], rows.targets[:limit], strict=True)):
+        begins = [0] if rows.positions is None else np.flatnonzero(rows.positions[row] == 0).tolist()
+        for first, last in zip(begins, [*begins[1:], len(tokens)], strict=True):
+            yield from _text(tokens[first:last], targets[first:last])
+
+
+def _text(tokens: Tokens, targets: Tokens) -> Iterator[ScoredText]:
+    learnt = targets != IGNORED
+    if learnt.any():
+        length = int(np.flatnonzero(learnt)[-1]) + 1
+        task = Task(tokens[:length].tolist(), [], 1, Sampling(), 0, 1, True, given=[int(targets[length - 1])])
+        yield ScoredText(task, learnt[:length].tolist())
+
+
+def named(words: Sequence[str]) -> dict[str, str]:
+    """Name -> pattern of files, of ``NAME=FILES`` or ``FILES``, which bear the file's name. Raises UserError: two have one name."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, is_, rest = word.partition("=")
+        own = (name, rest) if is_ and "/" not in name else (Path(word).stem, word)
+        if own[0] in found:
+            raise UserError(f"--data {word}: there is a set {own[0]!r} already; name it by --data NAME={own[1]}")
+        found[own[0]] = own[1]
+    return found

@@ -1,0 +1,162 @@
+"""``evaluate``: losses and accuracy are those of training and of transformers in one process; tasks give lm-evaluation-harness' own
+results on the same model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hetero_mpi.data.chat_template import render_prompt
+from hetero_mpi.data.tokenizer import load_tokenizer
+from hetero_mpi.errors import UserError
+from hetero_mpi.model.layer.quantize import set_training
+from hetero_mpi.runtime.evaluate.evaluate import RESULT
+from hetero_mpi.runtime.evaluate.scored_sets import named
+from tests.commands.test_generate import model_with_tokenizer, written
+from tests.support.mpi import run_mpi
+from tests.support.training_cases import corpus, tokenizer_directory
+
+CASE = written("evaluated", "llama", changes=(("initializer_range", 0.2), ("max_position_embeddings", 256)))
+RECORDS = [{"prompt": "ab cab " * (1 + n % 3), "completion": f"cab {'abc' * (n % 4)} de"} for n in range(20)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("evaluate")
+
+
+@pytest.fixture(scope="module")
+def base(place: Path) -> Path:
+    return model_with_tokenizer(place, tokenizer_directory(place, corpus(place)), CASE)
+
+
+@pytest.fixture(scope="module")
+def records(place: Path) -> Path:
+    path = place / "held.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(place: Path, base: Path, records: Path) -> Path:
+    """A run with packed records that has ended, and its evaluation data."""
+    (place / "job.toml").write_text(
+        f"""
+model.path = "{base}"
+data = {{ records = ["{records}"], evaluation = ["{records}"], sequence_length = 96, cache = false }}
+train = {{ steps = 2, global_batch = 2, micro_batch = 1, dtype = "fp32", learning_rate = 3e-3, seed = 3 }}
+cluster.threads = 1
+profile = {{ repeats = 1, largest_message_bytes = 65536 }}
+output.run_dir = "{place / "run"}"
+"""
+    )
+    hetero_mpi(1, "train", str(place / "job.toml"))
+    return place / "run"
+
+
+def hetero_mpi(ranks: int, *words: str) -> str:
+    done = run_mpi(ranks, ["-m", "hetero_mpi", *words], timeout_s=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def in_one_process(model_dir: Path) -> tuple[float, float, int]:
+    """(loss, accuracy, targets) of the records, each by itself, by transformers."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir), load_tokenizer(model_dir)
+    set_training(model, False)
+    losses, right = list[float](), 0
+    for record in RECORDS:
+        prompt = render_prompt(tokenizer, record["prompt"], "plain")
+        answer = [*tokenizer(record["completion"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        with torch.no_grad():
+            rows = torch.log_softmax(model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0].double(), -1)
+        for row, token in zip(rows[len(prompt) - 1 :], answer, strict=False):
+            losses.append(-float(row[token]))
+            right += int(row.argmax()) == token
+    return math.fsum(losses) / len(losses), right / len(losses), len(losses)
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_the_run_and_of_transformers(run: Path, base: Path, records: Path) -> None:
+    shown = hetero_mpi(3, "evaluate", str(run))
+    ended = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = next(line["evaluation_loss"] for line in reversed(ended) if "evaluation_loss" in line)
+    own = json.loads((run / RESULT).read_text())["held out"]
+    loss, accuracy, tokens = in_one_process(run / "model")
+    assert own["loss"] == pytest.approx(last, abs=1e-6) and own["loss"] == pytest.approx(loss, abs=1e-5)
+    assert (own["tokens"], own["accuracy"]) == (tokens, pytest.approx(accuracy))
+    assert own["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5) and f"{own['loss']:.4f}" in shown
+    hetero_mpi(2, "evaluate", str(run), "--data", f"some={records}", "--data", str(records), "--limit", "100")
+    found = json.loads((run / RESULT).read_text())
+    assert list(found) == ["some", "held"] and found["some"] == found["held"] == pytest.approx({**own, "sequences": 20})
+    hetero_mpi(1, "evaluate", str(base), "--data", str(records), "-o", str(run.parent / "of-base"))
+    loss, accuracy, tokens = in_one_process(base)
+    own = json.loads((run.parent / "of-base" / RESULT).read_text())["held"]
+    assert own["loss"] == pytest.approx(loss, abs=1e-5) and own["accuracy"] == pytest.approx(accuracy)
+
+
+def test_sets_have_names_of_their_own() -> None:
+    assert named(["a=x/*.jsonl", "data/b.jsonl"]) == {"a": "x/*.jsonl", "b": "data/b.jsonl"}
+    with pytest.raises(UserError, match="there is a set 'b' already"):
+        named(["b=x", "c/b.jsonl"])
+
+
+def samples(folder: Path) -> list[tuple[str, list[tuple[float, bool]]]]:
+    """(question, [(log-likelihood, is it the greedy one) of each choice]) of every example."""
+    (path,) = folder.rglob("samples_*.jsonl")
+    rows = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: int(row["doc_id"]))
+    return [
+        (row["doc"]["question"], [(float(one[0][0]), str(one[0][1]) == "True") for one in row["resps"]]) for row in rows
+    ]
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    (path,) = folder.rglob("results_*.json")
+    found: dict[str, Any] = json.loads(path.read_text())["results"]
+    return found
+
+
+@pytest.mark.slow
+def test_tasks_give_what_the_harness_gives_on_the_same_model(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    choices = ["ab cab", "de", " cab abc", "defgh"]
+    examples = [{"question": "abc " * (1 + n % 5) + "ab", "choices": choices, "answer": n % 4} for n in range(12)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in examples))
+    (tmp_path / "tiny.yaml").write_text(
+        f"""
+task: tiny
+dataset_path: json
+dataset_kwargs: {{ data_files: {{ test: {tmp_path / "data.jsonl"} }} }}
+test_split: test
+output_type: multiple_choice
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{{ metric: acc }}, {{ metric: acc_norm }}]
+"""
+    )
+    further = f"--include_path {tmp_path} --log_samples"
+    shown = hetero_mpi(
+        2, "evaluate", str(run), "--tasks", "tiny", "--limit", "10", "-o", str(tmp_path), "--lm-eval-args", further
+    )
+    theirs = tmp_path / "theirs"
+    words = ["run", "--model", "hf", "--model_args", f"pretrained={run / 'model'},dtype=float32", "--tasks", "tiny"]
+    words += ["--limit", "10", "--output_path", str(theirs), "--device", "cpu", *further.split()]
+    done = subprocess.run([sys.executable, "-m", "lm_eval", *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ours = tmp_path / "lm-eval"
+    assert result_of(ours)["tiny"] == pytest.approx(result_of(theirs)["tiny"]) and "|tiny|" in shown.replace(" ", "")
+    for (question, own), (same, other) in zip(samples(ours), samples(theirs), strict=True):
+        assert question == same and [greedy for _, greedy in own] == [greedy for _, greedy in other]
+        assert [value for value, _ in own] == pytest.approx([value for value, _ in other], abs=1e-4)
+    assert "tokens in" not in shown, "no line for each request"
