@@ -205,12 +205,12 @@ class Trainer:
 
     def evaluate(self, held_out: Batch) -> list[float]:
         """Sums over held-out sequences, or samples: of the losses of all targets, where that of routers counts as in training; and
-        of preferences what a comparison sums beside. Collective.
+        of preferences what a comparison sums beside, else how many targets are the likeliest. Collective.
 
         Every pipeline takes its share of the rows; numbers are added in fp64 in the order of the rows.
         """
         shares = evaluation_shares(self.plan, len(held_out.tokens))
-        found = np.zeros((1 + self.decider.rewards, sum(len(sizes) for _, sizes in shares)))
+        found = np.zeros((1 + (self.decider.rewards or 1), sum(len(sizes) for _, sizes in shares)))
         own = self._evaluated(held_out, shares)
         if self.pipeline is not None and own:
             begin = slots([len(sizes) for _, sizes in shares])[self.pipeline]

@@ -18,7 +18,7 @@ from hetero_mpi.device.backend import HOST
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.layer.gradients import Beginnings, Finished, GradientReadyHooks, WeightGradients
 from hetero_mpi.model.layer.interface import Start
-from hetero_mpi.model.layer.loss import target_losses
+from hetero_mpi.model.layer.loss import likeliest, target_losses
 from hetero_mpi.model.layer.micro_batch import MicroBatch as MicroBatch
 from hetero_mpi.model.layer.micro_batch import Slices, joined, parts
 from hetero_mpi.model.layer.quantize import set_training
@@ -45,7 +45,8 @@ class Stage(StageLayers):
 
     Attributes:
         deferred: what the second part of a split backward still needs; None where backward comes in one part.
-        rewards: (micro-batch, its first sequence) -> the numbers that a comparison gives beside the loss.
+        rewards: (micro-batch, its first sequence) -> the numbers that a comparison gives beside the loss; of an evaluation
+            without one, how many targets are the likeliest tokens.
     """
 
     def __init__(
@@ -204,10 +205,14 @@ class Stage(StageLayers):
         """The share of the loss, of the last layer's output."""
         assert part.targets is not None
         of_targets = target_losses if self.divided is None else self.divided.target_losses
-        if part.weights is not None:
-            loss = (of_targets(y, part.targets) * part.weights).sum()
-        elif part.comparison is None:
-            loss = (self.chain.loss if self.divided is None else self.divided.loss)(y, part.targets)
+        if part.comparison is None:
+            if part.weights is not None:
+                loss = (of_targets(y, part.targets) * part.weights).sum()
+            else:
+                loss = (self.chain.loss if self.divided is None else self.divided.loss)(y, part.targets)
+            if not self.model.training and self.chain.logits is not None:
+                count = likeliest if self.divided is None else self.divided.likeliest
+                self.rewards[part.index, part.first_sample] = count(y, part.targets).reshape(1)
         else:
             assert part.positions is not None
             losses, place = of_targets(y, part.targets), (part.index, part.first_sample)

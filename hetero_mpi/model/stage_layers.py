@@ -59,6 +59,9 @@ class LayerShare(Protocol):
     def target_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss of every target."""
 
+    def likeliest(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """How many targets have the largest logit."""
+
 
 @dataclass(frozen=True)
 class StageSpec:

@@ -135,7 +135,7 @@ def loss_lines(
         )
     if evaluations:
         lines.append(
-            f"Held-out loss: {evaluations[-1].loss:.4f} at step {evaluations[-1].step}{rewards_text(evaluations[-1])}"
+            f"Held-out loss: {evaluations[-1].loss:.4f} at step {evaluations[-1].step}{evaluations[-1].beside()}"
         )
     if unigram_entropy is not None:
         line = f"Unigram entropy of the training text: {unigram_entropy:.4f}"

@@ -23,7 +23,7 @@ from hetero_mpi.planning.types.toml_files import plan_to_dict
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics, rewards_text
+from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.report.run_files.run_directory import note_end
 from hetero_mpi.runtime.follower import Event, Followed, Follower, Reply
 from hetero_mpi.runtime.setup.context import RunContext, Share
@@ -283,11 +283,14 @@ class Loop:
         self.world.doing = "evaluating"
         batch = self._with_point(self._held_out, self._held_out_mismatched)
         summed, *sums = self.trainer.evaluate(batch)
-        loss, rewards = summed / batch.divisor, _rewards(batch, sums)
-        self.state.add_evaluation(loss, **rewards)
+        loss, chain, beside = summed / batch.divisor, self.trainer.chain, _rewards(batch, sums)
+        if batch.compared is None and chain.logits is not None:
+            beside = {"perplexity": math.exp(min(loss, 100.0))} if chain.routers is None else {}
+            beside |= {"token_accuracy": sums[0] / batch.divisor}
+        self.state.add_evaluation(loss, **beside)
         if self._metrics is not None:
-            self._metrics.evaluation(self.state.step, loss, **rewards)
-        say(f"step {self.state.step}: held-out loss {loss:.4f}{rewards_text(self.state.evaluations[-1])}")
+            self._metrics.evaluation(self.state.step, loss, **beside)
+        say(f"step {self.state.step}: held-out loss {loss:.4f}{self.state.evaluations[-1].beside()}")
 
     def _save(self) -> None:
         self.world.doing = "taking a snapshot for a checkpoint"

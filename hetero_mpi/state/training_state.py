@@ -64,9 +64,9 @@ class TrainingState:
             self.skipped += 1
             self.skips_in_a_row += 1
 
-    def add_evaluation(self, loss: float, **rewards: float) -> None:
-        """Record the held-out loss after the latest step, and of preferences the rewards."""
-        self.evaluations.append(Evaluation(self.step, loss, **rewards))
+    def add_evaluation(self, loss: float, **beside: float) -> None:
+        """Record the held-out loss after the latest step, and what else ``Evaluation`` holds."""
+        self.evaluations.append(Evaluation(self.step, loss, **beside))
         if self.lowest_loss is None or loss < self.lowest_loss:
             self.lowest_loss, self.higher_in_a_row = loss, 0
         else:

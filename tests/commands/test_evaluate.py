@@ -90,11 +90,13 @@ def in_one_process(model_dir: Path) -> tuple[float, float, int]:
 def test_losses_are_those_of_the_run_and_of_transformers(run: Path, base: Path, records: Path) -> None:
     shown = hetero_mpi(3, "evaluate", str(run))
     ended = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = next(line["evaluation_loss"] for line in reversed(ended) if "evaluation_loss" in line)
+    line = next(line for line in reversed(ended) if "evaluation_loss" in line)
+    last = line["evaluation_loss"]
     own = json.loads((run / RESULT).read_text())["held out"]
     loss, accuracy, tokens = in_one_process(run / "model")
     assert own["loss"] == pytest.approx(last, abs=1e-6) and own["loss"] == pytest.approx(loss, abs=1e-5)
     assert (own["tokens"], own["accuracy"]) == (tokens, pytest.approx(accuracy))
+    assert (line["token_accuracy"], line["perplexity"]) == pytest.approx((accuracy, math.exp(last)))
     assert own["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5) and f"{own['loss']:.4f}" in shown
     hetero_mpi(2, "evaluate", str(run), "--data", f"some={records}", "--data", str(records), "--limit", "100")
     found = json.loads((run / RESULT).read_text())

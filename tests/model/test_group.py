@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -403,19 +404,25 @@ def test_bf16() -> None:
 
 
 def test_evaluation() -> None:
+    """The loss, and how many targets are the likeliest words."""
     chain = group_chain("smollm3")
     tokens, targets = batch()
+    alone = whole_stages(chain)
+    hidden = functools.reduce(lambda x, stage: stage.evaluate(x), alone[:-1], tokens)
+    with torch.no_grad():
+        targets[0, :9] = alone[-1].apply(hidden).argmax(-1)[0, :9]
 
     def evaluated(stages: Sequence[Stage]) -> torch.Tensor:
         x = tokens
         for stage in stages:
             x = stage.evaluate(x, targets if stage.is_last else None)
-        return x
+        return torch.cat([x.reshape(1), stages[-1].rewards[0, 0].float()])
 
     group = ThreadGroup(chain, CUTS, (3, 2, 1), NamedStart())
     found = group.together(evaluated)
     assert same_bits([[one] for one in found])
-    torch.testing.assert_close(found[0], evaluated(whole_stages(chain)), rtol=LIMIT, atol=0.0)
+    assert 9 <= found[0][1] < 20
+    torch.testing.assert_close(found[0], evaluated(alone), rtol=LIMIT, atol=0.0)
 
 
 @pytest.mark.parametrize("method", ["dpo", "ipo", "simpo", "orpo", "kto"])

@@ -170,6 +170,15 @@ class DividedLayers:
         """Loss of each target, as ``layer.loss.target_losses``."""
         return divided_target_losses(logits, targets, self._words, self._link)
 
+    def likeliest(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """How many targets have the largest logit, as ``layer.loss.likeliest``."""
+        rows, largest = logits.flatten(0, 1), torch.full((targets.numel(),), -torch.inf, device=logits.device)
+        places, here = _own_words(targets.flatten(), self._words, logits.shape[-1])
+        own = largest
+        if rows.shape[1]:
+            own, largest = rows.gather(1, places.unsqueeze(1)).squeeze(1).float(), rows.max(1).values.float()
+        return self._link.sum((here & (own == self._link.maximum(largest))).float()).sum()
+
 
 class _Entrance:
     """Where hidden states enter the shares of a block. Attention and MLP that see the same tensor (parallel blocks) share one

@@ -58,6 +58,11 @@ def target_losses(logits: torch.Tensor, targets: torch.Tensor, piece: int | None
     return losses.view_as(targets)
 
 
+def likeliest(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """How many targets have the largest logit, a scalar. Takes what ``summed_loss`` does."""
+    return (logits.argmax(-1) == targets).sum()
+
+
 def piece_size(logits: int, cpu: bool) -> int:
     """Logits to compute at once of so many.
 

@@ -118,6 +118,8 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
     if (perplexity := run.perplexity()) is not None:
         shown = f"{perplexity:.2f}" if perplexity < 100 else units.count(perplexity)
         found.append(("perplexity", shown, "of the held-out text, per token"))
+    if evaluations and (accuracy := evaluations[-1].token_accuracy) is not None:
+        found.append(("token accuracy", f"{accuracy:.1%}", "of the held-out text"))
     seconds, speed = run.median_step_s(), run.median_tokens_per_s()
     kind = "emulated" if run.emulated else "median"
     if speed is not None:

@@ -23,7 +23,7 @@ from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_note, stage_table
 from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.run_files.line_files import METRICS_NAME, STEPS_NAME
-from hetero_mpi.report.run_files.metrics import StepMetrics
+from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
 from hetero_mpi.report.run_files.rank_steps import last_usage, sums, traffic
 from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME, TRACE_NAME
 from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
@@ -150,6 +150,9 @@ def learning(run: PastRun) -> Section:
     emulated = ", emulated" if run.emulated else ""
     charts = [
         *_chart(what, loss, from_zero=False, marks=happened),
+        *_chart(
+            "held-out token accuracy", _series(run.metrics.evaluations, _ACCURACY), from_zero=False, marks=happened
+        ),
         *(chart for label, named in _REWARDS for chart in _chart(label, _series(steps, named), from_zero=False)),
         *_chart(f"time per step{emulated}", step_s, y_text=units.seconds, marks=happened),
         *_chart("learning rate", rate),
@@ -158,6 +161,7 @@ def learning(run: PastRun) -> Section:
     return Section("Learning and speed", MARKS_NOTE if happened else "", charts=charts)
 
 
+_ACCURACY = {"token_accuracy": ("token accuracy", "warm")}
 _REWARDS = (
     ("rewards", {"chosen_reward": ("chosen", "good"), "rejected_reward": ("rejected", "alert")}),
     ("reward margin", {"reward_margin": ("margin", "accent")}),
@@ -166,7 +170,7 @@ _REWARDS = (
 """Charts of preferences: label, and metric -> (name, colour)."""
 
 
-def _series(steps: Sequence[StepMetrics], named: Mapping[str, tuple[str, str]]) -> list[Series]:
+def _series(steps: Sequence[StepMetrics | Evaluation], named: Mapping[str, tuple[str, str]]) -> list[Series]:
     """The metrics over steps, where there are any."""
     found = []
     for key, (name, colour) in named.items():

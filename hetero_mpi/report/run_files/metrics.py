@@ -74,6 +74,16 @@ class Evaluation(Rewards):
 
     step: int
     loss: float
+    perplexity: float | None = None
+    """None: the loss is not of tokens alone."""
+    token_accuracy: float | None = None
+    """Share of the target tokens that the model finds the likeliest; None: the model has no tokens, or preferences are compared."""
+
+    def beside(self) -> str:
+        """What is known beside the loss, in words."""
+        text = f", perplexity {self.perplexity:.4g}" if self.perplexity is not None else ""
+        text += f", token accuracy {self.token_accuracy:.1%}" if self.token_accuracy is not None else ""
+        return text + rewards_text(self)
 
 
 @dataclass(frozen=True)
@@ -106,11 +116,11 @@ class MetricsWriter:
         if self._trackers is not None:
             self._trackers.step(metrics)
 
-    def evaluation(self, step: int, loss: float, **rewards: float) -> None:
-        """Write the held-out loss after ``step`` steps, and of preferences the rewards."""
-        self._file.write({"step": step, "evaluation_loss": loss, **rewards})
+    def evaluation(self, step: int, loss: float, **beside: float) -> None:
+        """Write the held-out loss after ``step`` steps, and what else ``Evaluation`` holds."""
+        self._file.write({"step": step, "evaluation_loss": loss, **beside})
         if self._trackers is not None:
-            self._trackers.evaluation(step, loss, **rewards)
+            self._trackers.evaluation(step, loss, **beside)
 
     def close(self) -> None:
         self._file.add()  # what has waited for room until now
@@ -230,9 +240,10 @@ class Trackers:
             values[f"{speed}/seconds per step, predicted"] = line.predicted_step_s
         self._write(line.step, values)
 
-    def evaluation(self, step: int, loss: float, **rewards: float) -> None:
-        """Write the held-out loss after ``step`` steps, and of preferences the rewards."""
-        told = {f"{name}, held out": rewards[key] for name, key in _TRACKED.items() if key in rewards}
+    def evaluation(self, step: int, loss: float, **beside: float) -> None:
+        """Write the held-out loss after ``step`` steps, and what else ``Evaluation`` holds."""
+        tracked = {**_TRACKED, "perplexity": "perplexity", "token accuracy": "token_accuracy"}
+        told = {f"{name}, held out": beside[key] for name, key in tracked.items() if key in beside}
         self._write(step, {"loss/held out": loss, **told})
 
     def close(self) -> None:
