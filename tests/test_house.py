@@ -34,7 +34,7 @@ PACKAGES = [
     "engine",
     "emulation",
     "state",
-    "runtime/setup", "runtime/generate", "runtime", "runtime/serve",
+    "runtime/setup", "runtime/generate", "runtime", "runtime/serve", "runtime/evaluate",
     "commands",
 ]  # fmt: skip
 """Bottom to top; a package imports from itself and from those before it. Other modules beside the packages, such as ``api`` and

@@ -213,7 +213,7 @@ def _add_serve(commands: Commands) -> None:
 
 
 def _add_evaluate(commands: Commands) -> None:
-    text = "tell a finished model's loss, perplexity and accuracy on data, or its results in tasks of lm-evaluation-harness"
+    text = "tell how good a finished model is; on data, or in tasks of lm-evaluation-harness"
     add = _command(commands, "evaluate", "cli:evaluate", text).add_argument
     _add_source(add)
     data = "files to evaluate on, as the job's evaluation data are; may be repeated (default: what the run held out)"

@@ -84,8 +84,8 @@ COMMANDS_HEADER = """\
 
 | where | commands |
 | --- | --- |
-| on all ranks, under `mpirun` or `launch` | `train`, `profile`, `mesh verify`; `generate`, `serve` and `doctor` also alone |
-| on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `serve`, `export`, `cache` |
+| on all ranks (`mpirun`, `launch`) | `train`, `profile`, `mesh verify`; `generate`, `serve`, `evaluate` and `doctor` also alone |
+| on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `serve`, `evaluate`, `export`, `cache` |
 | anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `watch`, `compare`, `baseline`, `init` |
 | anywhere, for the program itself | `reference`, `completion` |
 

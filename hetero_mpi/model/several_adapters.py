@@ -16,7 +16,6 @@ def add_adapter(stage: Stage, name: str, tuning: Tuning) -> dict[str, nn.Paramet
     """Give a stage one more adapter; returns its tensors here, by their names in adapter files, yet to be filled."""
     assert tuning.adapter is not None and not tuning.parameters
     modules = tuning.modules_in(stage.first, stage.last)
-    stage.model.is_loaded_in_4bit = tuning.nf4
     zeros = lambda own: torch.zeros(tuning.trainable[own].shape)  # noqa: E731
     found = inject(stage.model, tuning.adapter, modules, [], stage.backend.device, zeros, name)
     for parameter in found.values():

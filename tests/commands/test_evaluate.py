@@ -19,6 +19,7 @@ from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.quantize import set_training
+from hetero_mpi.runtime.evaluate import harness
 from hetero_mpi.runtime.evaluate.evaluate import RESULT
 from hetero_mpi.runtime.evaluate.scored_sets import named
 from tests.commands.test_generate import model_with_tokenizer, written
@@ -111,6 +112,12 @@ def test_sets_have_names_of_their_own() -> None:
     assert named(["a=x/*.jsonl", "data/b.jsonl"]) == {"a": "x/*.jsonl", "b": "data/b.jsonl"}
     with pytest.raises(UserError, match="there is a set 'b' already"):
         named(["b=x", "c/b.jsonl"])
+
+
+def test_the_harness_is_asked_for_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install \"lm-eval\[api\]>=0.4.9\""):
+        harness.Harness("tiny", None, None, 8, "")
 
 
 def samples(folder: Path) -> list[tuple[str, list[tuple[float, bool]]]]:

@@ -134,6 +134,38 @@ def test_a_port_in_use_and_an_open_address_are_refused(monkeypatch: pytest.Monke
         check_options(ServeOptions(Path(), parallel=0))
 
 
+def test_a_file_of_keys_names_its_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HETERO_MPI_TOKEN", raising=False)
+    path = tmp_path / "keys"
+
+    def keys(text: str, token: str | None = None) -> dict[str, str]:
+        path.write_text(text)
+        return ServeOptions(Path(), keys=path, token=token).known_keys()
+
+    assert keys("# mine\n\nalice k1\n  bob   k2  \n") == {"alice": "k1", "bob": "k2"}
+    assert keys("alice k1\n", "t") == {"token": "t", "alice": "k1"} and ServeOptions(Path()).known_keys() == {}
+    check_options(ServeOptions(Path(), host="0.0.0.0", keys=path))
+    for text in ("alice\n", "a/b k\n", "alice k1\nalice k2\n", "alice k1\nbob k1\n", "token x\n", f"{'a' * 65} k\n"):
+        with pytest.raises(UserError, match=r"keys, line [12]: must be a name") as error:
+            keys(text, "t")
+        assert not any(key in str(error.value) for key in ("k1", "k2"))
+    for text in ("alice k 1\n", "alice gr\u00fcn\n"):
+        with pytest.raises(UserError, match="line 1: must be printable ASCII"):
+            keys(text)
+    path.unlink()
+    with pytest.raises(UserError, match="keys cannot be read"):
+        check_options(ServeOptions(Path(), keys=path))
+
+
+def test_every_key_is_compared_and_numbers_need_one(server: ApiServer) -> None:
+    server.keys = {"a": "one-key", "b": "two-keys"}
+    for token, status in (("one-key", b"200"), ("two-keys", b"200"), ("two-key", b"401"), ("", b"401")):
+        for route in ("/metrics", "/v1/models"):
+            answer = said(server, request(f"GET {route}", "Connection: close", token=f"Bearer {token}"))
+            assert answer.startswith(b"HTTP/1.1 " + status), (route, token)
+    assert b"403" in said(server, request("GET /metrics", "Connection: close", "Host: elsewhere.example"))[:15]
+
+
 def said(server: ApiServer, sent: bytes, longest: int = 1 << 20) -> bytes:
     """Everything that the server answers to these bytes, until it closes the connection."""
     host, port = server.server_address[:2]
@@ -307,7 +339,10 @@ def test_what_is_wrong_a_million_times_is_told_once() -> None:
         (CompletionRequest, b'{"prompt": [' + wrong + b"]}", "entry 0 is null"),
         (CompletionRequest, b'{"prompt": "a", "stop": [' + wrong + b"]}", "a list of texts"),
         (CompletionRequest, b'{"prompt": "a", "stop_token_ids": [' + wrong + b"]}", "at most 128"),
+        (CompletionRequest, b'{"prompt": [[' + wrong + b"]]}", "entry 0 is null"),
+        (CompletionRequest, b'{"prompt": [[], ' + wrong + b"]}", "at most 128 prompts"),
         (ChatRequest, b'{"messages": [' + wrong + b"]}", "messages.0"),
+        (ChatRequest, b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + wrong + b"]}", "tools"),
         (ChatRequest, b'{"messages": [{"role": "user", "content": [' + wrong + b"]}]}", "only parts"),
         (CompletionRequest, b'{"prompt": "a"' + b"".join(b',"%d":1' % n for n in range(200_000)) + b"}", "199995 more"),
     ]

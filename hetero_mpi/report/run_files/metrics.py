@@ -80,7 +80,7 @@ class Evaluation(Rewards):
     """Share of the target tokens that the model finds the likeliest; None: the model has no tokens, or preferences are compared."""
 
     def beside(self) -> str:
-        """What is known beside the loss, in words."""
+        """All that is known beside the loss, in words."""
         text = f", perplexity {self.perplexity:.4g}" if self.perplexity is not None else ""
         text += f", token accuracy {self.token_accuracy:.1%}" if self.token_accuracy is not None else ""
         return text + rewards_text(self)

@@ -79,7 +79,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round has made of the texts under way, by their numbers."""
+    """Results of a round for the texts under way, by their numbers."""
 
     tokens: Mapping[int, int]
     """The next token; of a text whose prompt has not passed entirely there is none."""

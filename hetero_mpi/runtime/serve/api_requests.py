@@ -164,7 +164,7 @@ class CompletionRequest(_Asked):
 
     @property
     def likeliest(self) -> int | None:
-        """Of so many of the likeliest tokens log-likelihoods are wanted beside that of the chosen one; None: of none."""
+        """The likeliest tokens whose log-likelihoods are wanted beside that of the chosen one; None: no likelihood is wanted."""
         return self.logprobs
 
 

@@ -60,7 +60,7 @@ class Likelihoods:
         return {"token": text, "logprob": max(_LEAST, likelihood), "bytes": list(text.encode()) if whole else None}
 
     def _text(self, token: int) -> str:
-        """What the token adds to the text before it: some tokenizers drop a space at a text's beginning."""
+        """Text that the token adds to that before it: some tokenizers drop a space at a text's beginning."""
         behind = [] if self._before is None else [self._before]
         before, both = (
             str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))

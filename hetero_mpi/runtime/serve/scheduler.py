@@ -44,7 +44,7 @@ class CacheRoom:
 
 @dataclass(frozen=True)
 class News:
-    """What a round has made of an answer."""
+    """Results of a round for an answer."""
 
     choice: int
     token: int | None

@@ -66,7 +66,7 @@ def sampling_defaults(directory: Path | None) -> SamplingDefaults:
 
 
 def served_models(source: Path, adapters: Sequence[str]) -> list[ServedModel]:
-    """What is at ``source``, first, and where there are adapters (``NAME=DIR``, or DIR) beside it, these and the base alone. All
+    """The model at ``source``, first, and where there are adapters (``NAME=DIR``, or DIR) beside it, these and the base alone. All
     know all adapters. Raises UserError: an adapter is none, or of another base, or two have one name.
     """
     first = open_source(source)

@@ -56,6 +56,10 @@ class Wording:
         text, self._held = self._held[:certain], self._held[certain:]
         return text
 
+    def end_silently(self) -> None:
+        """No new token is wanted."""
+        self.finish = "length"
+
     def _beginning_of_a_stop(self) -> int:
         """Characters at the end of the held text with which a stop text may begin."""
         held, stops = self._held, self._stop_texts
@@ -94,7 +98,7 @@ class Choice:
         last = silent and news.token is not None
         self.scores += news.scores[:-1] if last else news.scores
         if last:
-            self.wording.finish = "length"
+            self.wording.end_silently()
         if last or news.token is None:
             return self._echoed if last else ""
         text, self._echoed = self._echoed + self.wording.add(news.token), ""
