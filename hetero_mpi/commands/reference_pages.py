@@ -47,6 +47,7 @@ EXAMPLES: dict[tuple[str, str], str] = {
     ("data", "keys"): '{ prompt = "query", completion = "reply" }',
     ("data", "weights"): "[3, 1]",
     ("data", "evaluation"): '["evaluation/*.jsonl"]',
+    ("data", "evaluation_sets"): '{ wiki = ["wiki/*.jsonl"], code = ["code/*.jsonl"] }',
     ("data", "max_bytes"): "30_000_000",
     ("train", "epochs"): "3",
     ("train", "learning_rates"): "{ embed_tokens = 1e-5 }",

@@ -53,6 +53,7 @@ def contradictions(known: Known, name: str) -> Problems:
     yield from _train(known)
     yield from _schedule(known)
     yield from _preference(known)
+    yield from _evaluation_sets(known)
     if known("plan.schedule") == "split" and known("adapter.method") not in (None, "none"):
         rule = 'puts off the gradients of trained matrices, and an adapter leaves these frozen: use "auto" or "1f1b"'
         yield "plan.schedule", rule
@@ -98,6 +99,7 @@ _TEXT_ONLY = (
     *("tokenizer.path", "tokenizer.train_vocab_size", "data.text", "data.records", "data.keys", "data.weights"),
     *(
         "data.evaluation",
+        "data.evaluation_sets",
         "data.skip_bad",
         "data.documents",
         "data.template",
@@ -217,6 +219,13 @@ def _preference(known: Known) -> Problems:
     for key, methods in OF_PREFERENCES.items():
         if known.changed(f"train.{key}") and known("train.preference") not in (None, *methods):
             yield f"train.{key}", f"is for train.preference = {' and '.join(methods)}: leave it out"
+
+
+def _evaluation_sets(known: Known) -> Problems:
+    if known("data.evaluation_sets") and known("train.preference") not in (None, "none"):
+        yield "data.evaluation_sets", "have a loss per token: leave them out where preferences are learnt"
+    elif known("data.evaluation_sets") and known("data.held_out") == 0 and known("data.evaluation") is None:
+        yield "data.evaluation_sets", "stand beside the held-out loss: set data.evaluation, or data.held_out above 0"
 
 
 def _train(known: Known) -> Problems:

@@ -47,6 +47,11 @@ class LoadedJob:
         """
         return tuple(map(self._pattern, getattr(self.job.data, key) or ()))
 
+    def evaluation_sets(self) -> dict[str, tuple[str, ...]]:
+        """The same of each set of ``[data.evaluation_sets]``."""
+        found = self.job.data.evaluation_sets or {}
+        return {name: tuple(map(self._pattern, patterns)) for name, patterns in found.items()}
+
     def _pattern(self, text: str) -> str:
         if text.startswith("hf:"):  # a data set of the hub
             return text

@@ -31,6 +31,7 @@ RecordKey = Literal[
 ]  # fmt: skip
 """Keys of records that a job may name otherwise."""
 Patterns = Annotated[list[str], Field(min_length=1)]
+SetName = Annotated[str, Field(pattern=r"^[\w.-]{1,40}$")]
 """Files, as glob patterns."""
 
 
@@ -94,6 +95,9 @@ class DataTable(JobTable):
     evaluation: Patterns | None = None
     """Files of the same kind that measure the evaluation loss and are never trained on; then ``held_out`` does not
     apply."""
+    evaluation_sets: dict[SetName, Patterns] | None = None
+    """Further sets of such files, by name: each has its own loss at every evaluation, beside the
+    held-out loss, which alone decides about patience and the best checkpoint."""
     skip_bad: NotNegative = 0
     """So many records that are broken, or that the chat template refuses, are skipped and named; one more ends the job. A file
     that breaks off or cannot be read always ends it."""

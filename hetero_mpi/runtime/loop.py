@@ -116,6 +116,8 @@ class Loop:
         self.saver = Saver(self.world, snapshots, directory, self.job.checkpoint, threaded, newest)
         held_out = self._own_held_out()
         self._held_out, self._held_out_mismatched = self._broadcast(held_out), self._broadcast_mismatched(held_out)
+        named = context.material.further if context.material is not None else {}
+        self._further = {name: self._broadcast(named.get(name)) for name in self.job.data.evaluation_sets or ()}
         self._emulation = share.emulation
         steps, scale = (state.step, self.job.train.steps), share.emulation.time_scale if share.emulation else 1.0
         self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
@@ -283,10 +285,13 @@ class Loop:
         self.world.doing = "evaluating"
         batch = self._with_point(self._held_out, self._held_out_mismatched)
         summed, *sums = self.trainer.evaluate(batch)
-        loss, chain, beside = summed / batch.divisor, self.trainer.chain, _rewards(batch, sums)
+        loss, chain = summed / batch.divisor, self.trainer.chain
+        beside: dict[str, Any] = dict(_rewards(batch, sums))
         if batch.compared is None and chain.logits is not None:
             beside = {"perplexity": math.exp(min(loss, 100.0))} if chain.routers is None else {}
             beside |= {"token_accuracy": sums[0] / batch.divisor}
+        if self._further:
+            beside["sets"] = {name: self.trainer.evaluate(one)[0] / one.divisor for name, one in self._further.items()}
         self.state.add_evaluation(loss, **beside)
         if self._metrics is not None:
             self._metrics.evaluation(self.state.step, loss, **beside)

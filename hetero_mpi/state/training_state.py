@@ -64,7 +64,7 @@ class TrainingState:
             self.skipped += 1
             self.skips_in_a_row += 1
 
-    def add_evaluation(self, loss: float, **beside: float) -> None:
+    def add_evaluation(self, loss: float, **beside: Any) -> None:
         """Record the held-out loss after the latest step, and what else ``Evaluation`` holds."""
         self.evaluations.append(Evaluation(self.step, loss, **beside))
         if self.lowest_loss is None or loss < self.lowest_loss:

@@ -19,6 +19,7 @@ from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.quantize import set_training
+from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.runtime.evaluate import harness
 from hetero_mpi.runtime.evaluate.evaluate import RESULT
 from hetero_mpi.runtime.evaluate.scored_sets import named
@@ -44,7 +45,8 @@ def base(place: Path) -> Path:
 @pytest.fixture(scope="module")
 def records(place: Path) -> Path:
     path = place / "held.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    for name, some in (("held", RECORDS), ("first", RECORDS[:5]), ("rest", RECORDS[5:])):
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in some))
     return path
 
 
@@ -54,14 +56,18 @@ def run(place: Path, base: Path, records: Path) -> Path:
     (place / "job.toml").write_text(
         f"""
 model.path = "{base}"
-data = {{ records = ["{records}"], evaluation = ["{records}"], sequence_length = 96, cache = false }}
+data.records = ["{records}"]
+data.evaluation = ["{records}"]
+data.sequence_length = 96
+data.cache = false
+data.evaluation_sets = {{ first = ["{place_of(records, "first")}"], rest = ["{place_of(records, "rest")}"] }}
 train = {{ steps = 2, global_batch = 2, micro_batch = 1, dtype = "fp32", learning_rate = 3e-3, seed = 3 }}
 cluster.threads = 1
 profile = {{ repeats = 1, largest_message_bytes = 65536 }}
 output.run_dir = "{place / "run"}"
 """
     )
-    hetero_mpi(1, "train", str(place / "job.toml"))
+    hetero_mpi(2, "train", str(place / "job.toml"))
     return place / "run"
 
 
@@ -69,6 +75,10 @@ def hetero_mpi(ranks: int, *words: str) -> str:
     done = run_mpi(ranks, ["-m", "hetero_mpi", *words], timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def place_of(records: Path, name: str) -> Path:
+    return records.with_name(f"{name}.jsonl")
 
 
 def in_one_process(model_dir: Path) -> tuple[float, float, int]:
@@ -99,9 +109,14 @@ def test_losses_are_those_of_the_run_and_of_transformers(run: Path, base: Path, 
     assert (own["tokens"], own["accuracy"]) == (tokens, pytest.approx(accuracy))
     assert (line["token_accuracy"], line["perplexity"]) == pytest.approx((accuracy, math.exp(last)))
     assert own["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5) and f"{own['loss']:.4f}" in shown
-    hetero_mpi(2, "evaluate", str(run), "--data", f"some={records}", "--data", str(records), "--limit", "100")
+    data = [word for name in ("held", "first", "rest") for word in ("--data", f"{name}={place_of(records, name)}")]
+    hetero_mpi(2, "evaluate", str(run), *data, "--limit", "100")
     found = json.loads((run / RESULT).read_text())
-    assert list(found) == ["some", "held"] and found["some"] == found["held"] == pytest.approx({**own, "sequences": 20})
+    assert list(found) == ["held", "first", "rest"] and found["held"] == pytest.approx({**own, "sequences": 20})
+    assert line["sets"] == pytest.approx({name: found[name]["loss"] for name in ("first", "rest")}, abs=1e-6)
+    assert found["first"]["tokens"] + found["rest"]["tokens"] == tokens and found["first"] != found["rest"]
+    (read,) = [one for one in read_metrics(run / "metrics.jsonl").evaluations if one.step == 2]
+    assert read.sets == line["sets"] and f", first {line['sets']['first']:.4f}, rest " in read.beside()
     hetero_mpi(1, "evaluate", str(base), "--data", str(records), "-o", str(run.parent / "of-base"))
     loss, accuracy, tokens = in_one_process(base)
     own = json.loads((run.parent / "of-base" / RESULT).read_text())["held"]

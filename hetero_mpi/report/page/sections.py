@@ -139,6 +139,9 @@ def learning(run: PastRun) -> Section:
     held_out = tuple((e.step, e.loss) for e in run.metrics.evaluations)
     if held_out:
         loss.append(Series("held out", held_out, "warm", dots=True))
+    for place, name in enumerate(run.metrics.evaluations[-1].sets or () if held_out else ()):
+        points = tuple((e.step, e.sets[name]) for e in run.metrics.evaluations if e.sets and name in e.sets)
+        loss.append(Series(name, points, ("good", "violet", "alert")[place % 3], dots=True))
     step_s = [Series("measured", tuple((s.step, s.step_s) for s in steps), "accent")]
     expected = tuple((s.step, s.predicted_step_s) for s in steps if s.predicted_step_s > 0)
     if expected:

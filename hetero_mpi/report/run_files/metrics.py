@@ -78,11 +78,14 @@ class Evaluation(Rewards):
     """None: the loss is not of tokens alone."""
     token_accuracy: float | None = None
     """Share of the target tokens that the model finds the likeliest; None: the model has no tokens, or preferences are compared."""
+    sets: Mapping[str, float] | None = None
+    """Name -> loss of each further set."""
 
     def beside(self) -> str:
         """All that is known beside the loss, in words."""
         text = f", perplexity {self.perplexity:.4g}" if self.perplexity is not None else ""
         text += f", token accuracy {self.token_accuracy:.1%}" if self.token_accuracy is not None else ""
+        text += "".join(f", {name} {loss:.4f}" for name, loss in (self.sets or {}).items())
         return text + rewards_text(self)
 
 
@@ -116,7 +119,7 @@ class MetricsWriter:
         if self._trackers is not None:
             self._trackers.step(metrics)
 
-    def evaluation(self, step: int, loss: float, **beside: float) -> None:
+    def evaluation(self, step: int, loss: float, **beside: Any) -> None:
         """Write the held-out loss after ``step`` steps, and what else ``Evaluation`` holds."""
         self._file.write({"step": step, "evaluation_loss": loss, **beside})
         if self._trackers is not None:
@@ -150,6 +153,7 @@ def _record(line: str) -> StepMetrics | Evaluation | None:
 
 
 _ALLOWED = {"float": (int, float), "float | None": (int, float, type(None)), "int": (int,), "bool": (bool,)}
+_SETS = "Mapping[str, float] | None"
 
 
 def _numbers(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluation]) -> dict[str, Any] | None:
@@ -158,7 +162,11 @@ def _numbers(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluatio
     for field in fields(kind):
         value = values.get(field.name, field.default)
         value = math.nan if value is None and field.type == "float" else value
-        if type(value) not in _ALLOWED[str(field.type)] or (type(value) is int and abs(value) >= 2**63):
+        if field.type == _SETS:
+            value = (
+                {name: one for name, one in value.items() if type(one) is float} if isinstance(value, dict) else None
+            )
+        elif type(value) not in _ALLOWED[str(field.type)] or (type(value) is int and abs(value) >= 2**63):
             return None
         found[field.name] = value
     return found
@@ -240,10 +248,11 @@ class Trackers:
             values[f"{speed}/seconds per step, predicted"] = line.predicted_step_s
         self._write(line.step, values)
 
-    def evaluation(self, step: int, loss: float, **beside: float) -> None:
+    def evaluation(self, step: int, loss: float, **beside: Any) -> None:
         """Write the held-out loss after ``step`` steps, and what else ``Evaluation`` holds."""
         tracked = {**_TRACKED, "perplexity": "perplexity", "token accuracy": "token_accuracy"}
         told = {f"{name}, held out": beside[key] for name, key in tracked.items() if key in beside}
+        told |= {f"loss/{name}": one for name, one in beside.get("sets", {}).items()}
         self._write(step, {"loss/held out": loss, **told})
 
     def close(self) -> None:

@@ -9,12 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hetero_mpi.data.batch import IGNORED, Tokens
-from hetero_mpi.data.chat_template import choose_template
-from hetero_mpi.data.dataset import Rows, SequenceSettings
-from hetero_mpi.data.record_files import BadRecords, OwnKeys
-from hetero_mpi.data.record_sequences import RecordSequences
-from hetero_mpi.data.records import read_records
-from hetero_mpi.data.text_sequences import Corpus, build_sequences
+from hetero_mpi.data.dataset import Rows
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables
 from hetero_mpi.job.schema import DataTable
@@ -24,6 +19,7 @@ from hetero_mpi.report.run_files.run_directory import RUN_NAME, run_json, run_ta
 from hetero_mpi.runtime.generate.source import Opened
 from hetero_mpi.runtime.generate.writer import Task
 from hetero_mpi.runtime.setup.data_setup import prepare
+from hetero_mpi.runtime.setup.named_sets import read_set
 
 _MOST_TOKENS = 2048
 """Of a sequence of a model that no run is known of."""
@@ -60,25 +56,19 @@ def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
 
 
 def set_of_files(opened: Opened, loaded: LoadedJob | None, pattern: str, limit: int) -> list[ScoredText]:
-    """The sequences of files that match a pattern, one a record or document, at most ``limit``.
+    """The sequences of files that match a pattern, at most ``limit``.
 
     They are records or text as the run's data were; without a run by the names of the files. Raises UserError: they cannot be read.
     """
-    data = loaded.job.data if loaded is not None else DataTable(records=[pattern])
-    length = data.sequence_length if loaded is not None else min(opened.positions or _MOST_TOKENS, _MOST_TOKENS)
-    settings = SequenceSettings(length, packing=False, held_out=0, seed=0)
-    text = data.text is not None if loaded is not None else pattern.lower().endswith(_TEXT)
-    key = "--data"
-    if text:
-        corpus = Corpus([pattern], data.documents, None, key, data.keys, data.skip_bad, say)
-        return list(_texts(build_sequences(corpus, opened.tokenizer, settings), limit))
-    bad = BadRecords(data.skip_bad)
-    records = read_records([pattern], key, bad, None, say, OwnKeys(data.keys or {})).records[:limit]
-    chosen = choose_template(opened.tokenizer, data.template, records)
-    built = RecordSequences(opened.tokenizer, chosen, settings, data.train_on_prompt, ends=opened.stops)
-    rows = built.rows(records, key, bad)
-    say(*(f"{pattern}: {note}" for note in rows.notes))
-    return list(_texts(rows))
+    if loaded is not None:
+        data = loaded.job.data
+    else:
+        kind = "text" if pattern.lower().endswith(_TEXT) else "records"
+        length = min(opened.positions or _MOST_TOKENS, _MOST_TOKENS)
+        data = DataTable(sequence_length=length, **{kind: [pattern]})  # type: ignore[arg-type]
+    dataset = read_set([pattern], "--data", data, opened.tokenizer, opened.stops, limit)
+    say(*(f"{pattern}: {note}" for note in dataset.notes))
+    return list(_texts(dataset, limit))
 
 
 def _texts(rows: Rows, limit: int | None = None) -> Iterator[ScoredText]:

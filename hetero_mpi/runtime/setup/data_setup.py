@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.batch import Batch
 from hetero_mpi.data.chat_template import Template, choose_template, plain_texts, tokenize_records
 from hetero_mpi.data.dataset import Dataset, DataSource, SequenceSettings
 from hetero_mpi.data.record_files import BadRecords, Compared, OwnKeys
@@ -41,6 +42,7 @@ from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES, PADDING_FAMILIES
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.custom_model import read_factory
+from hetero_mpi.runtime.setup.named_sets import evaluation_sets
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Material:
     """Bad records that were left out (``data.skip_bad``)."""
     generation: dict[str, Any] | None = None
     """Keys of the ``generation_config.json`` that the result gets; None: the base has none."""
+    further: Mapping[str, Batch] = field(default_factory=dict)
+    """Name -> the sequences of a further set to evaluate on."""
 
 
 def prompt_template(job: JobConfig) -> Template | None:
@@ -74,7 +78,11 @@ def prepare(loaded: LoadedJob) -> Material:
     if loaded.job.model.factory is not None:
         keys, samples = read_factory(loaded)
         return Material(keys, None, samples, samples.notes)
-    return _from_text(loaded) if loaded.job.data.records is None else _from_records(loaded)
+    material = _from_text(loaded) if loaded.job.data.records is None else _from_records(loaded)
+    if loaded.job.data.evaluation_sets is None or material.tokenizer is None:
+        return material
+    stops, placed = model_stops(material.config, material.generation), depends_on_length(read_config(material.config))
+    return replace(material, further=evaluation_sets(loaded, material.tokenizer, stops, placed))
 
 
 def _from_text(loaded: LoadedJob) -> Material:
