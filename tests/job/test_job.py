@@ -192,6 +192,12 @@ lerning_rate = 3
         (["data.train_on_prompt=true"], "train_on_prompt = true: applies to data.records only"),
         (["train.epochs=2", "train.steps=7"], "epochs = 2: takes the place of train.steps: set one of them"),
         (["train.patience=2"], "patience = 2: counts evaluations: set train.evaluate_every"),
+        (["data.evaluation_sets={a=['x']}", "data.held_out=0"], "stand beside the held-out loss: set data.evaluation"),
+        (
+            ["data.text=", "data.records=['a.jsonl']", "data.evaluation_sets={a=['x']}", "train.preference='dpo'"],
+            "leave them out where preferences are learnt",
+        ),
+        (["data.evaluation_sets={'a b'=['x']}"], "evaluation_sets"),
         (
             ["train.patience=2", "train.evaluate_every=5", "data.held_out=0"],
             "patience = 2: counts evaluations, and nothing is",
