@@ -20,24 +20,24 @@ CLOSURES = {"model.stage": 4_500, "engine.executor": 7_100, "engine.trainer": 9_
 LOADED = {"runtime.loop": 19_700}
 """The same of what is loaded when the module is imported."""
 LINES = {
-    "beside the packages": 1_760,
+    "beside the packages": 1_770,
     "checkpoint": 1_240,
     "comm": 2_910,
-    "commands": 2_530,
-    "data": 3_670,
+    "commands": 2_570,
+    "data": 3_770,
     "device": 1_690,
     "emulation": 770,
-    "engine": 2_070,
-    "job": 1_260,
+    "engine": 2_080,
+    "job": 1_290,
     "launch": 4_520,
-    "model": 8_000,
+    "model": 8_360,
     "planning": 10_420,
     "profiling": 1_370,
-    "report": 4_930,
-    "runtime": 6_960,
+    "report": 4_960,
+    "runtime": 8_270,
     "state": 1_840,
-    "web": 430,
-    "in all": 56_280,
+    "web": 440,
+    "in all": 58_200,
 }
 """Lines of each package, and in all."""
 SLACK = 40

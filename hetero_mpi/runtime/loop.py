@@ -289,7 +289,7 @@ class Loop:
         beside: dict[str, Any] = dict(_rewards(batch, sums))
         if batch.compared is None and chain.logits is not None:
             beside = {"perplexity": math.exp(min(loss, 100.0))} if chain.routers is None else {}
-            beside |= {"token_accuracy": sums[0] / batch.divisor}
+            beside |= {"token_accuracy": sums[0] / max(1, batch.target_tokens)}
         if self._further:
             beside["sets"] = {name: self.trainer.evaluate(one)[0] / one.divisor for name, one in self._further.items()}
         self.state.add_evaluation(loss, **beside)

@@ -28,7 +28,10 @@ from tests.support.mpi import run_mpi
 from tests.support.training_cases import corpus, tokenizer_directory
 
 CASE = written("evaluated", "llama", changes=(("initializer_range", 0.2), ("max_position_embeddings", 256)))
-RECORDS = [{"prompt": "ab cab " * (1 + n % 3), "completion": f"cab {'abc' * (n % 4)} de"} for n in range(20)]
+RECORDS: list[dict[str, Any]] = [
+    {"prompt": "ab cab " * (1 + n % 3), "completion": f"cab {'abc' * (n % 4)} de", "weight": 0.5 + n % 2}
+    for n in range(20)
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +85,20 @@ def place_of(records: Path, name: str) -> Path:
 
 
 def in_one_process(model_dir: Path) -> tuple[float, float, int]:
-    """(loss, accuracy, targets) of the records, each by itself, by transformers."""
+    """(loss, accuracy, targets) of the records, each by itself and with its weight, by transformers."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir), load_tokenizer(model_dir)
     set_training(model, False)
-    losses, right = list[float](), 0
+    losses, weights, right = list[float](), list[float](), 0
     for record in RECORDS:
         prompt = render_prompt(tokenizer, record["prompt"], "plain")
         answer = [*tokenizer(record["completion"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
         with torch.no_grad():
             rows = torch.log_softmax(model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0].double(), -1)
         for row, token in zip(rows[len(prompt) - 1 :], answer, strict=False):
-            losses.append(-float(row[token]))
+            losses.append(-float(row[token]) * record["weight"])
+            weights.append(record["weight"])
             right += int(row.argmax()) == token
-    return math.fsum(losses) / len(losses), right / len(losses), len(losses)
+    return math.fsum(losses) / math.fsum(weights), right / len(losses), len(losses)
 
 
 @pytest.mark.slow

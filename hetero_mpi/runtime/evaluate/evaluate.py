@@ -145,18 +145,17 @@ def _groups(tasks: Sequence[Task], room: Sequence[CacheRoom], parallel: int) -> 
 
 
 def _result(texts: Sequence[ScoredText], told: Sequence[Sequence[Scored]]) -> SetResult:
-    pairs = [
-        (one.likelihood, one.token == one.likeliest[0][0])
+    found = [
+        (weight, weight * one.likelihood, one.token == one.likeliest[0][0])
         for text, own in zip(texts, told, strict=True)
-        for one, learnt in zip(own, text.learnt, strict=True)
-        if learnt
+        for one, weight in zip(own, text.weights, strict=True)
+        if weight is not None
     ]
-    loss = -math.fsum(likelihood for likelihood, _ in pairs) / len(pairs)
+    weights, likelihoods, right = zip(*found, strict=True)
+    loss = -math.fsum(likelihoods) / (math.fsum(weights) or 1.0)
     if math.isnan(loss):
         raise UserError(NOT_A_NUMBER_TEXT)
-    return SetResult(
-        loss, math.exp(min(loss, 100.0)), sum(right for _, right in pairs) / len(pairs), len(pairs), len(texts)
-    )
+    return SetResult(loss, math.exp(min(loss, 100.0)), sum(right) / len(found), len(found), len(texts))
 
 
 def _tell(results: Mapping[str, SetResult], options: EvaluateOptions) -> None:

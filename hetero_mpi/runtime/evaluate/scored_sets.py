@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from hetero_mpi.data.batch import IGNORED, Tokens
 from hetero_mpi.data.dataset import Rows
@@ -28,10 +29,10 @@ _TEXT = (".txt", ".text", ".md")
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A text with known targets. ``learnt``: whether the token behind each token of the prompt is a target."""
+    """A text with known targets. ``weights``: in the loss, of the token behind each token of the prompt; None: it is no target."""
 
     task: Task
-    learnt: list[bool]
+    weights: list[float | None]
 
 
 def run_job(source: Path) -> LoadedJob | None:
@@ -52,7 +53,8 @@ def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
         raise UserError(
             "the run held nothing out (data.held_out, data.evaluation); name a set by --data NAME=FILE, or --tasks"
         )
-    return list(_texts(Rows(batch.tokens, batch.targets, positions=batch.positions)))
+    weights = None if batch.weighed is None else batch.weighed.weights
+    return list(_texts(Rows(batch.tokens, batch.targets, positions=batch.positions, weights=weights)))
 
 
 def set_of_files(opened: Opened, loaded: LoadedJob | None, pattern: str, limit: int) -> list[ScoredText]:
@@ -76,15 +78,17 @@ def _texts(rows: Rows, limit: int | None = None) -> Iterator[ScoredText]:
     for row, (tokens, targets) in enumerate(zip(rows.tokens[:limit], rows.targets[:limit], strict=True)):
         begins = [0] if rows.positions is None else np.flatnonzero(rows.positions[row] == 0).tolist()
         for first, last in zip(begins, [*begins[1:], len(tokens)], strict=True):
-            yield from _text(tokens[first:last], targets[first:last])
+            weights = None if rows.weights is None else rows.weights[row][first:last]
+            yield from _text(tokens[first:last], targets[first:last], weights)
 
 
-def _text(tokens: Tokens, targets: Tokens) -> Iterator[ScoredText]:
+def _text(tokens: Tokens, targets: Tokens, weights: npt.NDArray[np.float32] | None) -> Iterator[ScoredText]:
     learnt = targets != IGNORED
     if learnt.any():
         length = int(np.flatnonzero(learnt)[-1]) + 1
         task = Task(tokens[:length].tolist(), [], 1, Sampling(), 0, 1, True, given=[int(targets[length - 1])])
-        yield ScoredText(task, learnt[:length].tolist())
+        own = [1.0] * length if weights is None else weights[:length].tolist()
+        yield ScoredText(task, [one if is_one else None for one, is_one in zip(own, learnt[:length], strict=True)])
 
 
 def named(words: Sequence[str]) -> dict[str, str]:
