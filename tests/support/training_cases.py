@@ -121,7 +121,7 @@ class Case:
             keys |= {"intermediate_size": 200}  # matrices of 4096 numbers and more, with a last block that is not whole
         if self.pipelines in GROUPED:
             keys |= {"num_attention_heads": 8, "num_key_value_heads": 4}
-            if self.tuning == "nf4":  # cuts fall between blocks of 64 weights
+            if self.tuning.startswith("nf4"):  # cuts fall between blocks of 64 weights
                 keys |= {"hidden_size": 64, "head_dim": 32, "intermediate_size": 256, "initializer_range": 0.1}
         if self.family in ("gpt_oss", "mixtral") or self.routers:
             keys = {**tiny_keys(self.family), **keys}  # experts

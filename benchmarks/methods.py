@@ -1,0 +1,97 @@
+"""Every way to train under every kind of plan: by how much do the losses of three steps differ from one plain process?
+
+    python benchmarks/methods.py [--json FILE] [--check]
+
+Three CPU ranks, fp32, a Llama of four blocks; the other side is the loop of ``tests/support/plain_training.py``: transformers,
+peft, bitsandbytes and torch in one process. Printed is the largest relative difference of a loss; ``refused``: the program says by
+name that it does not do this. ``--check`` exits 1 at 1e-6 and more.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from harness import parser_of  # noqa: E402
+
+from tests.runtime.test_equality import Bench, losses  # noqa: E402
+from tests.support.training_cases import Case  # noqa: E402
+
+RANKS, BAR = 3, 1e-6
+METHODS: dict[str, Mapping[str, Any]] = {
+    "all weights": {},
+    "all weights, moments in 8 bits": {"optimizer": "adamw_8bit"},
+    "all weights, Adafactor": {"optimizer": "adafactor"},
+    "all weights, Muon": {"optimizer": "muon"},
+    "some frozen": {"further": ("frozen",)},
+    "learning rates by name": {"further": ("rates",)},
+    "NEFTune": {"further": ("noise",)},
+    "LoRA": {"tuning": "lora"},
+    "LoRA+": {"tuning": "lora", "further": ("plus",)},
+    "rsLoRA, patterns": {"tuning": "patterns"},
+    "DoRA": {"tuning": "dora"},
+    "PiSSA": {"tuning": "pissa"},
+    "OLoRA": {"tuning": "olora"},
+    "LoRA, both ends whole": {"tuning": "lora-saved"},
+    "LoRA, rows of tokens": {"tuning": "lora-tokens"},
+    "LoRA, Muon": {"tuning": "lora", "optimizer": "muon"},
+    "LoRA over NF4": {"tuning": "nf4"},
+    "PiSSA over NF4": {"tuning": "nf4-pissa"},
+}
+PLANS: dict[str, Mapping[str, Any]] = {
+    "pipeline": {"split": "uneven"},
+    "several stages": {"split": "V", "schedule": "zbv"},
+    "two pipelines": {"split": "even", "pipelines": "two"},
+    "groups": {"split": "even", "pipelines": "groups"},
+    "streamed": {"split": "even", "streamed": True, "slice_sequences": 1},
+}
+
+
+def main() -> int:
+    arguments = parser_of(__doc__).parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, float | None]] = {}
+    print(f"| | {' | '.join(PLANS)} |\n| --- |{' --- |' * len(PLANS)}")
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        for method in METHODS:
+            found[method] = {plan: difference(bench, method, plan) for plan in PLANS}
+            row = (_text(one) for one in found[method].values())
+            print(f"| {method} | {' | '.join(row)} |", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    worst = max(one for row in found.values() for one in row.values() if one is not None)
+    print(f"largest: {worst:.1e} (bar {BAR:.0e})")
+    return int(arguments.check and worst >= BAR)
+
+
+def difference(bench: Bench, method: str, plan: str) -> float | None:
+    """None: refused."""
+    given = {**PLANS[plan], **METHODS[method]}
+    name = f"{method} {plan}".replace(" ", "-").replace(",", "").replace("+", "-plus")
+    case = Case(name, "llama", False, 0.0, True, 2, **given)
+    try:
+        run = bench.run(RANKS, case)
+    except AssertionError as error:
+        if "hetero_mpi.errors.UserError" in str(error) or "UserError" in str(error) or "refuse" in str(error):
+            return None
+        raise
+    reference = bench.reference(case).losses
+    return float(np.max(np.abs(np.array(losses(run)) / np.array(reference) - 1)))
+
+
+def _text(found: float | None) -> str:
+    return "refused" if found is None else "0" if found == 0 else f"{found:.0e}".replace("e-0", "e-")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
