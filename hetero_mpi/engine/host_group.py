@@ -108,14 +108,13 @@ class HostGroup:
         """
         whole = torch.empty(shape, dtype=dtype)
         for member in range(self.size):
-            first, end = division.bounds[member : member + 2]
-            place = whole.narrow(division.dim, first, end - first)
+            place = division.place(whole, member)
             if member > 0 and division.exists(member):
                 part = torch.empty(place.shape, dtype=dtype)
                 self._world.receive_bytes(host_bytes(part), member)
                 place.copy_(part)
             elif own is not None and member == 0:
-                place.copy_(own)
+                place.copy_(own.reshape(place.shape))
         return whole
 
     def give(self, part: torch.Tensor) -> None:

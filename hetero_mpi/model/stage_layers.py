@@ -283,6 +283,7 @@ class StageLayers(HeldLayers):
         again = [one for one in (*whole.values(), self.tied_head) if one is not None and one.requires_grad]
         modules = self.tuning.modules_in(self.first, self.last)
         experts = [n for n in self.tuning.parameters if self.first <= self.chain.layer_of(n) < self.last]
+        experts = [n for n in experts if self.divided is None or self.divided.exists(n)]
         self.model.is_loaded_in_4bit = self.tuning.nf4  # peft looks here to choose its layers for packed weights
         for name, spec in self.tuning.constants.items():
             if self.first <= spec.layer < self.last:

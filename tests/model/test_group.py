@@ -208,6 +208,63 @@ def test_adapters_of_heads_that_another_member_has(repeated: bool) -> None:
     assert not any(gradient.any() for name, gradient in gradients_of(group.members[1]).items() if "self_attn" in name)
 
 
+ADAPTED = ["experts.gate_up_proj", "experts.down_proj"]
+ADAPTED_SHORT = (
+    ("deepseek_v3", (4, 0, 2), (3, 5, 0)),
+    ("mixtral", (4, 2), None),
+    ("qwen3_moe", (6, 0), (1, 7)),  # peft adapts a single expert as it does a matrix
+)
+ADAPTED_CASES = [
+    pytest.param(family, shares, experts, marks=() if (family, shares, experts) in ADAPTED_SHORT else pytest.mark.long)
+    for family in WITH_EXPERTS
+    for shares, experts in (((4, 2), None), ((4, 0, 2), (3, 5, 0)), ((6, 0), (1, 7)), ((0, 6), (8, 0)))
+]
+
+
+@pytest.mark.parametrize(("family", "shares", "experts"), ADAPTED_CASES)
+def test_adapters_of_experts_are_divided_with_them(
+    family: str, shares: tuple[int, ...], experts: tuple[int, ...] | None
+) -> None:
+    chain = group_chain(family)
+    tuning = lora(chain, parameters=ADAPTED)
+    assert refusal(chain, tuning, shares, experts) is None
+    whole = whole_stages(chain, tuning, spread=0.05)
+    group = ThreadGroup(chain, CUTS, shares, NamedStart(0.05), tuning=tuning, experts=experts)
+    start = group.whole([parameters_of(own) for own in group.members], False)
+    assert all(torch.equal(start[name], value) for name, value in parameters_of(whole).items())
+    for own in (*group.members, whole):
+        set_adapters(own, 0.1)
+    widen([*whole, *itertools.chain(*group.members)])
+    expected, results = run(whole), group.together(run)
+    assert same_bits(results)
+    torch.testing.assert_close(results[0][2], expected[2], rtol=LIMIT, atol=0.0)
+    alone = gradients_of(whole)
+    assert sum(gradient.norm() > 0 for name, gradient in alone.items() if ".experts." in name) >= 4
+    # Of an expert by itself that no token chose there is no gradient, which the optimizer takes for zeros.
+    none = [{n: torch.zeros_like(p) for n, p in parameters_of(own).items() if ".experts." in n} for own in group.members]
+    found = [{**zeros, **gradients_of(own)} for zeros, own in zip(none, group.members, strict=True)]
+    require_equal(group.whole(found, True), alone)
+    # More of them are trained by whom there are more experts.
+    counts = [sum(p.numel() for n, p in parameters_of(own).items() if ".experts." in n) for own in group.members]
+    held = experts or (5, 3)
+    assert [count * sum(held) for count in counts] == [sum(counts) * own for own in held]
+
+
+@pytest.mark.parametrize(("shares", "experts"), [((2, 1), (1, 7)), ((3, 0), (0, 8))])
+def test_adapters_of_packed_experts_are_divided_with_them(shares: tuple[int, ...], experts: tuple[int, ...]) -> None:
+    chain = group_chain("mixtral", **PACKABLE, head_dim=64)
+    tuning = lora(chain, nf4=True, double=True, parameters=ADAPTED)
+    assert refusal(chain, tuning, shares, experts) is None
+    whole = whole_stages(chain, tuning, spread=0.02)
+    group = ThreadGroup(chain, CUTS, shares, NamedStart(0.02), tuning=tuning, experts=experts)
+    for own in (*group.members, whole):
+        set_adapters(own, 0.02)
+    losses, results = run(whole), group.together(run)
+    assert same_bits(results)
+    torch.testing.assert_close(results[0][2], losses[2], rtol=LIMIT, atol=0.0)
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), 1e-5)
+
+
 def unpacked(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
     from bitsandbytes.functional import dequantize_4bit
 
@@ -518,8 +575,6 @@ def test_settings_that_depend_on_the_cut_are_refused() -> None:
     assert dropped is not None and "[adapter] dropout = 0.2" in dropped
     magnitudes = refusal(llama, lora(llama, dora=True), (4, 2))
     assert magnitudes is not None and "[adapter] dora = true" in magnitudes
-    fused = refusal(mixtral := group_chain("mixtral"), lora(mixtral, parameters=["experts.down_proj"]), (4, 2))
-    assert fused is not None and "adapters of fused experts" in fused
     packed = refused(llama, optimizer="adamw_8bit", moments={"model.norm.weight": "eight_bit"})
     assert 'optimizer = "adamw_8bit" keeps blocks' in packed
 

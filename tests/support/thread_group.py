@@ -153,7 +153,8 @@ class ThreadGroup:
         there = [part for part in parts if part is not None]
         if division.held is Holding.CUT:
             assert [part is not None for part in parts] == [division.exists(m) for m in range(len(parts))], name
-            return torch.cat(there, division.dim)
+            own = [part.unflatten(division.dim, (division.rows, -1)) for part in there]
+            return torch.cat(own, division.dim + 1).flatten(division.dim, division.dim + 1)
         if division.held is Holding.SUMMED and gradients:
             return torch.stack(there).sum(0)
         assert not gradients or len(there) == 1, f"{name}: only the leader has a gradient"

@@ -42,6 +42,8 @@ _FURTHER = {
     "youtu": _LATENT,
 }
 """Family -> what its table leaves out."""
+_WRAPPED = ".base_layer"
+"""The part of a name that tells apart the adapters of a module's parameters (``tuning``)."""
 _ALIGNED = 64
 """Columns at multiples of this are fast on all devices."""
 _FINENESS = 64
@@ -68,24 +70,31 @@ class Division:
     Attributes:
         dim: the dimension that is cut.
         bounds: member m holds the places [bounds[m], bounds[m + 1]) of it.
+        rows: the dimension is so many rows of places one after the other, each of which is cut so.
     """
 
     held: Holding
     dim: int = 0
     bounds: tuple[int, ...] = ()
+    rows: int = 1
+
+    def place(self, whole: torch.Tensor, member: int) -> torch.Tensor:
+        """A member's places in a tensor that is cut, a view: rows and places are dimensions of their own."""
+        first, end = self.bounds[member : member + 2]
+        return whole.unflatten(self.dim, (self.rows, -1)).narrow(self.dim + 1, first, end - first)
 
     def part(self, whole: torch.Tensor, member: int) -> torch.Tensor:
         """A member's part of it: contiguous memory of its own, or all of it as it is."""
         if self.held is not Holding.CUT:
             return whole
-        first, end = self.bounds[member : member + 2]
-        return whole.narrow(self.dim, first, end - first).clone(memory_format=torch.contiguous_format)
+        own = self.place(whole, member).clone(memory_format=torch.contiguous_format)
+        return own.flatten(self.dim, self.dim + 1)
 
     def shape(self, whole: Sequence[int], member: int) -> tuple[int, ...]:
         """Shape of ``part``."""
         sizes = list(whole)
         if self.held is Holding.CUT:
-            sizes[self.dim] = self.bounds[member + 1] - self.bounds[member]
+            sizes[self.dim] = self.rows * (self.bounds[member + 1] - self.bounds[member])
         return tuple(sizes)
 
     @property
@@ -111,8 +120,6 @@ class Trained(Protocol):
     def trainable(self) -> Mapping[str, ParameterSpec]: ...
     @property
     def adapter(self) -> AdapterTable | None: ...
-    @property
-    def parameters(self) -> Mapping[str, str]: ...
     @property
     def nf4(self) -> bool: ...
     @property
@@ -169,12 +176,13 @@ class _Rules:
                 return Division(Holding.CUT, 0, self._in_proportion(spec.shape[0], _unit(spec.shape[0])))
             return Division(Holding.WHOLE)
         module, _, adapter = module.partition(".lora_")
+        module = module.replace(_WRAPPED, "")
         local = module[len(f"{self._chain.blocks_name}.{spec.layer - 1}.") :]
         container = local.partition(".")[0]
         if container not in self._containers or spec.name in self._chain.constants:
             return Division(Holding.WHOLE)
         if self._styles.get(local) == _EXPERTS:
-            return Division(Holding.CUT, 0, self._expert_bounds(spec.shape[0]))
+            return self._of_experts(spec, module, adapter)
         dim = self._cut_dimension(spec, module, self._styles.get(local), adapter or leaf)
         if dim is not None:
             return Division(Holding.CUT, dim, self._inner_bounds(container, spec.shape[dim]))
@@ -196,6 +204,16 @@ class _Rules:
             return self._in_proportion(width, self._unit or _unit(width))
         of_a_head = width // sum(self._shares)
         return tuple(of_a_head * heads for heads in (0, *accumulate(self._shares)))
+
+    def _of_experts(self, spec: ParameterSpec, module: str, adapter: str) -> Division:
+        """Whole experts of a fused parameter, or of an adapter's A (experts x r, in) or B (out, r x experts)."""
+        parameter = next(name for name in self._chain.parameters if name.startswith(f"{module}."))
+        count = self._chain.parameters[parameter].shape[0]
+        bounds = self._expert_bounds(count)
+        if adapter == "B":
+            return Division(Holding.CUT, 1, bounds, spec.shape[1] // count)
+        each = spec.shape[0] // count
+        return Division(Holding.CUT, 0, tuple(each * bound for bound in bounds))
 
     def _expert_bounds(self, count: int) -> tuple[int, ...]:
         return (0, *accumulate(self._experts)) if self._experts is not None else self._in_proportion(count, 1)
@@ -235,8 +253,9 @@ def expert_modules(chain: TransformersChain) -> list[str]:
 
 
 def is_of_experts(chain: TransformersChain, name: str) -> bool:
-    """Has a parameter all experts of its layer?"""
-    return name.rpartition(".")[0].endswith(tuple(f".{module}" for module in expert_modules(chain)))
+    """Has a parameter, or a tensor of its adapter, all experts of its layer?"""
+    module = name.rpartition(".")[0].partition(".lora_")[0].replace(_WRAPPED, "")
+    return module.endswith(tuple(f".{own}" for own in expert_modules(chain)))
 
 
 def experts_to_share(chain: TransformersChain) -> int | None:
@@ -306,11 +325,6 @@ def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
         return (
             "[adapter] tokens: rows of single tokens are not divided within a group of ranks: train the whole modules "
             '([adapter] modules_to_save = ["embed_tokens", "lm_head"]), or give each rank a stage of its own'
-        )
-    if tuning.parameters:
-        return (
-            f"[adapter] parameters = {list(tuning.adapter.parameters) if tuning.adapter else []}: adapters of fused experts are "
-            f"not divided within a group of ranks: remove it, {alone}"
         )
     return None
 
