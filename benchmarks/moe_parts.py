@@ -120,22 +120,36 @@ def cost_of(model: Mixture, way: Way) -> ModelCost:
 
 def times_of(card: Card, model: Mixture, way: Way, kinds: Collection[str]) -> dict[str, LayerTimes]:
     """Times of every kind of layer on a card. ``kinds``: of blocks and both ends; all blocks take the same time."""
+    return _times(card, model, way, kinds, 1.0, 1.0)
+
+
+def member_times_of(
+    card: Card, model: Mixture, way: Way, kinds: Collection[str], experts: float
+) -> dict[str, LayerTimes]:
+    """The same of a member of a group with half of the heads and this share of the experts."""
+    return _times(card, model, way, kinds, 0.5, experts)
+
+
+def _times(
+    card: Card, model: Mixture, way: Way, kinds: Collection[str], heads: float, experts: float
+) -> dict[str, LayerTimes]:
     size, tokens = BYTES[way.dtype], tuple(n * SEQUENCE for n in SIZES)
     per_s, bytes_per_s = card.peak * EFFICIENCY, card.memory_bytes_per_s * MEMORY_EFFICIENCY
-    attention = 2.0 * model.attention_weights + 2.0 * SEQUENCE * model.head_size * model.heads
-    used = 2.0 * model.expert_weights * model.chosen / model.experts
+    attention = heads * (2.0 * model.attention_weights + 2.0 * SEQUENCE * model.head_size * model.heads)
+    used = experts * 2.0 * model.expert_weights * model.chosen / model.experts
     unpacked = (NF4_BYTES + size) * way.nf4
-    forward_bytes = model.expert_weights * (unpacked + size + 3 * size * way.adapted_experts)
+    held = experts * model.expert_weights
+    forward_bytes = held * (unpacked + size + 3 * size * way.adapted_experts)
     # Backward reads the experts once more, repeats forward where they are packed, and makes gradients of adapted ones.
     repeats = int(way.nf4)
-    backward_bytes = repeats * forward_bytes + model.expert_weights * size * (1 + 3 * way.adapted_experts)
+    backward_bytes = repeats * forward_bytes + held * size * (1 + 3 * way.adapted_experts)
     backward = attention + used * (1 + repeats + way.adapted_experts)
 
     def curve(operations: float, moved: float) -> Curve:
         return Curve(tokens, tuple(round(CALL_S + operations * t / per_s + moved / bytes_per_s, 8) for t in tokens))
 
     block = LayerTimes(curve(attention + used, forward_bytes), curve(backward, backward_bytes))
-    ends = 2.0 * model.hidden * model.vocabulary
+    ends = heads * 2.0 * model.hidden * model.vocabulary
     head = LayerTimes(curve(ends, 0.0), curve(ends, 0.0))
     embedding = LayerTimes(curve(EMBEDDING_SHARE * ends, 0.0), curve(EMBEDDING_SHARE * ends, 0.0))
     return {**dict.fromkeys(sorted(kinds), block), EMBEDDING: embedding, HEAD: head}

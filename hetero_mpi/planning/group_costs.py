@@ -22,8 +22,8 @@ from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfi
 DIVIDED_TIME = 0.9
 """The share of the time of blocks and head that is divided, where it was not measured: all but norms, residuals and calls."""
 BUSIEST = 1.5
-"""The member whose experts are chosen most computes so many times its share: of an untrained Mixtral of 8 experts half had
-54 to 94 % of the choices in its layers, 77 % on average (``docs/measurements.md``). Which one, each layer and text decides anew."""
+"""Half of the 8 experts of an untrained Mixtral, those that are chosen more, have 54 to 94 % of the choices in its layers, 77 % on
+average: 1.5 times their share (``docs/measurements.md``). Which half, each layer and text decides anew."""
 
 
 def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
@@ -46,7 +46,7 @@ def _together(profile: ClusterProfile, group: StagePlan, ranks: Sequence[int]) -
     layers = {}
     for kind, layer in {layer.kind: layer for layer in profile.model.layers}.items():
         parts = [
-            member_times(profile, one, kind, group.share(place), min(1.0, BUSIEST * group.expert_share(place)))
+            member_times(profile, one, kind, group.share(place), busiest(group.expert_share(place), profile.model.experts))
             for one, place in zip(members, map(group.ranks.index, ranks), strict=True)
         ]
         layers[kind] = _slowest(profile, ranks, layer if len(ranks) > 1 else replace(layer, group_sums=0), parts)
@@ -66,6 +66,12 @@ def _together(profile: ClusterProfile, group: StagePlan, ranks: Sequence[int]) -
         halved={},
         without_experts={},
     )
+
+
+def busiest(share: float, experts: int | None) -> float:
+    """The share of the choices that a member with this share of the experts has where it is the one that has most to do: what
+    experts have by chance evens out, the more so the more of them it has."""
+    return min(1.0, share + BUSIEST * math.sqrt(share * (1 - share) / (experts or 1)))
 
 
 class MemberTimes(NamedTuple):

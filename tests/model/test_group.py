@@ -241,7 +241,9 @@ def test_adapters_of_experts_are_divided_with_them(
     alone = gradients_of(whole)
     assert sum(gradient.norm() > 0 for name, gradient in alone.items() if ".experts." in name) >= 4
     # Of an expert by itself that no token chose there is no gradient, which the optimizer takes for zeros.
-    none = [{n: torch.zeros_like(p) for n, p in parameters_of(own).items() if ".experts." in n} for own in group.members]
+    none = [
+        {n: torch.zeros_like(p) for n, p in parameters_of(own).items() if ".experts." in n} for own in group.members
+    ]
     found = [{**zeros, **gradients_of(own)} for zeros, own in zip(none, group.members, strict=True)]
     require_equal(group.whole(found, True), alone)
     # More of them are trained by whom there are more experts.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.planning.durations import duration
-from hetero_mpi.planning.group_costs import BUSIEST
+from hetero_mpi.planning.group_costs import busiest
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.types.cluster_changes import restricted, with_free_links, with_slowness
@@ -175,8 +175,14 @@ def test_members_wait_for_the_slowest_before_experts_and_for_the_slowest_at_them
     one, other = plan.pipelines[0].stages
     plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(one, replace(other, experts=(2, 6)))),))
     rest_s = max(0.2 + 0.2 * 5 / 8, 0.2 + 0.3 * 3 / 8)
-    experts_s = max(0.6 * BUSIEST * 2 / 8, 0.5)  # 6 of 8 may have everything to do
+    experts_s = max(0.6 * busiest(2 / 8, 8), 0.5 * busiest(6 / 8, 8))
     assert seconds(profile, plan, Op.F) == pytest.approx(2 * (rest_s + experts_s + 2 * SUM_S) + 0.5 * 5 / 8 + ARRIVES_S)
+
+
+def test_many_experts_are_chosen_more_evenly_than_few() -> None:
+    assert busiest(0.5, 8) == pytest.approx(0.77, abs=0.01)  # as measured
+    assert [busiest(share, 128) for share in (0.0, 1.0)] == [0.0, 1.0]
+    assert 0.5 < busiest(0.5, 128) < 0.6 and busiest(7 / 8, 8) == 1.0
 
 
 def test_a_member_holds_its_own_share_of_the_experts() -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
-from hetero_mpi.checkpoint import checkpoint_path
+from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.planning.schedule import COMPUTE
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_report, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.run_files.rank_steps import read_rank_steps
 from tests.runtime.test_equality import IN_GROUPS, tensors
+from tests.stand_in_gpu import COUNTERS, THROUGH, backend, build
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile
 
 pytestmark = pytest.mark.slow
@@ -109,9 +114,81 @@ def test_a_checkpoint_of_two_stages_is_resumed_by_a_rank_with_all_heads_and_one_
             assert np.linalg.norm(found[key] - tensor) <= 1e-4 * np.linalg.norm(tensor), key
 
 
-def there_and_back(workshop: Workshop, model: Path, group: StagePlan) -> None:
+ADAPTER = {
+    "method": "lora",
+    "rank": 4,
+    "alpha": 8,
+    "targets": ["q_proj", "o_proj"],
+    "parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+
+
+def test_adapters_on_experts_go_to_a_group_and_back_and_peft_reads_them_np2(workshop: Workshop) -> None:
+    model = workshop.model("adapted", tied=True, **MIXTRAL)
+    there_and_back(workshop, model, StagePlan((0, 1), 0, 4, 0, shares=(2, 0), experts=(1, 3)), adapter=ADAPTER)
+    runs = [workshop.directory / f"{model.name}-{name}" for name in RUNS]
+    expected, *others = (tensors(run, 4) for run in runs)
+    for found in others:
+        assert found.keys() == expected.keys() and sum(".experts." in name for _, name in found) >= 8
+        for key, tensor in expected.items():
+            assert np.linalg.norm(found[key] - tensor) <= 1e-4 * np.linalg.norm(tensor), key
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    read = PeftModel.from_pretrained(base, runs[1] / "adapter").state_dict()
+    with CheckpointReader(checkpoint_path(runs[1] / "checkpoints", 4)) as whole:
+        for name in whole.names("parameters"):
+            end = name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
+            assert torch.equal(read[f"base_model.model.{end}"], torch.from_numpy(whole.read("parameters", name)[0])), (
+                name
+            )
+
+
+UNLIKE: dict[str, tuple[dict[str, Any], float]] = {
+    "all": ({}, IN_GROUPS),
+    "bf16": ({"adapter": ADAPTER, "train": {"dtype": "bf16"}}, 4e-3),  # routers choose otherwise now and then
+    "nf4": ({"adapter": ADAPTER, "model": {"quantization": "nf4"}}, IN_GROUPS),
+}
+"""Name -> (tables of its job, how near the losses are to those of one process)."""
+
+
+def test_a_gpu_has_the_heads_and_a_processor_beside_it_the_experts_np2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (reason := build.missing()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv(backend.COUNT, "1")
+    shop, alone = Workshop(tmp_path, THROUGH), Workshop(tmp_path)
+    model = shop.model("unlike", **MIXTRAL, hidden_size=64, intermediate_size=64, head_dim=64)
+    plan = tmp_path / "unlike.plan.toml"
+    save_plan(two_ranks(StagePlan((0, 1), 0, 4, 0, shares=(2, 0), experts=(0, 4))), plan)
+    values = shop.values(model)
+    values["train"]["dtype"] = "fp32"  # for which the processor decides, and a GPU would not
+    jobs = {name: shop.job(name, values, **tables) for name, (tables, _) in UNLIKE.items()}
+    given = {
+        name: {
+            "job": job,
+            "plan": plan,
+            "profile": write_profile(tmp_path / f"{name}.made.toml", job, 2),
+            "run_dir": tmp_path / f"{name}-group",
+        }
+        for name, job in jobs.items()
+    }
+    found = shop.run_entries(2, given)
+    assert {outcome.raised for outcome in found.values()} == {("", "")}, found
+    counters = [
+        json.loads(line.partition(COUNTERS)[2]) for line in shop.printed_errors.splitlines() if COUNTERS in line
+    ]
+    assert {one["rank"]: one["operators"] > 0 for one in counters} == {0: True, 1: False}
+    expected = alone.run_entries(1, {n: {"job": job, "run_dir": tmp_path / f"{n}-alone"} for n, job in jobs.items()})
+    assert {outcome.raised for outcome in expected.values()} == {("",)}, expected
+    for name, (_, limit) in UNLIKE.items():
+        ours, one = (losses(tmp_path / f"{name}-{how}") for how in ("group", "alone"))
+        assert ours == pytest.approx(one, rel=limit) and len(set(one)) == 4, name
+
+
+def there_and_back(workshop: Workshop, model: Path, group: StagePlan, **tables: dict[str, Any]) -> None:
     """Two stages for four steps; the group from their first checkpoint; two stages again from its third."""
-    job = workshop.job(model.name, workshop.values(model))
+    job = workshop.job(model.name, workshop.values(model), **tables)
     profile = write_profile(workshop.directory / f"{model.name}.made.toml", job, 2)
     plans = {
         "staged": two_ranks(StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0)),

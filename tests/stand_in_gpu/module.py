@@ -30,6 +30,15 @@ def _extension() -> Any:
 
 device = _extension()
 """The C++ side: delays, limits, counters."""
+_kernels = torch.library.Library("aten", "IMPL")
+
+
+def _counted(values: torch.Tensor, bins: int = 100, *ends: float, **named: float) -> torch.Tensor:
+    """``histc``, which GPUs have for whole numbers and processors have not."""
+    return torch.histc(values.cpu().float(), bins, *ends, **named).to(values.device, values.dtype)
+
+
+_kernels.impl("histc", _counted, "PrivateUse1")
 seeded: list[tuple[int, int]] = []
 """(device, seed) of every generator that was seeded so far."""
 

@@ -1,0 +1,149 @@
+"""Does a processor beside a card hold the experts of a mixture, and how much faster is that than streaming them? By prediction.
+
+    python benchmarks/experts_on_cpu.py [--json FILE] [--check]
+
+Qwen3-30B-A3B on an RTX 4090 and the processor of its host, in 4 bits and in 16, LoRA on attention, or on the experts too; 16
+sequences of 512 tokens per step. Each row is planned for three processors, and without any: the card by itself, streaming from
+the host's memory with slices kept as the planner likes. Where the processor holds experts, the plan's own reason is printed.
+
+The processors' operations per second, for experts and for everything else:
+
+* with AMX, as KTransformers measured a Xeon Platinum 8488C at experts in bf16 (``published_offload``);
+* the same with AVX-512 alone, an eighth of it: KTransformers' page on AMX says that AMX has 8 times AVX-512's theoretical throughput;
+* a desktop with AVX2: an AMD Ryzen 9 5950X of 16 cores, 32 fp32 operations a cycle each at 3.4 GHz (data sheet), times ``EFFICIENCY``.
+
+What the card and the links take follows from data sheets as ``moe_parts`` has it. Nothing here is measured on such a machine; the
+program's own products on a processor may be slower than KTransformers'. ``--check`` exits 1 where the processor with AMX has no
+experts in any row, one of the others has some where streaming is as fast, or a plan is slower than the card's own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from harness import parser_of  # noqa: E402
+from make_profiles import RTX_4090  # noqa: E402
+from moe_parts import QWEN3_30B, SEQUENCE, SOURCE, Mixture, Way, cost_of, member_times_of, times_of  # noqa: E402
+from profile_parts import EFFICIENCY, GIB, GIGABIT, Card, cluster, device  # noqa: E402
+from published_offload import BACKWARD_PER_S, FORWARD_PER_S  # noqa: E402
+
+from hetero_mpi.errors import UserError  # noqa: E402
+from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
+from hetero_mpi.planning.types.plan import PlanReport  # noqa: E402
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile  # noqa: E402
+from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
+
+BATCH = 16
+HOST_GIB = 256.0
+"""Eight channels of memory modules."""
+AMX_PER_S = (FORWARD_PER_S + 2 * BACKWARD_PER_S) / 3
+AVX512_SHARE = 1 / 8
+RYZEN_PEAK = 16 * 32 * 3.4e9
+XEON = Card("Intel Xeon Platinum 8488C with AMX", "cpu", HOST_GIB, 307e9, AMX_PER_S / EFFICIENCY, 0.0, integrated=True)
+"""Eight channels of DDR5-4800 (data sheet)."""
+PROCESSORS = {
+    "AMX": XEON,
+    "AVX-512": replace(XEON, name="Intel Xeon Platinum 8488C without AMX", peak=AVX512_SHARE * XEON.peak),
+    "AVX2": replace(XEON, name="AMD Ryzen 9 5950X", peak=RYZEN_PEAK, memory_bytes_per_s=51.2e9),
+}
+WAYS = {
+    "4 bits": Way(nf4=True, adapted_experts=False),
+    "4 bits, experts adapted": Way(nf4=True, adapted_experts=True),
+    "16 bits": Way(nf4=False, adapted_experts=False),
+    "16 bits, experts adapted": Way(nf4=False, adapted_experts=True),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    alone: PlanReport | None
+    """On the card by itself."""
+    beside: dict[str, PlanReport | None]
+    """Processor -> on both."""
+
+
+def main() -> int:
+    arguments = parser_of(__doc__).parse_args()
+    rows, unsound = {name: row_of(way) for name, way in WAYS.items()}, []
+    print("| Qwen3-30B-A3B, tokens/s by prediction | RTX 4090 alone |" + "".join(f" and {p} |" for p in PROCESSORS))
+    print("| --- |" + " --- |" * (1 + len(PROCESSORS)))
+    for name, row in rows.items():
+        cells = [told(row.alone), *map(told, row.beside.values())]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+        for processor, report in row.beside.items():
+            if report is not None and row.alone is not None:
+                worse = report.predicted_step_s > row.alone.predicted_step_s
+                unsound += [f"{name}, {processor}"] * worse
+    for name, row in rows.items():
+        for processor, report in row.beside.items():
+            for reason in report.reasons if report is not None and grouped(report) else ():
+                print(f"{name}, {processor}: {reason}")
+    if not any(grouped(row.beside["AMX"]) for row in rows.values()):
+        unsound.append("AMX has no experts")
+    if arguments.json:
+        found = {name: [told(row.alone), *map(told, row.beside.values())] for name, row in rows.items()}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"not sound: {', '.join(unsound) or 'none'}")
+    return int(arguments.check and bool(unsound))
+
+
+def row_of(way: Way, model: Mixture = QWEN3_30B) -> Row:
+    alone = profile_of(model, way, None)
+    return Row(planned(alone), {name: planned(profile_of(model, way, card)) for name, card in PROCESSORS.items()})
+
+
+def profile_of(model: Mixture, way: Way, processor: Card | None) -> ClusterProfile:
+    """A host with the card, and with its processor as a second rank."""
+    cost = cost_of(model, way)
+    kinds = {layer.kind for layer in cost.layers}
+    devices = []
+    for rank, card in enumerate([RTX_4090] if processor is None else [RTX_4090, processor]):
+        half, without = (member_times_of(card, model, way, kinds, experts) for experts in (0.5, 0.0))
+        one = device(rank, "box", card, times_of(card, model, way, kinds))
+        one = replace(one, halved=half, without_experts=without)
+        if card.backend == "cpu":
+            free = {"device_to_host_bytes_per_s": float("inf"), "host_to_device_bytes_per_s": float("inf")}
+            one = replace(one, copy_latency_s=0.0, **free)
+        devices.append(one)
+    host = HostProfile("box", int(0.94 * HOST_GIB * GIB), f"94 % of {HOST_GIB:g} GiB (assumed)")
+    return replace(cluster("experts-on-cpu", SOURCE, cost, devices, GIGABIT, ()), hosts=(host,))
+
+
+def planned(profile: ClusterProfile) -> PlanReport | None:
+    request = PlanRequest(
+        BATCH,
+        SEQUENCE,
+        (1, 2, 4, 8),
+        max_pipelines=len(profile.devices),
+        recompute_choices=(False, True),
+        streaming="auto",
+        groups=True,
+    )
+    try:
+        return make_plan(profile, request)
+    except UserError:
+        return None
+
+
+def grouped(report: PlanReport | None) -> bool:
+    """Has the processor experts of the card's layers?"""
+    return report is not None and any(stage.grouped for _, _, stage in report.plan.numbered)
+
+
+def told(report: PlanReport | None) -> str:
+    if report is None:
+        return "-"
+    stages = [stage for _, _, stage in report.plan.numbered]
+    streams = " streams" * any(stage.streamed for stage in stages)
+    shared = "".join(f" ({stage.experts[1]} experts)" for stage in stages if stage.grouped and stage.experts)
+    return f"{BATCH * SEQUENCE / report.predicted_step_s:,.0f}{streams}{shared}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
