@@ -2,19 +2,22 @@
 
     python benchmarks/experts_on_cpu.py [--json FILE] [--check]
 
-Qwen3-30B-A3B on an RTX 4090 and the processor of its host, in 4 bits and in 16, LoRA on attention, or on the experts too; 16
-sequences of 512 tokens per step. Each row is planned for three processors, and without any: the card by itself, streaming from
-the host's memory with slices kept as the planner likes. Where the processor holds experts, the plan's own reason is printed.
+Qwen3's mixtures on an RTX 4090 and the processor of its host, in 4 bits and in 16, LoRA on attention, or on the experts too;
+sequences of 512 tokens. Each row is planned for three processors, and without any: the card by itself, streaming from the host's
+memory with slices kept as the planner likes. ``experts``: so many of each layer are computed by the processor; then the plan's own
+reasons are printed.
 
-The processors' operations per second, for experts and for everything else:
+The processors' operations per second:
 
-* with AMX, as KTransformers measured a Xeon Platinum 8488C at experts in bf16 (``published_offload``);
-* the same with AVX-512 alone, an eighth of it: KTransformers' page on AMX says that AMX has 8 times AVX-512's theoretical throughput;
-* a desktop with AVX2: an AMD Ryzen 9 5950X of 16 cores, 32 fp32 operations a cycle each at 3.4 GHz (data sheet), times ``EFFICIENCY``.
+* AMX: experts in bf16 as KTransformers measured them on a Xeon Platinum 8488C (``published_offload``), reading included, and all
+  else at a quarter of that, as its doc/en/AMX.md has the rate of PyTorch's general AMX kernel beside its own;
+* PyTorch's AMX: experts at a quarter, too, which is nearer to what this program's own products reach;
+* AVX-512: an eighth of AMX, by the same page, for everything;
+* AVX2: a desktop's AMD Ryzen 9 5950X, 16 cores of 32 fp32 operations a cycle at 3.4 GHz (data sheet), times ``EFFICIENCY``.
 
-What the card and the links take follows from data sheets as ``moe_parts`` has it. Nothing here is measured on such a machine; the
-program's own products on a processor may be slower than KTransformers'. ``--check`` exits 1 where the processor with AMX has no
-experts in any row, one of the others has some where streaming is as fast, or a plan is slower than the card's own.
+What the card and the links take follows from data sheets as ``moe_parts`` has it. Nothing here is measured on such a machine.
+``--check`` exits 1 where the processor with AMX has no
+experts in any row, the one with AVX2 has some, or a plan is slower than the card's own.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from harness import parser_of  # noqa: E402
 from make_profiles import RTX_4090  # noqa: E402
-from moe_parts import QWEN3_30B, SEQUENCE, SOURCE, Mixture, Way, cost_of, member_times_of, times_of  # noqa: E402
+from moe_parts import QWEN3_30B, SEQUENCE, SOURCE, Mixture, Way, cost_of, times_of  # noqa: E402
 from profile_parts import EFFICIENCY, GIB, GIGABIT, Card, cluster, device  # noqa: E402
 from published_offload import BACKWARD_PER_S, FORWARD_PER_S  # noqa: E402
 
@@ -39,25 +42,32 @@ from hetero_mpi.planning.types.plan import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 
-BATCH = 16
-HOST_GIB = 256.0
+HOST_GIB = 512.0
 """Eight channels of memory modules."""
 AMX_PER_S = (FORWARD_PER_S + 2 * BACKWARD_PER_S) / 3
+PYTORCH_SHARE = 1 / 4
 AVX512_SHARE = 1 / 8
 RYZEN_PEAK = 16 * 32 * 3.4e9
 XEON = Card("Intel Xeon Platinum 8488C with AMX", "cpu", HOST_GIB, 307e9, AMX_PER_S / EFFICIENCY, 0.0, integrated=True)
 """Eight channels of DDR5-4800 (data sheet)."""
 PROCESSORS = {
     "AMX": XEON,
+    "PyTorch's AMX": replace(XEON, peak=PYTORCH_SHARE * XEON.peak),
     "AVX-512": replace(XEON, name="Intel Xeon Platinum 8488C without AMX", peak=AVX512_SHARE * XEON.peak),
     "AVX2": replace(XEON, name="AMD Ryzen 9 5950X", peak=RYZEN_PEAK, memory_bytes_per_s=51.2e9),
 }
-WAYS = {
-    "4 bits": Way(nf4=True, adapted_experts=False),
-    "4 bits, experts adapted": Way(nf4=True, adapted_experts=True),
-    "16 bits": Way(nf4=False, adapted_experts=False),
-    "16 bits, experts adapted": Way(nf4=False, adapted_experts=True),
+QWEN3_235B = Mixture(
+    "qwen3_moe", 4096, 94, 64, 4, 128, 128, 8, 1536, 151936, {"num_experts": 128, "moe_intermediate_size": 1536}
+)
+PACKED, WIDE, ADAPTED = Way(True, False), Way(False, False), Way(False, True)
+JOBS = {
+    "30B-A3B, 4 bits, 16 sequences": (QWEN3_30B, PACKED, 16),
+    "30B-A3B, 16 bits, 16 sequences": (QWEN3_30B, WIDE, 16),
+    "30B-A3B, 16 bits, 2 sequences": (QWEN3_30B, WIDE, 2),
+    "30B-A3B, 16 bits, experts adapted, 2 sequences": (QWEN3_30B, ADAPTED, 2),
+    "235B-A22B, 16 bits, 16 sequences": (QWEN3_235B, WIDE, 16),
 }
+"""Name -> (model, way, sequences a step)."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +77,18 @@ class Row:
     beside: dict[str, PlanReport | None]
     """Processor -> on both."""
 
+    @property
+    def cells(self) -> list[str]:
+        return [told(self.alone), *map(told, self.beside.values())]
+
 
 def main() -> int:
     arguments = parser_of(__doc__).parse_args()
-    rows, unsound = {name: row_of(way) for name, way in WAYS.items()}, []
-    print("| Qwen3-30B-A3B, tokens/s by prediction | RTX 4090 alone |" + "".join(f" and {p} |" for p in PROCESSORS))
+    rows, unsound = {name: row_of(*job) for name, job in JOBS.items()}, []
+    print("| Qwen3, tokens/s by prediction | RTX 4090 alone |" + "".join(f" and {p} |" for p in PROCESSORS))
     print("| --- |" + " --- |" * (1 + len(PROCESSORS)))
     for name, row in rows.items():
-        cells = [told(row.alone), *map(told, row.beside.values())]
+        cells = row.cells
         print(f"| {name} | " + " | ".join(cells) + " |")
         for processor, report in row.beside.items():
             if report is not None and row.alone is not None:
@@ -84,18 +98,20 @@ def main() -> int:
         for processor, report in row.beside.items():
             for reason in report.reasons if report is not None and grouped(report) else ():
                 print(f"{name}, {processor}: {reason}")
-    if not any(grouped(row.beside["AMX"]) for row in rows.values()):
-        unsound.append("AMX has no experts")
+    with_experts = {name for row in rows.values() for name, report in row.beside.items() if grouped(report)}
+    if "AMX" not in with_experts or "AVX2" in with_experts:
+        unsound.append(f"experts on {', '.join(sorted(with_experts)) or 'none'}")
     if arguments.json:
-        found = {name: [told(row.alone), *map(told, row.beside.values())] for name, row in rows.items()}
+        found = {name: row.cells for name, row in rows.items()}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     print(f"not sound: {', '.join(unsound) or 'none'}")
     return int(arguments.check and bool(unsound))
 
 
-def row_of(way: Way, model: Mixture = QWEN3_30B) -> Row:
-    alone = profile_of(model, way, None)
-    return Row(planned(alone), {name: planned(profile_of(model, way, card)) for name, card in PROCESSORS.items()})
+def row_of(model: Mixture, way: Way, sequences: int) -> Row:
+    alone = planned(profile_of(model, way, None), sequences)
+    cards = PROCESSORS.items()
+    return Row(alone, {name: planned(profile_of(model, way, card), sequences) for name, card in cards})
 
 
 def profile_of(model: Mixture, way: Way, processor: Card | None) -> ClusterProfile:
@@ -104,8 +120,12 @@ def profile_of(model: Mixture, way: Way, processor: Card | None) -> ClusterProfi
     kinds = {layer.kind for layer in cost.layers}
     devices = []
     for rank, card in enumerate([RTX_4090] if processor is None else [RTX_4090, processor]):
-        half, without = (member_times_of(card, model, way, kinds, experts) for experts in (0.5, 0.0))
-        one = device(rank, "box", card, times_of(card, model, way, kinds))
+        rest = PYTORCH_SHARE if card is XEON else 1.0
+        whole, half, without = (
+            times_of(card, model, way, kinds, heads, experts, rest)
+            for heads, experts in ((1.0, 1.0), (0.5, 0.5), (0.5, 0.0))
+        )
+        one = device(rank, "box", card, whole)
         one = replace(one, halved=half, without_experts=without)
         if card.backend == "cpu":
             free = {"device_to_host_bytes_per_s": float("inf"), "host_to_device_bytes_per_s": float("inf")}
@@ -115,11 +135,12 @@ def profile_of(model: Mixture, way: Way, processor: Card | None) -> ClusterProfi
     return replace(cluster("experts-on-cpu", SOURCE, cost, devices, GIGABIT, ()), hosts=(host,))
 
 
-def planned(profile: ClusterProfile) -> PlanReport | None:
+def planned(profile: ClusterProfile, sequences: int) -> PlanReport | None:
+    sizes = tuple(size for size in (1, 2, 4, 8) if size <= sequences)
     request = PlanRequest(
-        BATCH,
+        sequences,
         SEQUENCE,
-        (1, 2, 4, 8),
+        sizes,
         max_pipelines=len(profile.devices),
         recompute_choices=(False, True),
         streaming="auto",
@@ -142,7 +163,7 @@ def told(report: PlanReport | None) -> str:
     stages = [stage for _, _, stage in report.plan.numbered]
     streams = " streams" * any(stage.streamed for stage in stages)
     shared = "".join(f" ({stage.experts[1]} experts)" for stage in stages if stage.grouped and stage.experts)
-    return f"{BATCH * SEQUENCE / report.predicted_step_s:,.0f}{streams}{shared}"
+    return f"{report.plan.global_batch * SEQUENCE / report.predicted_step_s:,.0f}{streams}{shared}"
 
 
 if __name__ == "__main__":

@@ -118,38 +118,55 @@ def cost_of(model: Mixture, way: Way) -> ModelCost:
     return model_cost(chain, adapter_tuning(chain, table, way.nf4, way.nf4), way.dtype, SEQUENCE, found)
 
 
-def times_of(card: Card, model: Mixture, way: Way, kinds: Collection[str]) -> dict[str, LayerTimes]:
-    """Times of every kind of layer on a card. ``kinds``: of blocks and both ends; all blocks take the same time."""
-    return _times(card, model, way, kinds, 1.0, 1.0)
-
-
-def member_times_of(
-    card: Card, model: Mixture, way: Way, kinds: Collection[str], experts: float
+def times_of(
+    card: Card,
+    model: Mixture,
+    way: Way,
+    kinds: Collection[str],
+    heads: float = 1.0,
+    experts: float = 1.0,
+    rest: float = 1.0,
 ) -> dict[str, LayerTimes]:
-    """The same of a member of a group with half of the heads and this share of the experts."""
-    return _times(card, model, way, kinds, 0.5, experts)
+    """Times of every kind of layer on a card.
 
-
-def _times(
-    card: Card, model: Mixture, way: Way, kinds: Collection[str], heads: float, experts: float
-) -> dict[str, LayerTimes]:
+    Args:
+        kinds: of blocks and both ends; all blocks take the same time.
+        heads: a member of a group has this share of the heads, and of words.
+        experts: and this share of the experts.
+        rest: the rate of all but experts, as a share of the card's.
+    """
     size, tokens = BYTES[way.dtype], tuple(n * SEQUENCE for n in SIZES)
     per_s, bytes_per_s = card.peak * EFFICIENCY, card.memory_bytes_per_s * MEMORY_EFFICIENCY
-    attention = heads * (2.0 * model.attention_weights + 2.0 * SEQUENCE * model.head_size * model.heads)
+    attention = heads / rest * (2.0 * model.attention_weights + 2.0 * SEQUENCE * model.head_size * model.heads)
     used = experts * 2.0 * model.expert_weights * model.chosen / model.experts
-    unpacked = (NF4_BYTES + size) * way.nf4
     held = experts * model.expert_weights
-    forward_bytes = held * (unpacked + size + 3 * size * way.adapted_experts)
+    read_bytes = held * size
+    more_bytes = held * ((NF4_BYTES + size) * way.nf4 + 3 * size * way.adapted_experts)
     # Backward reads the experts once more, repeats forward where they are packed, and makes gradients of adapted ones.
     repeats = int(way.nf4)
-    backward_bytes = repeats * forward_bytes + held * size * (1 + 3 * way.adapted_experts)
-    backward = attention + used * (1 + repeats + way.adapted_experts)
+    made_bytes = 3 * held * size * way.adapted_experts
 
-    def curve(operations: float, moved: float) -> Curve:
-        return Curve(tokens, tuple(round(CALL_S + operations * t / per_s + moved / bytes_per_s, 8) for t in tokens))
+    def curve(operations: float, of_experts: float, times_read: int, moved: float) -> Curve:
+        """``of_experts``: operations, whose rate on a processor was measured with the reading of the weights."""
 
-    block = LayerTimes(curve(attention + used, forward_bytes), curve(backward, backward_bytes))
-    ends = heads * 2.0 * model.hidden * model.vocabulary
-    head = LayerTimes(curve(ends, 0.0), curve(ends, 0.0))
-    embedding = LayerTimes(curve(EMBEDDING_SHARE * ends, 0.0), curve(EMBEDDING_SHARE * ends, 0.0))
+        def experts_s(count: int) -> float:
+            parts = of_experts * count / per_s, times_read * read_bytes / bytes_per_s
+            return max(parts) if card.backend == "cpu" else sum(parts)
+
+        seconds = (CALL_S + operations * t / per_s + experts_s(t) + moved / bytes_per_s for t in tokens)
+        return Curve(tokens, tuple(round(one, 8) for one in seconds))
+
+    block = LayerTimes(
+        curve(attention, used, 1, more_bytes),
+        curve(
+            attention,
+            used * (1 + repeats + way.adapted_experts),
+            1 + repeats,
+            repeats * more_bytes + made_bytes,
+        ),
+    )
+    ends = heads / rest * 2.0 * model.hidden * model.vocabulary
+    head = LayerTimes(curve(ends, 0.0, 0, 0.0), curve(ends, 0.0, 0, 0.0))
+    small = EMBEDDING_SHARE * ends
+    embedding = LayerTimes(curve(small, 0.0, 0, 0.0), curve(small, 0.0, 0, 0.0))
     return {**dict.fromkeys(sorted(kinds), block), EMBEDDING: embedding, HEAD: head}

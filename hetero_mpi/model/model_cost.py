@@ -71,9 +71,8 @@ def _layer_cost(
     held, trained = sum(spec.count for spec in own), tuning.specs(layer, layer + 1)
     copy, both_ends = tied if head else 0, tuning.tied(chain) if head else None
     adapters = sum(spec.count for spec in trained if spec.name not in chain.parameters)
-    packed, unpacked = (
-        _packed(language(chain), tuning, layer) if tuning.nf4 and 0 < layer < chain.layer_count - 1 else (0, 0)
-    )
+    inner = 0 < layer < chain.layer_count - 1
+    packed, matrix, unpacked = _packed(language(chain), tuning, layer) if tuning.nf4 and inner else (0, 0, 0)
     parameter_bytes = (held - packed + copy + adapters) * DTYPE_BYTES[dtype] + packed_bytes(packed, tuning.double)
     # The head's copy of a trained tied matrix, or of rows of it, has a gradient but neither moments nor a master of its own.
     parameter_bytes += GRADIENT_BYTES * tuning.trainable[both_ends].count if both_ends is not None else 0
@@ -97,6 +96,7 @@ def _layer_cost(
         ),
         boundary_bytes_per_token=0 if head else math.ceil(boundary / sequence_length) * DTYPE_BYTES[dtype],
         workspace_bytes=max(max(unpacked, _composed(chain, tuning, layer)) * DTYPE_BYTES[dtype], stepping),
+        matrix_bytes=matrix * DTYPE_BYTES[dtype],
         moments_saving_bytes=sum(saved_bytes(moments, spec.shape) for moments, spec in kept),
     )
 
@@ -110,9 +110,9 @@ def _composed(chain: LayerChain, tuning: Tuning, layer: int) -> int:
     return 3 * max((model.get_submodule(name).weight.numel() for name in names), default=0)
 
 
-def _packed(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple[int, int]:
-    """(weights that NF4 packs, weights that are unpacked at once to compute) of a block: a matrix, or all fused experts and their
-    sums with adapters, which are as large."""
+def _packed(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple[int, int, int]:
+    """(weights that NF4 packs, weights of the largest matrix, weights that are unpacked at once to compute) of a block: a matrix,
+    or all fused experts and their sums with adapters, which are as large."""
     matrices, experts, sums = [], 0, 0
     for root in chain.module_names(layer):
         block = chain.model.get_submodule(root)
@@ -120,7 +120,8 @@ def _packed(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple[int, 
         for holder, _, name, parameter in fused_experts(block):
             experts += parameter.numel()
             sums += parameter.numel() if f"{root}.{holder}.{name}" in tuning.parameters else 0
-    return sum(matrices) + experts, max([*matrices, experts + sums], default=0)
+    largest = max(matrices, default=0)
+    return sum(matrices) + experts, largest, max(largest, experts + sums)
 
 
 def shareable_heads(chain: LayerChain, tuning: Tuning) -> int | None:

@@ -46,7 +46,9 @@ def _together(profile: ClusterProfile, group: StagePlan, ranks: Sequence[int]) -
     layers = {}
     for kind, layer in {layer.kind: layer for layer in profile.model.layers}.items():
         parts = [
-            member_times(profile, one, kind, group.share(place), busiest(group.expert_share(place), profile.model.experts))
+            member_times(
+                profile, one, kind, group.share(place), busiest(group.expert_share(place), profile.model.experts)
+            )
             for one, place in zip(members, map(group.ranks.index, ranks), strict=True)
         ]
         layers[kind] = _slowest(profile, ranks, layer if len(ranks) > 1 else replace(layer, group_sums=0), parts)

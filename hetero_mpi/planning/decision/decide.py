@@ -84,7 +84,11 @@ def _decided(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     everyone = range(len(profile.devices))
     busy = while_computing(profile, everyone)
     resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))
-    found = _streamed(busy, request, resident) or resident
+    found, streamed = resident, _streamed(busy, request, resident)
+    if streamed is not None and (resident is None or streamed.step_s < resident.step_s * _worthwhile(request)):
+        found = streamed
+    elif streamed is not None and resident is not None and resident.without_groups_s is not None:
+        found = replace(resident, without_groups_s=min(resident.without_groups_s, streamed.step_s))
     if found is None or busy is profile:
         return found
     return replace(found, step_s=outlined(found.plan, profile).step_s)
@@ -107,10 +111,10 @@ def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
 
 
 def _streamed(profile: ClusterProfile, request: PlanRequest, resident: Decision | None) -> Decision | None:
-    """The fastest plan with streamed stages that is found; None: nothing fits even so, or ``resident`` is as good.
+    """The fastest plan with streamed stages that is found; None: nothing fits even so, or none was looked for.
 
     To stream a stage is one of the ways in which the search may hold it (``tables.StageMode``). Where that is left to the planner,
-    it is looked at only where memory may stand in the way of ``resident``, which must be slower by ``WORTHWHILE``.
+    it is looked at only where memory may stand in the way of ``resident``.
     """
     if request.streaming == "never" or not streamable(profile):
         return None
@@ -134,9 +138,12 @@ def _streamed(profile: ClusterProfile, request: PlanRequest, resident: Decision 
     if plan is None or not fitter.holds(plan):
         return None
     plan = fitter.keeping(plan)
-    step_s = fitter.step_s(plan)
-    worthwhile = resident is None or step_s < resident.step_s * (1 - WORTHWHILE * left)
-    return Decision(plan, step_s) if worthwhile else None
+    return Decision(plan, fitter.step_s(plan))
+
+
+def _worthwhile(request: PlanRequest) -> float:
+    """A streamed plan must take less than so many times as long as another one."""
+    return 1 - WORTHWHILE * (request.streaming == "auto")
 
 
 def streamable(profile: ClusterProfile) -> bool:

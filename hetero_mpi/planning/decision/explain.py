@@ -68,6 +68,7 @@ def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float
             text += f"{profile.model.heads} key/value heads"
             experts = f", {_listed(stage.experts)} of {profile.model.experts} experts" if stage.experts else ""
             yield text + experts
+            yield from _on_processors(stage, profile)
         if stage.grouped and slowness(profile, plan.ranks).keys() & {*stage.ranks}:
             yield f"ranks of stage {number} have less than a core a thread: they wait longer for each other than is predicted"
     if plan.leader_of and without_s is not None:
@@ -77,6 +78,20 @@ def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float
             if without_s < math.inf
             else f"no plan {without} fits in memory"
         )
+
+
+def _on_processors(stage: StagePlan, profile: ClusterProfile) -> Iterator[str]:
+    """Which experts processors compute beside devices with memory of their own."""
+    devices = [profile.devices[rank] for rank in stage.ranks]
+    if not stage.experts or all(one.backend == "cpu" for one in devices):
+        return
+    layers = profile.model.layers[stage.first : stage.last]
+    held = sum(one.parameter_bytes * one.expert_parameters / max(1, one.parameters) for one in layers)
+    for place, one in enumerate(devices):
+        if one.backend == "cpu" and stage.experts[place]:
+            size = units.size(held * stage.expert_share(place))
+            own = f"{stage.experts[place]} experts of each layer, {size} that no device holds"
+            yield f"the processor of rank {one.rank} computes {own}"
 
 
 def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:

@@ -54,7 +54,9 @@ class LayerCost:
     """Bytes kept from a split backward's input part until its weight part, per token of the micro-batch: inputs and
     output gradients of the matrices."""
     workspace_bytes: int = 0
-    """Bytes used only while this layer runs, whatever the tokens (one matrix unpacked from 4 bits)."""
+    """Bytes used only while this layer runs, whatever the tokens (one matrix unpacked from 4 bits, or all experts)."""
+    matrix_bytes: int = 0
+    """Those of ``workspace_bytes`` that are used where the layer has none of its experts."""
     moments_saving_bytes: float = 0.0
     """Bytes by which what the optimizer keeps is smaller than AdamW's moments in fp32."""
     divided_parameters: int = 0
@@ -88,9 +90,14 @@ class LayerCost:
             parameter_bytes=math.ceil(held * self.parameter_bytes + max(share, experts) * self.divided_scale_bytes),
             activation_bytes_per_token=kept * self.activation_bytes_per_token,
             workspace_bytes_per_token=used * self.workspace_bytes_per_token,
-            workspace_bytes=math.ceil(used * self.workspace_bytes),
+            workspace_bytes=self._part_of_workspace(used, experts),
             moments_saving_bytes=trained * self.moments_saving_bytes,
         )
+
+    def _part_of_workspace(self, used: float, experts: float) -> int:
+        if self.expert_parameters:
+            return math.ceil(max(self.matrix_bytes, experts * self.workspace_bytes))
+        return math.ceil(used * self.workspace_bytes)
 
 
 @dataclass(frozen=True)

@@ -162,10 +162,10 @@ def test_the_fast_rank_has_as_many_heads_and_experts_as_its_memory_holds(memory:
 @pytest.mark.parametrize(
     ("slow_rest", "slow_experts", "heads", "experts"),
     [
-        (2.0, 0.5, (6, 2), (3, 7)),
+        (2.0, 0.5, (6, 2), (2, 8)),
         (2.0, 1.0, (6, 2), (5, 5)),
         (2.0, 1.4, (6, 2), (6, 4)),
-        (6.0, 0.5, (8, 0), (3, 7)),  # without any head it takes as long as rank 0 with all
+        (6.0, 0.5, (8, 0), (2, 8)),  # without any head it takes as long as rank 0 with all
     ],
 )
 def test_experts_are_shared_by_how_fast_ranks_are_at_them_and_heads_by_how_fast_they_are_at_the_rest(
