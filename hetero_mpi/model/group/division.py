@@ -176,13 +176,12 @@ class _Rules:
                 return Division(Holding.CUT, 0, self._in_proportion(spec.shape[0], _unit(spec.shape[0])))
             return Division(Holding.WHOLE)
         module, _, adapter = module.partition(".lora_")
-        module = module.replace(_WRAPPED, "")
-        local = module[len(f"{self._chain.blocks_name}.{spec.layer - 1}.") :]
+        local = module.replace(_WRAPPED, "")[len(f"{self._chain.blocks_name}.{spec.layer - 1}.") :]
         container = local.partition(".")[0]
         if container not in self._containers or spec.name in self._chain.constants:
             return Division(Holding.WHOLE)
         if self._styles.get(local) == _EXPERTS:
-            return self._of_experts(spec, module, adapter)
+            return self._of_experts(spec, module.replace(_WRAPPED, ""), adapter)
         dim = self._cut_dimension(spec, module, self._styles.get(local), adapter or leaf)
         if dim is not None:
             return Division(Holding.CUT, dim, self._inner_bounds(container, spec.shape[dim]))
@@ -207,13 +206,11 @@ class _Rules:
 
     def _of_experts(self, spec: ParameterSpec, module: str, adapter: str) -> Division:
         """Whole experts of a fused parameter, or of an adapter's A (experts x r, in) or B (out, r x experts)."""
-        parameter = next(name for name in self._chain.parameters if name.startswith(f"{module}."))
-        count = self._chain.parameters[parameter].shape[0]
+        count = next(one.shape[0] for name, one in self._chain.parameters.items() if name.startswith(f"{module}."))
         bounds = self._expert_bounds(count)
         if adapter == "B":
             return Division(Holding.CUT, 1, bounds, spec.shape[1] // count)
-        each = spec.shape[0] // count
-        return Division(Holding.CUT, 0, tuple(each * bound for bound in bounds))
+        return Division(Holding.CUT, 0, tuple(spec.shape[0] // count * bound for bound in bounds))
 
     def _expert_bounds(self, count: int) -> tuple[int, ...]:
         return (0, *accumulate(self._experts)) if self._experts is not None else self._in_proportion(count, 1)

@@ -166,7 +166,8 @@ class _Search:
             yield from (own[name] for own in options if name in own)
 
     def _options(self, ranks: Sequence[int]) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Name -> groups of one host's ranks: all of them, the fastest ones, or as many groups of one size as there can be."""
+        """Name -> groups of one host's ranks: all of them, the fastest ones, as many groups of one size as there can be, or as many
+        with one of each kind of device."""
         count = len(ranks)
         ordered = sorted(ranks, key=lambda rank: (sum(self.chains[rank]), rank))
         found: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -180,6 +181,11 @@ class _Search:
             if count >= 2 * size:
                 begins = range(0, count - size + 1, size)
                 found[f"each {size}"] = tuple(tuple(sorted(ordered[begin : begin + size])) for begin in begins)
+        kinds: dict[str, list[int]] = {}
+        for rank in ordered:
+            kinds.setdefault(self.profile.devices[rank].backend, []).append(rank)
+        if 1 < len(kinds) <= most:  # such as a GPU with heads and a processor with experts
+            found["one of each kind"] = tuple(tuple(sorted(ranks)) for ranks in zip(*kinds.values(), strict=False))
         return found
 
     def _timed_experts(self, ranks: Sequence[int]) -> int:

@@ -205,6 +205,18 @@ def test_ranks_beyond_the_number_of_heads_hold_experts() -> None:
     assert stage.ranks == (0, 1, 2, 3) and sorted(stage.shares) == [0, 0, 1, 1] and stage.experts == (2, 2, 2, 2)
 
 
+def test_a_gpu_and_a_processor_form_a_group_beside_another_gpu() -> None:
+    """Two GPUs and two processors, of which one is slower."""
+    profile = boxes("aaaa", (1.0, 1.1, 5.0, 4.0))
+    devices = (replace(one, backend="cuda" if one.rank < 2 else "cpu") for one in profile.devices)
+    profile = replace(profile, devices=tuple(devices))
+    search = group_search._Search(profile, asked(4), lambda *_: None, [profile.devices])
+    found = set(search._groupings())
+    assert ((0, 3), (1, 2)) in found and ((0, 1),) in found
+    alike = group_search._Search(boxes("aaaa", (1.0, 1.1, 5.0, 4.0)), asked(4), lambda *_: None, [profile.devices])
+    assert ((0, 3), (1, 2)) not in set(alike._groupings())
+
+
 def test_groups_of_two_hosts_are_stages_of_a_pipeline() -> None:
     plan = make_plan(boxes("aabb", (1.0,) * 4), asked(2)).plan
     assert held(plan) in ([((0, 1), (4, 4)), ((2, 3), (4, 4))], [((2, 3), (4, 4)), ((0, 1), (4, 4))])
