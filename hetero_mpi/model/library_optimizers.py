@@ -152,7 +152,9 @@ def _makers(train: TrainTable, fused: bool) -> dict[str, Any]:
     if train.optimizer == EIGHT_BIT:
         from bitsandbytes import optim
 
-        return {kinds.EIGHT_BIT: partial(optim.AdamW8bit, **settings), kinds.TWO: partial(optim.AdamW, **settings)}
+        # Of a tensor that a group has cut it does not decide anew.
+        packed = partial(optim.AdamW8bit, min_8bit_size=0, **settings)
+        return {kinds.EIGHT_BIT: packed, kinds.TWO: partial(optim.AdamW, **settings)}
     if train.optimizer == "adafactor":  # as transformers' Trainer makes it
         adafactor = imported_peft("transformers.optimization").Adafactor
         return {kinds.FACTORED: partial(adafactor, scale_parameter=False, relative_step=False)}

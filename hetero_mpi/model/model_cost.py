@@ -17,6 +17,7 @@ from hetero_mpi.model.group.division import (
     experts_to_share,
     is_of_experts,
     key_value_heads,
+    needs_heads,
     refusal,
     styles,
 )
@@ -146,8 +147,9 @@ def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelC
     model = language(chain)
     cut = divisions(model, tuning, (1,) * heads, range(model.layer_count), _finest_experts(model, heads))
     names = {name for name, division in cut.items() if division.held is Holding.CUT}
+    experts = experts_to_share(model) if needs_heads(model, tuning) is None else None
     layers = (_divided(layer, index, cost.dtype, model, tuning, names) for index, layer in enumerate(cost.layers))
-    return replace(cost, layers=tuple(layers), heads=heads, experts=experts_to_share(model))
+    return replace(cost, layers=tuple(layers), heads=heads, experts=experts)
 
 
 def _divided(
@@ -174,8 +176,14 @@ def _divided(
         # A head's is of its logits; a block's backward holds as much as was kept.
         divided_workspace=1.0 if head else activations / kept if kept else 0.0,
         divided_scale_bytes=_scale_bytes(chain, index, names) if tuning.nf4 and tuning.double else 0,
-        group_sums=1 if head or index == 0 else len(containers(chain)),
+        group_sums=1 if head or index == 0 else _shares(chain, index),
     )
+
+
+def _shares(chain: TransformersChain, index: int) -> int:
+    """How many modules of a block are divided."""
+    (name,) = chain.module_names(index)
+    return sum(hasattr(chain.model.get_submodule(name), container) for container in containers(chain))
 
 
 def _scale_bytes(chain: TransformersChain, index: int, names: set[str]) -> int:

@@ -53,6 +53,9 @@ class LayerShare(Protocol):
     def connect(self, model: nn.Module, first: int, last: int) -> None:
         """Exchange with the other members where shares of the layers [first, last) begin and end."""
 
+    def start_magnitudes(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Adapted layer of which each member has some columns -> DoRA's start. Collective."""
+
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The summed loss of logits of the member's words."""
 
@@ -290,6 +293,11 @@ class StageLayers(HeldLayers):
                 self._begun[name] = values[name].clone() if name in values else torch.zeros(spec.shape)
         started = partial(self._adapter_start, values)
         found = inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, started)
+        for name in (name for name in here if name in found):
+            if self.divided is not None and not self.divided.trains(
+                name
+            ):  # all members compute it; the leader's counts
+                found[name].register_hook(torch.zeros_like)
         for parameter in again:
             parameter.requires_grad_(True)
         found |= self._token_rows(here)

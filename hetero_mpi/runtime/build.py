@@ -23,12 +23,13 @@ from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.optimizer import LossScale
+from hetero_mpi.model.tuning import MAGNITUDE
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.custom_model import start_values
 from hetero_mpi.runtime.setup.data_setup import model_directory
 from hetero_mpi.state.file_supply import open_start
-from hetero_mpi.state.redistribute import Parcel
+from hetero_mpi.state.redistribute import Parcel, set_parameter
 from hetero_mpi.state.results import load_adapter, send_parameters
 
 
@@ -97,6 +98,14 @@ def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None
         if directory is not None:
             check_adapter(directory, context.tuning)
     load_adapter(trainer, directory)
+
+
+def start_magnitudes(trainer: Trainer) -> None:
+    """Begin DoRA's magnitudes of layers whose columns a group has cut with the lengths of whole rows. Collective over groups."""
+    for stage in trainer.stages:
+        values = stage.divided.start_magnitudes(stage.model) if stage.divided is not None else {}
+        for path, value in values.items():
+            set_parameter(trainer, f"{path}{MAGNITUDE}", value)
 
 
 def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:

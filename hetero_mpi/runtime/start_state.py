@@ -48,7 +48,7 @@ from hetero_mpi.report.run_files.run_directory import (
     refuse_files_of_run,
     set_run_aside,
 )
-from hetero_mpi.runtime.build import start_adapter, start_layers
+from hetero_mpi.runtime.build import start_adapter, start_layers, start_magnitudes
 from hetero_mpi.runtime.reconfigure import build_share, hand_over
 from hetero_mpi.runtime.recovery import RunHistory
 from hetero_mpi.runtime.reference_likelihoods import check_reference
@@ -372,6 +372,8 @@ def begin(
                     start_adapter(context, share.members, share.trainer)
                 elif context.chain.start_is_sent:
                     start_layers(context, share.members, share.trainer)
+                elif job.adapter.dora:
+                    start_magnitudes(share.trainer)
             except CollectiveUserError as error:
                 problem = error
         world.share_problem(problem)

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hetero_mpi.checkpoint.format import SCALES
 from hetero_mpi.comm.transport import AHEAD, Request, Transport
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.engine.placement import parameter_owners
 from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.model.group.division import Division
 from hetero_mpi.model.layer.interface import ParameterSpec
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import holders
@@ -108,8 +110,10 @@ class LiveState:
         one = trainer.divided.get(parcel.name)
         if one is None or not one.cut or trainer.group is None:
             return self._part(parcel)
+        division, shape = _division(trainer, parcel, one.division)
         own = self._part(parcel) if trainer.has_part(parcel.name) else None
-        return trainer.group.assembled(own, one.division, parcel.shape, parcel.dtype)
+        own = own if own is None else own.view(division.shape(shape, trainer.group.member))
+        return trainer.group.assembled(own, division, shape, parcel.dtype).view(parcel.shape)
 
     def give(self, parcel: Parcel) -> None:
         """On another rank of the owner's group: give the owner its part, if it has one."""
@@ -237,13 +241,14 @@ def set_parameter(trainer: Trainer, name: str, value: torch.Tensor) -> None:
     assert held is not None and optimizer is not None
     with torch.no_grad():
         divided = trainer.divided.get(name)
+        parcel = Parcel("parameters", name, tuple(value.shape), value.dtype, trainer.rank)
         if name in trainer.tuning.constants:
             held.storage_of(held.model_parameter(name)).copy_(value)
         elif name in trainer.tuning.still:
             if divided is None or trainer.group is None or divided.division.exists(trainer.group.member):
-                held.storage_of(held.model_parameter(name)).copy_(_own_part(trainer, name, value))
+                held.storage_of(held.model_parameter(name)).copy_(_own_part(trainer, parcel, value))
         elif name in held.parameters:
-            value = _own_part(trainer, name, value)
+            value = _own_part(trainer, parcel, value)
             if name in optimizer.targets:
                 optimizer.targets[name].copy_(value)
             held.overwrite({name: optimizer.targets.get(name, value)})
@@ -260,7 +265,7 @@ def keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], N
         if trainer.optimizer is None or parcel.name not in trainer.optimizer.targets:
             return  # of a group, whose first rank has it
         arrived = waiting.setdefault(parcel.name, {})
-        arrived[parcel.kind] = _own_part(trainer, parcel.name, tensor)
+        arrived[parcel.kind] = _own_part(trainer, parcel, tensor)
         spec = trainer.tuning.trainable[parcel.name]
         if len(arrived) == len(moments.kept(trainer.tuning.moments.get(parcel.name, moments.TWO), spec.shape)):
             trainer.optimizer.restore(parcel.name, waiting.pop(parcel.name), updates)
@@ -268,7 +273,18 @@ def keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], N
     return keep
 
 
-def _own_part(trainer: Trainer, name: str, whole: torch.Tensor) -> torch.Tensor:
+def _own_part(trainer: Trainer, parcel: Parcel, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor of a parameter."""
-    divided = trainer.divided.get(name)
-    return whole if divided is None or trainer.group is None else divided.division.part(whole, trainer.group.member)
+    divided = trainer.divided.get(parcel.name)
+    if divided is None or trainer.group is None or not divided.cut:
+        return whole
+    division, shape = _division(trainer, parcel, divided.division)
+    part = division.part(whole.view(shape), trainer.group.member)
+    return part.flatten() if parcel.kind in SCALES else part
+
+
+def _division(trainer: Trainer, parcel: Parcel, of_parameter: Division) -> tuple[Division, tuple[int, ...]]:
+    """(the division of a parcel of a cut parameter, the shape in which it is divided)."""
+    if parcel.kind in SCALES:
+        return of_parameter.of_moments(trainer.tuning.trainable[parcel.name].shape)
+    return of_parameter, parcel.shape

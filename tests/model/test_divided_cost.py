@@ -76,7 +76,9 @@ def test_every_divided_family_says_what_it_divides() -> None:
     for family in DIVIDED_FAMILIES:
         _, _, cost = chain_cost(family, "full")
         assert cost.heads == HEADS and cost.layers[1].group_sums >= 1
-        assert (cost.experts is not None) == (family in WITH_EXPERTS)
+        assert (cost.experts is not None) == (
+            family in WITH_EXPERTS
+        )  # without which ranks without heads are not planned
         for layer in cost.layers:
             assert 0 < layer.divided_parameters <= layer.parameters
             assert layer.divided_trainable <= min(layer.divided_parameters, layer.trainable_parameters)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,8 @@ from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES, PROVEN_FAMILIES
-from hetero_mpi.model.tuning import full_training
+from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES, UNDIVIDED_FAMILIES
+from hetero_mpi.model.tuning import MAGNITUDE, full_training
 from tests.support.family_configs import dropout_rates, tiny_keys
 from tests.support.group_cases import (
     CUTS,
@@ -56,7 +58,11 @@ SHORT = (
     ("cohere", (4, 2)),  # attention beside the MLP; norms with a weight for each head
     ("gpt_neox", (3, 2, 1)),  # one matrix of queries, keys and values; biases
     ("phi", (4, 2)),  # a head with a bias
+    ("glm4", (3, 2, 1)),  # two matrices in one
+    ("gpt_oss", (4, 2)),  # sinks; experts with biases
+    ("olmo2", (3, 2, 1)),  # norms over all heads
     ("qwen3", (3, 3)),  # norms of heads
+    ("qwen3_next", (4, 2)),  # linear attention, which everybody computes
     ("youtu", (4, 2)),  # latent attention
 )
 CASES = [
@@ -69,11 +75,27 @@ HEADLESS_SHORT = (
     ("mixtral", (6, 0)),
     ("qwen3_moe", (0, 6)),  # norms of heads; a bias that the leader adds
 )
-LORA_SHORT = (("gpt_neox", (4, 2)), ("qwen3", (3, 2, 1)), ("youtu", (3, 3)))
+LORA_SHORT = (("gpt_neox", (4, 2)), ("qwen3", (3, 2, 1)), ("qwen3_next", (4, 2)), ("youtu", (3, 3)))
 LORA_CASES = [
     pytest.param(family, shares, marks=() if (family, shares) in LORA_SHORT else pytest.mark.long)
     for family, shares in itertools.product(DIVIDED_FAMILIES, SHARES)
 ]
+
+
+_FP32_INSIDE = (
+    "afmoe",
+    "deepseek_v2",
+    "flex_olmo",
+    "lara_mini",
+    "olmo2",
+    "olmo3",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
+ROUNDED = {**dict.fromkeys(_FP32_INSIDE, 1e-5), "gpt_oss": 1e-4}
+"""Larger limits where much, or everything, rounds to fp32 within: norms over all heads, linear attention, routers."""
 
 
 def same_bits(results: Sequence[Sequence[torch.Tensor]]) -> bool:
@@ -97,8 +119,10 @@ def test_a_group_gives_the_gradients_of_one_rank(family: str, shares: tuple[int,
     expected, results = run(whole), group.together(run)
     assert same_bits(results)
     for own, alone in zip(results[0], expected, strict=True):
-        assert (own - alone).norm() <= LIMIT * alone.norm()
-    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+        assert (own - alone).norm() <= ROUNDED.get(family, LIMIT) * alone.norm()
+    require_equal(
+        group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), ROUNDED.get(family, LIMIT)
+    )
 
 
 @pytest.mark.parametrize("experts", [(1, 7), (0, 8)], ids=str)
@@ -133,8 +157,10 @@ def test_a_member_with_experts_needs_no_heads(family: str, shares: tuple[int, ..
     expected, results = run(whole), group.together(run)
     assert same_bits(results)
     for own, alone in zip(results[0], expected, strict=True):
-        assert (own - alone).norm() <= LIMIT * alone.norm()
-    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+        assert (own - alone).norm() <= ROUNDED.get(family, LIMIT) * alone.norm()
+    require_equal(
+        group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), ROUNDED.get(family, LIMIT)
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -169,8 +195,60 @@ def test_a_group_gives_the_gradients_of_adapters(family: str, shares: tuple[int,
     widen([*whole, *itertools.chain(*group.members)])
     expected, results = run(whole), group.together(run)
     assert same_bits(results)
+    torch.testing.assert_close(results[0][2], expected[2], rtol=ROUNDED.get(family, LIMIT), atol=0.0)
+    require_equal(
+        group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), ROUNDED.get(family, LIMIT)
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("family", "shares", "changed"),
+    [
+        ("llama", (4, 2), {"dropout": 0.3}),
+        ("llama", (3, 2, 1), {"dora": True}),
+        ("gpt_neox", (4, 2), {"dora": True, "dropout": 0.3}),  # biases; one matrix of queries, keys and values
+        ("youtu", (4, 2), {"dora": True, "dropout": 0.3}),  # latents that everybody computes
+        ("mixtral", (4, 2), {"dropout": 0.3}),
+    ],
+)
+def test_adapters_that_depend_on_whole_layers(
+    family: str, shares: tuple[int, ...], changed: dict[str, Any], recompute: bool
+) -> None:
+    """Masks are those of one rank, in whatever part of a layer; lengths of rows are those of whole ones."""
+    chain = group_chain(family)
+    tuning = lora(chain, **changed)
+    assert refusal(chain, tuning, shares) is None
+    whole = whole_stages(chain, tuning)
+    group = ThreadGroup(chain, CUTS, shares, NamedStart(), tuning=tuning, recompute=recompute)
+    for own in (*group.members, whole):
+        set_adapters(own)
+    widen([*whole, *itertools.chain(*group.members)])
+    expected, results = run(whole), group.together(run)
+    assert same_bits(results)
     torch.testing.assert_close(results[0][2], expected[2], rtol=LIMIT, atol=0.0)
     require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+    assert refusal(chain, tuning, (6, 0)) is not None
+
+
+def test_magnitudes_begin_with_the_lengths_of_whole_rows() -> None:
+    chain = group_chain("llama", **PACKABLE, head_dim=64)
+    for dtype, nf4 in (("fp32", False), ("bf16", False), ("bf16", True)):
+        tuning = lora(chain, nf4=nf4, dora=True)
+        whole = whole_stages(chain, tuning, dtype)
+        group = ThreadGroup(chain, CUTS, (2, 1), NamedStart(), dtype, tuning)
+
+        def started(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
+            found = [own.divided.start_magnitudes(own.model) for own in stages if own.divided is not None]
+            return {name: value for own in found for name, value in own.items()}
+
+        first, second = group.together(started)
+        assert len(first) == 4 * 2 and all(torch.equal(first[name], second[name]) for name in first)
+        own = {name: value for stage in whole for name, value in (stage.masters or stage.parameters).items()}
+        for name, value in first.items():
+            torch.testing.assert_close(
+                value, own[f"{name}{MAGNITUDE}"].detach(), rtol=1e-2 if dtype == "bf16" else LIMIT, atol=0.0
+            )
 
 
 @pytest.mark.parametrize(("shares", "recompute"), [((4, 2), False), ((0, 6), True)])
@@ -294,7 +372,12 @@ def shape_of(stages: Sequence[Stage], packed: str) -> torch.Size:
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize(
     ("family", "packed", "shares", "experts"),
-    [("llama", 7, (2, 1), None), ("mixtral", 6, (2, 1), None), ("mixtral", 6, (3, 0), (2, 6))],
+    [
+        ("llama", 7, (2, 1), None),
+        ("glm", 6, (2, 1), None),
+        ("mixtral", 6, (2, 1), None),
+        ("mixtral", 6, (3, 0), (2, 6)),
+    ],
 )
 def test_nf4_weights_are_those_of_one_rank(
     family: str, packed: int, shares: tuple[int, ...], experts: tuple[int, ...] | None, double: bool
@@ -314,7 +397,7 @@ def test_nf4_weights_are_those_of_one_rank(
     assert same_bits(results)
     torch.testing.assert_close(results[0][2], losses[2], rtol=LIMIT, atol=0.0)
     # Packed weights are multiplied in fp32, and rounding is all that differs.
-    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), 1e-5)
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole), 3e-5)
 
 
 @pytest.mark.parametrize(("family", "experts"), [("llama", None), ("mixtral", (3, 5)), ("mixtral", (8, 0))])
@@ -573,24 +656,37 @@ def test_experts_that_do_not_add_up_are_refused() -> None:
 def test_settings_that_depend_on_the_cut_are_refused() -> None:
     llama = group_chain("llama")
     assert "attention_dropout = 0.1" in refused(group_chain("llama", **dropout_rates("llama")))
-    dropped = refusal(llama, lora(llama, dropout=0.2), (4, 2))
-    assert dropped is not None and "[adapter] dropout = 0.2" in dropped
-    magnitudes = refusal(llama, lora(llama, dora=True), (4, 2))
-    assert magnitudes is not None and "[adapter] dora = true" in magnitudes
-    packed = refused(llama, optimizer="adamw_8bit", moments={"model.norm.weight": "eight_bit"})
-    assert 'optimizer = "adamw_8bit" keeps blocks' in packed
+    assert "hidden_dropout = 0.1" in refused(group_chain("gpt_neox", hidden_dropout=0.1))
+    assert "router_jitter_noise = 0.1" in refused(group_chain("mixtral", router_jitter_noise=0.1))
+    found = refusal(linear := group_chain("qwen3_next"), lora(linear, dropout=0.1), (4, 2))
+    assert found is not None and "[adapter] dropout = 0.1" in found
+    attention = lora(linear, dropout=0.1, targets=["q_proj", "o_proj"])
+    assert refusal(linear, attention, (4, 2)) is None
+    name = "model.layers.0.self_attn.o_proj.weight"
+    packed = {"optimizer": "adamw_8bit", "moments": {name: "eight_bit"}}
+    assert f"cuts within one of {name}, 48 x 96, at 0, 64, 96" in refused(llama, **packed)
+    whole = replace(full_training(llama), optimizer="adamw_8bit", moments={"model.norm.weight": "eight_bit"})
+    assert refusal(llama, whole, (4, 2)) is None
+    assert "steps whole matrices" in refused(llama, optimizer="muon", moments={name: "one"})
 
 
 OTHERS = [
-    pytest.param(family, marks=() if family in ("gpt_oss", "olmo2") else pytest.mark.long)
-    for family in sorted(set(PROVEN_FAMILIES) - set(DIVIDED_FAMILIES))
+    pytest.param(family, marks=() if family in ("phi3", "kimi_linear") else pytest.mark.long)
+    for family in UNDIVIDED_FAMILIES
 ]
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families_are_refused_by_name(family: str) -> None:
     chain = TransformersChain(read_config(tiny_keys(family)))
-    assert f"the layers of {family} models cannot be divided" in refused(chain)
+    reason = f"the family {UNDIVIDED_FAMILIES[family]}"
+    assert f"the layers of {family} models cannot be divided within a group of ranks: {reason};" in refused(chain)
+
+
+def test_the_manual_says_which_families_are_refused_and_why() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    rows = re.findall(r"^\| (.*) \| the family (.*) \|$", text, re.MULTILINE)
+    assert {name: reason for names, reason in rows for name in names.split(", ")} == UNDIVIDED_FAMILIES
 
 
 def test_layers_of_a_users_own_are_refused() -> None:

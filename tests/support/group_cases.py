@@ -26,30 +26,43 @@ HEADS = 6
 EXPERTS = 8
 """Of every layer that has some."""
 WITH_EXPERTS = (
+    "afmoe",
+    "aria_text",
+    "beam",
     "cohere2_moe",
+    "deepseek_v2",
     "deepseek_v3",
     "dots1",
     "ernie4_5_moe",
     "exaone_moe",
+    "flint",
     "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
     "hy_v3",
     "kolibri1",
     "laguna",
+    "lara_mini",
     "mellum",
+    "minimax_m3_vl_text",
     "mixtral",
     "qwen2_moe",
+    "qwen3_5_moe_text",
     "qwen3_moe",
+    "qwen3_next",
     "sarvam_mla",
     "sarvam_moe",
     "solar_open",
 )
-"""Those of the divided families that have experts to share."""
+"""Those of the divided families that have experts to share, and whose members need no heads."""
 LAYERS = 6
 CUTS = ((0, 2), (2, 5), (5, LAYERS))
 """Embedding and a block; blocks; the head by itself."""
 PACKABLE = {"hidden_size": 192, "num_key_value_heads": 3, "num_attention_heads": 6, "intermediate_size": 384}
 """Every cut of (2, 1) falls between blocks of 64 weights, if heads have 64 columns."""
-_LATENT = ("deepseek_v3", "sarvam_mla", "youtu")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu")
+FP32 = ("gpt_oss",)
+"""Families whose experts as they are written, which fp64 needs, take no choice of a foreign one."""
 _ONE_HEAD_EACH = ("gpt_neox", "gptj")
 _FURTHER: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
@@ -92,7 +105,7 @@ def lora(chain: TransformersChain, nf4: bool = False, double: bool = False, **ch
     targets: Any = "all-linear"
     if next(fused_experts(chain.model), None) is not None:  # which are not to be adapted
         linears = [name for name, module in chain.model.named_modules() if isinstance(module, nn.Linear)]
-        targets = sorted({name.rpartition(".")[2] for name in linears if "attn" in name})
+        targets = sorted({name.rpartition(".")[2] for name in linears if "attn" in name} - {"gate_proj"})
     table = AdapterTable(**{"method": "lora", "rank": 4, "alpha": 8, "targets": targets, **changed})
     return adapter_tuning(chain, table, nf4, double)
 
@@ -111,8 +124,9 @@ def widen(stages: Sequence[Stage]) -> None:
     """Compute in fp64, so that what is left of a difference is no rounding. (Norms and losses round to fp32, and only one of the
     forms of experts takes fp64.)"""
     for stage in stages:
-        stage.model.double()
-        stage.model.config._experts_implementation = "eager"
+        if stage.chain.name not in FP32:
+            stage.model.double()
+            stage.model.config._experts_implementation = "eager"
 
 
 def set_adapters(stages: Sequence[Stage], spread: float = 0.3) -> None:

@@ -31,6 +31,8 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_PATIENCE_S)
         self.given: list[tuple[str, torch.Tensor]] = [("", torch.empty(0))] * size
+        self.turn = threading.Lock()
+        """Held by the member that computes: all threads draw from one generator, whose state each has for itself."""
 
 
 class ThreadLink:
@@ -58,6 +60,19 @@ class ThreadLink:
         self.calls += 1
         meeting = self._meeting
         meeting.given[self.member] = kind, tensor
+        drawn = torch.get_rng_state()
+        meeting.turn.release()
+        try:
+            joined = self._joined(tensor, join)
+        finally:
+            meeting.turn.acquire()
+            torch.set_rng_state(drawn)
+        with torch.no_grad():
+            tensor.copy_(joined)
+        return tensor
+
+    def _joined(self, tensor: torch.Tensor, join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        meeting = self._meeting
         meeting.barrier.wait()
         seen = {(other, given.shape, given.dtype) for other, given in meeting.given}
         assert len(seen) == 1, f"the members exchange different things: {seen}"
@@ -66,9 +81,11 @@ class ThreadLink:
         for _, given in meeting.given[1:]:
             result = join(result, given.to(wide))
         meeting.barrier.wait()
-        with torch.no_grad():
-            tensor.copy_(result)
-        return tensor
+        return result
+
+    @property
+    def turn(self) -> threading.Lock:
+        return self._meeting.turn
 
     def abort(self) -> None:
         self._meeting.barrier.abort()
@@ -131,7 +148,8 @@ class ThreadGroup:
         def one(member: int) -> T:
             torch.set_num_threads(1)
             try:
-                return call(self.members[member])
+                with self.links[member].turn:
+                    return call(self.members[member])
             except BaseException:
                 self.links[member].abort()
                 raise
@@ -153,11 +171,14 @@ class ThreadGroup:
         there = [part for part in parts if part is not None]
         if division.held is Holding.CUT:
             assert [part is not None for part in parts] == [division.exists(m) for m in range(len(parts))], name
-            own = [part.unflatten(division.dim, (division.rows, -1)) for part in there]
-            return torch.cat(own, division.dim + 1).flatten(division.dim, division.dim + 1)
+            dim = division.dim
+            pieces = [part.unflatten(dim, (division.pieces, part.shape[dim] // division.pieces)) for part in there]
+            return torch.cat(pieces, dim + 1).flatten(dim, dim + 1)
         if division.held is Holding.SUMMED and gradients:
             return torch.stack(there).sum(0)
-        assert not gradients or len(there) == 1, f"{name}: only the leader has a gradient"
+        assert not gradients or not any(other.any() for other in there[1:]), (
+            f"{name}: only the leader's gradient counts"
+        )
         return there[0]
 
 

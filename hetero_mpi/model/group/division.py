@@ -24,18 +24,43 @@ from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.layer.quantize import BLOCK
 from hetero_mpi.model.transformers.chain import TransformersChain
-from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES
+from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES, UNDIVIDED_FAMILIES
+from hetero_mpi.planning.types.cost import MOMENT_BLOCK
+from hetero_mpi.planning.types.moments import EIGHT_BIT
 from hetero_mpi.planning.types.plan import Plan
 
 _COLWISE, _ROWWISE, _EXPERTS = "colwise", "rowwise", "moe_tp_experts"
+_OVER_HEADS = "norm over heads"
+"""Not of the table: a norm over the numbers of all heads."""
+_TWO = "two colwise"
+"""Not of the table: two matrices in one, each cut by rows."""
 _LATENT = dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), _COLWISE)
 _LATENT["self_attn.o_proj"] = _ROWWISE
 """Heads of latent attention, whose latents every member computes."""
 _SHARED = dict.fromkeys(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), _COLWISE)
 _SHARED["mlp.shared_experts.down_proj"] = _ROWWISE
+_ATTENTION = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"), _COLWISE)
+_ATTENTION["self_attn.o_proj"] = _ROWWISE
+_HEAD_NORMS = _ATTENTION | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), _OVER_HEADS)
+_TWO_IN_ONE = {"mlp.gate_up_proj": _TWO, "mlp.down_proj": _ROWWISE}
+_GATED = _ATTENTION | {"self_attn.gate_proj": _COLWISE}
 _FURTHER = {
+    "afmoe": _GATED | _SHARED,
     "deepseek_v3": _LATENT,
     "exaone_moe": _SHARED,
+    "flex_olmo": _HEAD_NORMS,
+    "flint": _ATTENTION,
+    "glm": _TWO_IN_ONE,
+    "glm4": _TWO_IN_ONE,
+    "glm4_moe_lite": _SHARED | _LATENT,
+    "gpt_oss": _ATTENTION | {"mlp.experts": _EXPERTS, "mlp.experts.down_proj": _ROWWISE},
+    "minimax_m2": _HEAD_NORMS,
+    "minimax_m3_vl_text": _ATTENTION
+    | _TWO_IN_ONE
+    | {n.replace("mlp.", "mlp.shared_experts."): s for n, s in _TWO_IN_ONE.items()},
+    "olmo2": _HEAD_NORMS,
+    "olmo3": _HEAD_NORMS,
+    "olmo_hybrid": _HEAD_NORMS,
     "qwen2_moe": {name.replace("experts", "expert"): style for name, style in _SHARED.items()},
     "sarvam_mla": _LATENT,
     "solar_open": _SHARED,
@@ -70,37 +95,52 @@ class Division:
     Attributes:
         dim: the dimension that is cut.
         bounds: member m holds the places [bounds[m], bounds[m + 1]) of it.
-        rows: the dimension is so many rows of places one after the other, each of which is cut so.
+        pieces: so many matrices lie one after the other in that dimension, each of which is cut so.
     """
 
     held: Holding
     dim: int = 0
     bounds: tuple[int, ...] = ()
-    rows: int = 1
+    pieces: int = 1
 
     def place(self, whole: torch.Tensor, member: int) -> torch.Tensor:
-        """A member's places in a tensor that is cut, a view: rows and places are dimensions of their own."""
+        """A view of a member's part of what is cut, with a dimension for the pieces before the one that is cut."""
         first, end = self.bounds[member : member + 2]
-        return whole.unflatten(self.dim, (self.rows, -1)).narrow(self.dim + 1, first, end - first)
+        return whole.unflatten(self.dim, (self.pieces, -1)).narrow(self.dim + 1, first, end - first)
 
     def part(self, whole: torch.Tensor, member: int) -> torch.Tensor:
         """A member's part of it: contiguous memory of its own, or all of it as it is."""
         if self.held is not Holding.CUT:
             return whole
-        own = self.place(whole, member).clone(memory_format=torch.contiguous_format)
-        return own.flatten(self.dim, self.dim + 1)
+        found = self.place(whole, member).clone(memory_format=torch.contiguous_format)
+        return found.flatten(self.dim, self.dim + 1)
 
     def shape(self, whole: Sequence[int], member: int) -> tuple[int, ...]:
         """Shape of ``part``."""
         sizes = list(whole)
         if self.held is Holding.CUT:
-            sizes[self.dim] = self.rows * (self.bounds[member + 1] - self.bounds[member])
+            sizes[self.dim] = self.pieces * (self.bounds[member + 1] - self.bounds[member])
         return tuple(sizes)
 
     @property
     def of_blocks(self) -> Division:
         """The division of a tensor that has a number for each NF4 block of this one: (rows, blocks of a row)."""
         return self if self.dim == 0 else replace(self, bounds=tuple(bound // BLOCK for bound in self.bounds))
+
+    def of_moments(self, shape: Sequence[int]) -> tuple[Division, tuple[int, int]]:
+        """(the division of a tensor that has a number for each block of moments in 8 bits of this one, which is of ``shape``; its
+        shape). Cuts fall between blocks."""
+        outer = math.prod(shape[: self.dim]) * self.pieces
+        inner = math.prod(shape) // outer
+        each = math.prod(shape[self.dim + 1 :])
+        ends = tuple(-(-bound * each // MOMENT_BLOCK) for bound in self.bounds)
+        return Division(self.held, 1, ends), (outer, -(-inner // MOMENT_BLOCK))
+
+    def cuts_blocks(self, shape: Sequence[int], block: int) -> bool:
+        """Whether a cut of a tensor of ``shape`` falls within a block of so many numbers that follow each other in memory."""
+        inner = math.prod(shape[self.dim + 1 :])
+        ends = self.bounds if self.dim or self.pieces > 1 else self.bounds[:-1]
+        return self.held is Holding.CUT and any(bound * inner % block for bound in ends)
 
     def exists(self, member: int) -> bool:
         """Not where another member leads, or has all that is cut."""
@@ -134,10 +174,18 @@ class Trained(Protocol):
     def still(self) -> frozenset[str]: ...
 
 
-def key_value_heads(chain: TransformersChain, block: int = 0) -> int:
+def key_value_heads(chain: TransformersChain) -> int:
     """How many of a block there are to share."""
-    modules = chain.model.get_submodule(f"{chain.blocks_name}.{block}").named_children()
-    keys = next((module for name, module in modules if is_attention(name) and hasattr(module, "k_proj")), None)
+    return next((heads for block in range(chain.blocks) if (heads := _heads_of(chain, block)) is not None), 0)
+
+
+def _heads_of(chain: TransformersChain, block: int) -> int | None:
+    """Key/value heads of a block. None: every member computes all of its attention, a linear one."""
+    modules = dict(chain.model.get_submodule(f"{chain.blocks_name}.{block}").named_children())
+    own = [modules[name] for name in containers(chain) if is_attention(name) and name in modules]
+    if not own:
+        return None
+    keys = next((module for module in own if hasattr(module, "k_proj")), None)
     if keys is None:  # one matrix of all, or latent attention: each query head has its own
         return int(chain.config.num_attention_heads)
     return int(keys.k_proj.out_features // keys.head_dim)
@@ -162,6 +210,7 @@ class _Rules:
     ) -> None:
         self._chain, self._shares, self._experts = chain, shares, experts
         self._unit = BLOCK if tuning.nf4 else None
+        self._of_moments = EIGHT_BIT in tuning.moments.values()
         self._styles = styles(chain)
         self._containers = containers(chain)
         model = chain.model
@@ -182,15 +231,17 @@ class _Rules:
             return Division(Holding.WHOLE)
         if self._styles.get(local) == _EXPERTS:
             return self._of_experts(spec, module.replace(_WRAPPED, ""), adapter)
-        dim = self._cut_dimension(spec, module, self._styles.get(local), adapter or leaf)
+        style = self._styles.get(f"{local}.{leaf}" if local == container else local)
+        dim = self._cut_dimension(spec, module, style, adapter or leaf)
         if dim is not None:
-            return Division(Holding.CUT, dim, self._inner_bounds(container, spec.shape[dim]))
+            pieces = 2 if style == _TWO else 1
+            return Division(Holding.CUT, dim, self._inner_bounds(container, spec.shape[dim] // pieces), pieces)
         alone = self._styles.get(local) == _ROWWISE and leaf == "bias"
         return Division(Holding.LEADER if alone else Holding.SUMMED)
 
     def _cut_dimension(self, spec: ParameterSpec, module: str, style: str | None, leaf: str) -> int | None:
         """``leaf``: "weight", "bias", or "A" and "B" of an adapter."""
-        if style == _COLWISE:
+        if style in (_COLWISE, _OVER_HEADS, _TWO):
             return None if leaf == "A" else 0
         if style == _ROWWISE:
             return 1 if leaf in ("weight", "A") else None
@@ -200,7 +251,8 @@ class _Rules:
 
     def _inner_bounds(self, container: str, width: int) -> tuple[int, ...]:
         if not is_attention(container):
-            return self._in_proportion(width, self._unit or _unit(width))
+            whole_blocks = self._of_moments and width % MOMENT_BLOCK == 0
+            return self._in_proportion(width, self._unit or (MOMENT_BLOCK if whole_blocks else _unit(width)))
         of_a_head = width // sum(self._shares)
         return tuple(of_a_head * heads for heads in (0, *accumulate(self._shares)))
 
@@ -261,6 +313,11 @@ def experts_to_share(chain: TransformersChain) -> int | None:
     return max(counts, default=None)
 
 
+def norms_over_heads(chain: TransformersChain) -> list[str]:
+    """The norms within a block of which each member has the numbers of its heads."""
+    return [name for name, style in styles(chain).items() if style == _OVER_HEADS]
+
+
 def is_attention(container: str) -> bool:
     """Whether a module of a block is attention."""
     return "attn" in container or "attention" in container
@@ -276,18 +333,13 @@ def refusal(
             f"own: give each rank a stage of its own"
         )
     if chain.name not in DIVIDED_FAMILIES:
-        cuts = sorted(set(styles(chain).values()))
-        table = (
-            f"its tensor-parallel plan in transformers cuts by {', '.join(cuts)}"
-            if cuts
-            else "transformers has no plan"
-        )
         return (
-            f"the layers of {chain.name} models cannot be divided within a group of ranks ({table}); give each rank a stage of "
-            f"its own, or take one of {', '.join(DIVIDED_FAMILIES)}"
+            f"the layers of {chain.name} models cannot be divided within a group of ranks: the family "
+            f"{UNDIVIDED_FAMILIES[chain.name]}; give each rank a stage of its own, or take one of {', '.join(DIVIDED_FAMILIES)}"
         )
     return (
         _refused_tuning(chain, tuning)
+        or _refused_idle_heads(chain, tuning, shares)
         or _refused_shares(chain, shares, experts)
         or _refused_cuts(chain, tuning, shares, experts)
     )
@@ -303,26 +355,48 @@ def require_divisible(chain: LayerChain, tuning: Trained, plan: Plan) -> None:
 
 def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
     alone = "or give each rank a stage of its own"
-    if chain.draws or (tuning.adapter is not None and tuning.adapter.dropout > 0):
-        rates = {name: value for name, value in vars(chain.config).items() if "drop" in name and value}
-        if tuning.adapter is not None and tuning.adapter.dropout > 0:
-            rates["[adapter] dropout"] = tuning.adapter.dropout
-        found = ", ".join(f"{name} = {value}" for name, value in rates.items())
+    drawn = {n: v for n, v in vars(chain.config).items() if chain.draws and ("drop" in n or "jitter" in n) and v}
+    if tuning.adapter is not None and tuning.adapter.dropout > 0 and not _adapts_shares_only(chain, tuning):
+        drawn["[adapter] dropout"] = tuning.adapter.dropout
+    if drawn or chain.draws:
+        found = ", ".join(f"{name} = {value}" for name, value in drawn.items())
         return (
-            f"the masks of dropout ({found}) would depend on how a group of ranks divides a layer: set it to 0, {alone}"
+            f"the random numbers of dropout ({found}) would be others on each rank of a group, where all must compute the same: "
+            f"set it to 0, {alone}"
         )
-    if tuning.moments:
-        return (
-            f'[train] optimizer = "{tuning.optimizer}" keeps blocks of 8 bits, or steps whole matrices, which a group of ranks '
-            f'cuts: set it to "adamw", {alone}'
-        )
-    if tuning.adapter is not None and tuning.adapter.dora:
-        return f"[adapter] dora = true: DoRA needs norms of whole rows, which a group of ranks cuts: set it to false, {alone}"
+    if not {EIGHT_BIT}.issuperset(tuning.moments.values()):
+        return f'[train] optimizer = "{tuning.optimizer}" steps whole matrices, which a group of ranks cuts: set it to "adamw", {alone}'
     if tuning.tokens:
         return (
             "[adapter] tokens: rows of single tokens are not divided within a group of ranks: train the whole modules "
             '([adapter] modules_to_save = ["embed_tokens", "lm_head"]), or give each rank a stage of its own'
         )
+    return None
+
+
+def _adapts_shares_only(chain: TransformersChain, tuning: Trained) -> bool:
+    """Whether adapters are within what each member computes a share of, where unlike masks of unlike devices do no harm."""
+    prefixes = tuple(
+        f"{chain.blocks_name}.{block}.{own}." for block in range(chain.blocks) for own in containers(chain)
+    )
+    return all(name.startswith(prefixes) for name in tuning.trainable)
+
+
+def _refused_idle_heads(chain: TransformersChain, tuning: Trained, shares: Sequence[int]) -> str | None:
+    reason = needs_heads(chain, tuning)
+    if reason is None or 0 not in shares:
+        return None
+    return f"shares {', '.join(map(str, shares))} leave a rank without heads, and {reason}: give each rank one at least"
+
+
+def needs_heads(chain: TransformersChain, tuning: Trained) -> str | None:
+    """Why every member needs heads, as the end of a sentence; None: it does not."""
+    if tuning.adapter is not None and tuning.adapter.dropout > 0:
+        return "it would draw no masks of dropout where others do"
+    if norms_over_heads(chain):
+        return f"{chain.name} has norms over the heads of all"
+    if tuning.adapter is not None and tuning.adapter.dora:
+        return "DoRA adds up the lengths of rows over all members"
     return None
 
 
@@ -340,10 +414,10 @@ def _refused_shares(chain: TransformersChain, shares: Sequence[int], experts: Se
             f"the model's {heads}; found {', '.join(map(str, shares))}{found}: choose others"
         )
     for block in range(chain.blocks):
-        if key_value_heads(chain, block) != heads:
+        if _heads_of(chain, block) not in (None, heads):
             return (
                 f"a group of ranks shares the key/value heads, as many in each block; block {block} has "
-                f"{key_value_heads(chain, block)}, block 0 has {heads}: give each rank a stage of its own"
+                f"{_heads_of(chain, block)}, block 0 has {heads}: give each rank a stage of its own"
             )
     return None
 
@@ -367,10 +441,16 @@ def _refused_cuts(
 ) -> str | None:
     for name, division in divisions(chain, tuning, shares, range(chain.layer_count), experts).items():
         whole = chain.parameters[name].shape[division.dim] if name in chain.parameters else None
-        if division.held is Holding.CUT and whole is not None and division.bounds[-1] != whole:
+        if division.held is Holding.CUT and whole is not None and division.pieces * division.bounds[-1] != whole:
             return (
                 f"NF4 packs {BLOCK} weights at a time, and {name} has {whole} columns or rows to divide, no multiple of that: give "
                 f'each rank a stage of its own, or set [model] quantization to "none"'
+            )
+        if tuning.moments.get(name) == EIGHT_BIT and division.cuts_blocks(tuning.trainable[name].shape, MOMENT_BLOCK):
+            return (
+                f"moments in 8 bits are blocks of {MOMENT_BLOCK}, and a group of ranks cuts within one of {name}, "
+                f"{' x '.join(map(str, tuning.trainable[name].shape))}, at {', '.join(map(str, division.bounds))}: choose other "
+                f'shares, or set [train] optimizer to "adamw"'
             )
         of_experts = is_of_experts(chain, name)
         # Only who asks for a rank without experts, or without heads, gets one.

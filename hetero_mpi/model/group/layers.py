@@ -25,10 +25,12 @@ from hetero_mpi.model.group.division import (
     divisions,
     expert_modules,
     is_attention,
+    norms_over_heads,
     refusal,
     rowwise,
 )
 from hetero_mpi.model.group.exchanges import GroupLink, StageGroup, anchored, entered, left, replace_forward
+from hetero_mpi.model.group.whole_layers import adapted_across, join_adapter, norm_over_members, start_magnitude
 from hetero_mpi.model.layer.loss import IGNORED, piece_size
 from hetero_mpi.model.layer.quantize import double_scales, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -51,6 +53,7 @@ class DividedLayers:
         """The first of this member's words."""
         # An empty tuple ends no path.
         self._expert_modules = tuple(f".{name}" for name in expert_modules(chain))
+        self._norms = tuple(f".{name}" for name in norms_over_heads(chain))
 
     @property
     def leads(self) -> bool:
@@ -138,18 +141,28 @@ class DividedLayers:
             self._connect_block(model.get_submodule(name))
             self._leave_out(name, model.get_submodule(name))
             for path, module in model.get_submodule(name).named_modules(prefix=name):
+                if path.endswith(self._norms):
+                    width = self._divisions[f"{path}.weight"].bounds[-1]
+                    narrow = "olmo" not in self._chain.name
+                    module.forward = partial(norm_over_members, module, width, self._link, narrow)
                 if path.endswith(self._expert_modules):
                     ExpertShare(*self._experts(path), self._link).connect(module)
+        for _, adapted, division in adapted_across(model, self._divisions):
+            join_adapter(adapted, division, self._link)
         if last == self._chain.layer_count:
             head = model.get_submodule(self._head)
             if wordless:
                 replace_forward(head, lambda x: x.new_zeros((*x.shape[:-1], 0)))
             head.register_forward_pre_hook(lambda _, given: (entered(given[0], self._link), *given[1:]))
 
+    def start_magnitudes(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Layer -> DoRA's start, of those whose columns are cut. Collective."""
+        found = {path: start_magnitude(layer, self._link) for path, layer, _ in adapted_across(model, self._divisions)}
+        return {path: value for path, value in found.items() if value is not None}
+
     def _connect_block(self, block: nn.Module) -> None:
         entrance = _Entrance(self._link)
-        for name in containers(self._chain):
-            container = block.get_submodule(name)
+        for container in (block.get_submodule(name) for name in containers(self._chain) if hasattr(block, name)):
             container.register_forward_pre_hook(entrance.enter, with_kwargs=True)
             container.register_forward_hook(partial(_leave, self._link))
         block.register_forward_hook(entrance.forget, always_call=True)

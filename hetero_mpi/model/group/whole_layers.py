@@ -1,0 +1,80 @@
+"""The parts of a member's share that depend on the whole layer: masks of adapters' dropout, the lengths of rows in DoRA, and norms
+over the heads of all members."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hetero_mpi.model.group.division import Division, Holding
+from hetero_mpi.model.group.exchanges import GroupLink, entered, left
+
+_NAME = "default"
+"""peft's name of the only adapter."""
+
+
+def adapted_across(model: nn.Module, divisions: Mapping[str, Division]) -> Iterator[tuple[str, Any, Division]]:
+    """(name, peft's layer, division) of the adapted layers of a stage's model of whose columns each member has some."""
+    for path, module in model.named_modules():
+        division = divisions.get(f"{path}.weight")
+        if hasattr(module, "lora_dropout") and division is not None and division.held is Holding.CUT and division.dim:
+            yield path, module, division
+
+
+def join_adapter(adapted: Any, division: Division, link: GroupLink) -> None:
+    """Draw masks as for the whole input of an adapted layer, and take the lengths of whole rows."""
+    dropout = adapted.lora_dropout[_NAME]
+    if isinstance(dropout, nn.Dropout):
+        adapted.lora_dropout[_NAME] = _DividedDropout(dropout.p, division.bounds, link.member)
+    for layer in adapted.lora_magnitude_vector.values():
+        layer.get_weight_norm = partial(_row_lengths, link)
+
+
+def start_magnitude(adapted: Any, link: GroupLink) -> torch.Tensor | None:
+    """DoRA's start of an adapted layer (out) in fp32: the lengths of the rows of its weight. None: it has no magnitudes."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    if _NAME not in adapted.lora_magnitude_vector:
+        return None
+    weight = dequantize_module_weight(adapted.base_layer).detach()
+    return _row_lengths(link, weight, torch.zeros_like(weight), 0.0).float()
+
+
+class _DividedDropout(nn.Module):
+    """Dropout of the columns [bounds[member], bounds[member + 1]) of a layer's input: the bits are those of the whole input's."""
+
+    def __init__(self, rate: float, bounds: tuple[int, ...], member: int) -> None:
+        super().__init__()
+        self._rate, self._first, self._end, self._whole = rate, *bounds[member : member + 2], bounds[-1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        whole = F.dropout(F.pad(x, (self._first, self._whole - self._end)), self._rate)
+        return whole[..., self._first : self._end].contiguous()  # without keeping the rest
+
+
+@torch.no_grad()
+def _row_lengths(
+    link: GroupLink, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
+) -> torch.Tensor:
+    """peft's ``get_weight_norm`` of rows of which each member has a part."""
+    squares = (weight + scaling * lora_weight).float().square().sum(1)
+    return link.sum(squares).sqrt().to(weight.dtype)
+
+
+def norm_over_members(norm: Any, width: int, link: GroupLink, narrow: bool, x: torch.Tensor) -> torch.Tensor:
+    """The forward of an RMSNorm of ``width`` numbers of which ``x`` (..., own numbers) has this member's.
+
+    Args:
+        narrow: the weight is applied in the dtype of ``x``, as Llama has it; else in fp32, as OLMo 2 has it.
+    """
+    wide = x.float()
+    squares = entered(left(wide.square().sum(-1, keepdim=True), link), link)
+    scaled = wide * torch.rsqrt(squares / width + norm.variance_epsilon)
+    return norm.weight * scaled.to(x.dtype) if narrow else (norm.weight * scaled).to(x.dtype)
