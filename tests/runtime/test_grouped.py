@@ -164,7 +164,7 @@ MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok
 
 
 def test_adapters_on_experts_go_to_a_group_and_back_and_peft_reads_them_np2(workshop: Workshop) -> None:
-    model = workshop.model("adapted", tied=True, **MIXTRAL)
+    model = workshop.model("adapted-experts", tied=True, **MIXTRAL)
     there_and_back(workshop, model, StagePlan((0, 1), 0, 4, 0, shares=(2, 0), experts=(1, 3)), adapter=ADAPTER)
     runs = [workshop.directory / f"{model.name}-{name}" for name in RUNS]
     expected, *others = (tensors(run, 4) for run in runs)

@@ -365,7 +365,8 @@ def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
             f"set it to 0, {alone}"
         )
     if not {EIGHT_BIT}.issuperset(tuning.moments.values()):
-        return f'[train] optimizer = "{tuning.optimizer}" steps whole matrices, which a group of ranks cuts: set it to "adamw", {alone}'
+        how = f'steps whole matrices, which a group of ranks cuts: set it to "adamw", {alone}'
+        return f'[train] optimizer = "{tuning.optimizer}" {how}'
     if tuning.tokens:
         return (
             "[adapter] tokens: rows of single tokens are not divided within a group of ranks: train the whole modules "
