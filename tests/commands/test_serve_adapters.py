@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -128,5 +129,21 @@ def test_what_cannot_be_served_beside_is_refused(base: Path, adapters: dict[str,
     ):
         with pytest.raises(UserError, match=reason):
             served_models(base, words)
+    for key, value in (("modules_to_save", ["lm_head"]), ("trainable_token_indices", [3, 4])):
+        whole = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base), LoraConfig(**ADAPTERS["first"], **{key: value})
+        )
+        whole.save_pretrained(str(place / key))
+        for source, other in ((base, place / key), (place / key, first)):
+            with pytest.raises(UserError, match="are served alone, without others beside them"):
+                served_models(source, [str(other)])
+        assert [model.name for model in served_models(place / key, [])] == [key]
+    grown = place / "grown"
+    shutil.copytree(first, grown)
+    tokenizer = load_tokenizer(base)
+    tokenizer.add_tokens([f"<{number}>" for number in range(400)])
+    tokenizer.save_pretrained(grown)
+    with pytest.raises(UserError, match="its tokenizer has new tokens, for which it needs"):
+        served_models(base, [str(grown)])
     assert [model.name for model in served_models(base, [f"a={first}"])] == [base.name, "a"]
     assert [model.name for model in served_models(first, [])] == ["first"]

@@ -23,6 +23,13 @@ from hetero_mpi.runtime.serve.tool_calls import form_of
 _OF_CALLS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 """Tokens that some tokenizers keep special: calls of tools are known by them."""
 
+_ALONE = {
+    "parameters": "adapters of fused experts",
+    "modules_to_save": "adapters with whole modules (modules_to_save)",
+    "tokens": "adapters with rows of tokens (tokens)",
+}
+"""Key of ``[adapter]`` -> the adapters that change more than can be switched from request to request."""
+
 
 class ServedModel:
     """Rank 0's knowledge of a model before its weights are loaded.
@@ -101,8 +108,18 @@ def _check_beside(word: str, opened: Opened, first: Opened) -> None:
         raise UserError(
             f"--adapter {word}: its base is {other}, and {base} is served; adapters beside each other share one"
         )
-    if opened.source.adapter.get("parameters") or (first.source.adapter or {}).get("parameters"):
-        raise UserError(f"--adapter {word}: adapters of fused experts are served alone, without others beside them")
+    for table in (opened.source.adapter, first.source.adapter or {}):
+        kind = next((what for key, what in _ALONE.items() if table.get(key)), None)
+        if kind is not None:
+            raise UserError(
+                f"--adapter {word}: {kind} are served alone, without others beside them; make a model of one by export --merge"
+            )
+    rows, served_rows = (read_config(one.source.config).vocab_size for one in (opened, first))
+    if rows > served_rows:
+        raise UserError(
+            f"--adapter {word}: its tokenizer has new tokens, for which it needs {rows:,} rows of the embedding, and the "
+            f"model that is served has {served_rows:,}; serve it alone"
+        )
     own, served = (f"{one.source.dtype}{', 4 bits' * one.source.nf4}" for one in (opened, first))
     if own != served:
         say(f"adapter {word} was made for a base in {own}; it is served over one in {served}")
