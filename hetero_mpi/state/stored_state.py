@@ -27,7 +27,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.job.training_tables import TrainTable
+from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.optimizer import learning_rate
 from hetero_mpi.model.tuning import Tuning
@@ -61,6 +61,8 @@ ANY = "any"
 """Like ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
 _KEPT = ("seed", "global_batch", "last_batch", "dtype", "optimizer", "freeze", "preference")
 """Keys of ``[train]`` that a resumed run has as it began with them."""
+_OF_ADAPTER = ("start", "alpha", "rslora", "alpha_pattern", "tokens")
+"""The same of ``[adapter]``: what shapes and names of tensors do not tell."""
 _TOLD = (
     *("preference_beta", "preference_smoothing", "preference_margin", "desirable_weight", "undesirable_weight"),
     *("neftune_noise_alpha", "weight_decay", "beta1", "beta2", "epsilon", "clip_norm"),
@@ -254,8 +256,22 @@ def check_fits(
     if names is None and "version_id" in reader.metadata:
         raise UserError(f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts")
     check_train(reader, path, train)
+    _check_adapter(reader, path, tuning)
     check_tensors(reader, path, tuning, names)
     check_settings(reader, path, chain, sequence_length)
+
+
+def _check_adapter(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
+    """Refuse the state of an adapter whose tensors would mean something else here. Raises UserError."""
+    with damage_named(path, "metadata/job"):
+        then = dict(reader.metadata["job"]["adapter"])
+    for key in _OF_ADAPTER if tuning.adapter is not None and then.get("method") == "lora" else ():
+        was, now = then.get(key, AdapterTable.model_fields[key].default), getattr(tuning.adapter, key)
+        if (was or None) != (now or None):
+            raise UserError(
+                f"{path} was written with [adapter] {key} = {as_toml(was)}, this job says {as_toml(now)}: the run would not "
+                f"continue where it stopped; set it back, or start without --resume"
+            )
 
 
 def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, held: Collection[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.state.stored_state import check_train, rate_change, step_change
+from hetero_mpi.state.stored_state import check_fits, check_train, rate_change, step_change
 from tests.support.checkpoint_samples import told
 from tests.support.family_configs import tiny_keys
 from tests.support.stages import stage_of
@@ -158,6 +158,21 @@ def test_going_on_with_another_preference_or_freeze_is_refused(tmp_path: Path) -
             check_train(reader, path, train.model_copy(update={"preference": "simpo"}))
         with pytest.raises(UserError, match=r"freeze = \[0\], this job says \[\]: the run would not"):
             check_train(reader, path, train.model_copy(update={"freeze": []}))
+
+
+def test_going_on_with_an_adapter_that_means_something_else_is_refused(tmp_path: Path) -> None:
+    """Names and shapes of its tensors are the same."""
+    own, path, train = chain(), tmp_path / "step.h5", TrainTable(dtype="fp32")
+    keys: dict[str, Any] = {"method": "lora", "rank": 2, "start": "olora", "tokens": [3, 4]}
+
+    with CheckpointWriter(path, told(1, job={"train": train.model_dump(), "data": {}, "adapter": keys})):
+        pass
+    with CheckpointReader(path) as reader:
+        for changed in ({"start": "pissa"}, {"tokens": [3, 5]}, {"alpha": 8.0}, {"rslora": True}):
+            with pytest.raises(UserError, match=rf"written with \[adapter\] {next(iter(changed))} = .*set it back"):
+                check_fits(reader, path, own, tuned({}, own, **{**keys, **changed}), train, 8)
+        with pytest.raises(UserError, match="checkpoint of another model: it lacks"):
+            check_fits(reader, path, own, tuned({}, own, **keys), train, 8)
 
 
 def test_groups_of_ranks_take_frozen_parameters_and_noise() -> None:
