@@ -77,9 +77,10 @@ def _model(known: Known) -> Problems:
     if known("adapter.parameters") and known("adapter.dropout"):
         rule = "peft adds an adapter of experts to their weights, so nothing can be dropped before it: set adapter.dropout = 0"
         yield "adapter.parameters", rule
-    if not re.fullmatch(r"default|olora|pissa(_niter_[1-9]\d?)?", known("adapter.start") or "default"):
+    start = known("adapter.start")
+    if start is not None and not re.fullmatch(r"default|olora|pissa(_niter_[1-9]\d?)?", start):
         yield "adapter.start", 'must be "default", "pissa", "pissa_niter_4" (or another number) or "olora"'
-    for key in ("path", "parameters", "dora") if known("adapter.start") not in (None, "default") else ():
+    for key in ("path", "parameters", "dora") if start not in (None, "default") else ():
         if known(f"adapter.{key}"):
             yield "adapter.start", f"is for new adapters of linear layers without DoRA: leave it out, or adapter.{key}"
     if known("adapter.parameters") and known("adapter.dora"):
@@ -208,7 +209,8 @@ def _schedule(known: Known) -> Problems:
     adapted = known("adapter.method") == "lora"
     if adapted and known.changed("train.freeze"):
         yield "train.freeze", "is for training of all weights; an adapter leaves these frozen: leave it out"
-    for key in ("train.lora_plus_ratio", "adapter.modules_to_save", "adapter.tokens"):
+    own = ("modules_to_save", "tokens", "tokens_in", "start")
+    for key in ("train.lora_plus_ratio", *(f"adapter.{name}" for name in own)):
         if not adapted and known.changed(key):
             yield key, 'is for adapters: set adapter.method = "lora", or leave it out'
     if schedule == "constant" and known("train.min_learning_rate_ratio"):

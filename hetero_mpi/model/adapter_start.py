@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from hetero_mpi.errors import UserError
+from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.layer.seeds import seeded
@@ -37,6 +39,11 @@ class ReducedStart:
         for name in self._tuning.modules_in(layer, layer + 1):
             weight, scale = model.get_parameter(f"{name}.weight"), scale_of(self._adapter, name)
             a, b = (f"{name}.lora_{side}.weight" for side in "AB")
+            if not weight.isfinite().all():
+                raise UserError(
+                    f"{name}.weight holds numbers that are not finite, and [adapter] start = {as_toml(self._adapter.start)} takes "
+                    f'it apart: get the model\'s files again, or set start = "default"'
+                )
             with torch.no_grad(), seeded(self._seed, name), _one_thread():
                 rank = self._tuning.trainable[a].shape[0]
                 self.values[a], self.values[b] = _parts(self._adapter.start, weight.detach(), rank, scale)

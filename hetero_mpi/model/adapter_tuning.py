@@ -180,6 +180,13 @@ def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, d
             f"[adapter] targets = {as_toml(adapter.targets)} match {outside[0]}, which is not inside a block; "
             f"adapt linear layers of blocks only"
         )
+    for name, shape in found.shapes.items() if adapter.start != "default" else ():
+        rank, width = shape if ".lora_A." in name else reversed(shape)
+        if rank > width:
+            raise UserError(
+                f"[adapter] start = {as_toml(adapter.start)}: an adapter of rank {rank} cannot begin with so many parts of "
+                f"{name.rpartition('.lora_')[0]}, which has {width}: lower the rank, or give such layers another by rank_pattern"
+            )
     written, ids = (
         peft_targets(chain.model, adapter, found),
         [one for one in adapter.tokens or () if isinstance(one, int)],

@@ -243,6 +243,9 @@ lerning_rate = 3
             "without DoRA: leave it out, or adapter.dora",
         ),
         (["adapter.method=lora", "adapter.start=pissa", "adapter.path=a"], "leave it out, or adapter.path"),
+        (["adapter.method=lora", "adapter.start="], 'start = "": must be "default"'),
+        (["adapter.start=pissa"], 'is for adapters: set adapter.method = "lora"'),
+        (["adapter.tokens_in=head"], 'is for adapters: set adapter.method = "lora"'),
     ],
 )
 def test_contradictions(tmp_path: Path, overrides: list[str], expected: str) -> None:
@@ -380,7 +383,7 @@ def test_every_example_of_the_reference_is_a_valid_value() -> None:
             complete |= {"data.text": "", "data.records": "['a.jsonl', 'b.jsonl']"}
         if (table, key) == ("model", "config"):
             complete |= {"model.path": "", "tokenizer.path": "t"}
-        if (table, key) in (("adapter", "modules_to_save"), ("adapter", "tokens")):
+        if table == "adapter" and key in ("modules_to_save", "tokens", "tokens_in"):
             complete["adapter.method"] = "'lora'"
         if (table, key) == ("model", "factory"):
             complete = {f"{table}.{key}": example}

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_files import adapter_of, write_adapter
 from hetero_mpi.model.adapter_start import ReducedStart
@@ -98,6 +99,18 @@ def test_it_begins_as_in_peft_and_opens_beside_the_weights_as_they_were(
     assert not torch.allclose(logits(opened), logits(plain), atol=1e-2)
     table, _ = adapter_of(tmp_path)
     assert (table.rank, table.start, table.rank_pattern) == (8, "default", {"v_proj": 6})
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora", "pissa_niter_8"])
+def test_what_has_no_such_parts_is_refused(start: str) -> None:
+    plain = plain_model()
+    table = AdapterTable(method="lora", rank=17, start=start)
+    with pytest.raises(UserError, match=r"rank 17 cannot begin with so many parts of .*k_proj, which has 16: lower"):
+        adapter_tuning(CHAIN, table, False, True)
+    adapter_tuning(CHAIN, table.model_copy(update={"rank_pattern": {"[kv]_proj": 16}}), False, True)
+    plain.get_parameter("model.layers.1.mlp.up_proj.weight").data[0, 0] = float("inf")
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight holds numbers that are not finite"):
+        begun(plain, start=start)
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora", "pissa_niter_8"])
