@@ -199,9 +199,40 @@ def _adapter(values: dict[str, Any], model: str | Path, config: Any) -> list[tup
         return [("target_modules", 'name the layers, ["q_proj", "v_proj"], or "all-linear"; a pattern is not here')]
     given["target_modules"] = targets if isinstance(targets, str) else sorted(targets)
     given["layers_to_transform"] = [layers] if isinstance(layers, int) else layers
+    refused = _beside(values, model, given)
     values |= {ours: given[key] for key, ours in PEFT["keys"].items() if given[key] not in (None, {})}
     changed = {key for key, value in given.items() if value != defaults.get(key)} - PEFT["keys"].keys()
-    return [(f"peft_config.{key}", PEFT["reason"]) for key in sorted(changed - set(PEFT["aside"]))]
+    return refused + [(f"peft_config.{key}", PEFT["reason"]) for key in sorted(changed - set(PEFT["aside"]))]
+
+
+_ENDS = {"embed_tokens": "embedding", "lm_head": "head"}
+"""Modules that may have trained rows -> ``adapter.tokens_in``."""
+
+
+def _beside(values: dict[str, Any], model: str | Path, given: dict[str, Any]) -> list[tuple[str, str]]:
+    """Bring into our form what adapters begin with, and what is trained beside them; returns what is not taken, with the reason."""
+    refused = []
+    start, saved, rows = (given[key] for key in ("init_lora_weights", "modules_to_save", "trainable_token_indices"))
+    given["init_lora_weights"] = start if isinstance(start, str) else None
+    if start is not True and not str(start).startswith(("pissa", "olora")):
+        refused.append(("peft_config.init_lora_weights", 'there are True, "pissa", "pissa_niter_4" and "olora"'))
+    given["modules_to_save"] = sorted(saved) if saved else None
+    description = Path(model) / "config.json"
+    keys = json.loads(description.read_text(encoding="utf-8")) if saved and description.is_file() else {}
+    torn = keys.get("tie_word_embeddings") and not given["ensure_weight_tying"]
+    if torn and any(name.endswith(tuple(_ENDS)) for name in saved):
+        reason = "must be True, as this model has one matrix for embedding and head, and keeps it"
+        refused.append(("peft_config.ensure_weight_tying", reason))
+    by_end = rows if isinstance(rows, dict) else {"embed_tokens": rows}
+    ends = {_ENDS.get(name.rpartition(".")[2]) for name in by_end}
+    given["trainable_token_indices"] = next(iter(by_end.values()), None) or None
+    if None in ends or len({tuple(sorted(some or ())) for some in by_end.values()}) > 1:
+        refused.append(
+            ("peft_config.trainable_token_indices", "the same rows of embed_tokens, lm_head or both are trained")
+        )
+    elif rows:
+        values["adapter.tokens_in"] = "both" if len(ends) == 2 else ends.pop()
+    return refused
 
 
 def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -91,15 +91,45 @@ def test_an_adapter_s_arguments() -> None:
     adapter = job_of({}, peft_config=config).adapter
     assert (adapter.method, adapter.rank, adapter.alpha, adapter.dropout) == ("lora", 4, 6.0, 0.0)
     assert (adapter.targets, adapter.layers, adapter.alpha_pattern) == (["q_proj", "v_proj"], [1], {"q_proj": 3.0})
-    lines = refused({}, peft_config=LoraConfig(target_modules="all-linear", bias="all", modules_to_save=["lm_head"]))
+    lines = refused({}, peft_config=LoraConfig(target_modules="all-linear", bias="all", init_lora_weights="gaussian"))
     assert [line.split(" is not taken")[0] for line in lines] == [
+        "args: peft_config.init_lora_weights",
         "args: peft_config.bias",
-        "args: peft_config.modules_to_save",
     ]
     assert refused({}, peft_config=LoraConfig(r=2))[0].startswith("args: target_modules is not taken: name the layers")
     Path("model").mkdir()
     Path("model/config.json").write_text('{"model_type": "llama"}')
     assert job_of({}, peft_config=LoraConfig(r=2)).adapter.targets == ["q_proj", "v_proj"], "as peft has it"
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens_in"),
+    [
+        ([4, 2], "embedding"),
+        ({"model.embed_tokens": [2, 4]}, "embedding"),
+        ({"lm_head": [2, 4]}, "head"),
+        ({"embed_tokens": [2, 4], "lm_head": [4, 2]}, "both"),
+    ],
+)
+def test_what_an_adapter_begins_with_and_what_is_trained_beside_it(rows: Any, tokens_in: str) -> None:
+    further: dict[str, Any] = {"modules_to_save": ["norm"], "trainable_token_indices": rows}
+    config = LoraConfig(target_modules="all-linear", init_lora_weights="pissa_niter_4", **further)
+    adapter = job_of({}, peft_config=config).adapter
+    assert (adapter.start, adapter.modules_to_save) == ("pissa_niter_4", ["norm"])
+    assert (sorted(adapter.tokens or []), adapter.tokens_in) == ([2, 4], tokens_in)
+
+
+def test_what_is_not_trained_so_beside_an_adapter_is_refused() -> None:
+    def first(**further: Any) -> str:
+        return refused({}, peft_config=LoraConfig(target_modules="all-linear", **further))[0]
+
+    assert "the same rows of embed_tokens" in first(trainable_token_indices={"embed_tokens": [1], "lm_head": [2]})
+    assert "the same rows of embed_tokens" in first(trainable_token_indices={"wpe": [1]})
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')
+    assert "ensure_weight_tying is not taken: must be True" in first(modules_to_save=["lm_head"])
+    config = LoraConfig(target_modules="all-linear", modules_to_save=["lm_head"], ensure_weight_tying=True)
+    assert job_of({}, peft_config=config).adapter.modules_to_save == ["lm_head"]
 
 
 def test_models_and_rows_that_are_not_taken() -> None:
