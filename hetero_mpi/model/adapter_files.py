@@ -144,6 +144,8 @@ class _Found:
         rows = {}
         for name in [name for name in tensors if name.endswith(_UNDER_ROWS)]:
             module = name.removesuffix(_UNDER_ROWS)
+            if module + ROWS not in tensors:
+                raise UserError(f"{directory}: {name} has no rows of tokens beside it ({module}{ROWS}), {UNKNOWN}")
             rows[f"{module}.weight"], tensors[f"{module}.weight"] = tensors.pop(module + ROWS), tensors.pop(name)
         holders = tuple(f".{name.rpartition('.')[0]}" for name in config.target_parameters or [])
         names = sorted(name.removesuffix(_A) for name in tensors if name.endswith(_A))
@@ -155,9 +157,45 @@ class _Found:
                     f"out; correct target_modules there, or save the adapter again"
                 )
         found = cls(config, modules, tensors, rows)
+        found._check_whole(directory)
         if len({tuple(sorted(found._tokens(name))) for name in tensors if name.endswith(ROWS)}) > 1:
             raise UserError(f"{directory}: trainable_token_indices of embedding and head differ, {UNKNOWN}")
         return found
+
+    def _check_whole(self, directory: Path) -> None:
+        """Refuse settings of what is trained beside adapters that no tensor is there for, and tokens that are named twice."""
+        given = self.config.trainable_token_indices or []
+        by_end = given if isinstance(given, dict) else {"": given}
+        with_rows = [name.removesuffix(ROWS) for name in self.tensors if name.endswith(ROWS)]
+        with_rows += [name.removesuffix(".weight") for name in self.rows]
+        same = [{*self._tokens(name)} for name in with_rows]  # a tied model's rows are written once
+        whole = [name for name in self.tensors if ".lora_" not in name]
+        missing = {
+            "trainable_token_indices": [
+                end
+                for end, tokens in by_end.items()
+                if tokens and not any(name.endswith(end) for name in with_rows) and {*tokens} not in same
+            ],
+            "modules_to_save": [
+                end for end in self.config.modules_to_save or [] if not any(f"{end}." in n for n in whole)
+            ],
+        }
+        for key, ends in missing.items():
+            if ends:
+                raise UserError(
+                    f"{directory}: {CONFIG} has {key} = {as_toml(getattr(self.config, key))}, and {WEIGHTS} no tensors of "
+                    f"{ends[0] or 'them'}: it is damaged, or of another adapter; save the adapter again"
+                )
+        twice = next((tokens for tokens in by_end.values() if len({*tokens}) < len(tokens)), None)
+        if twice is not None:
+            raise UserError(f"{directory}: trainable_token_indices = {as_toml(twice)} name a token twice, {UNKNOWN}")
+        for name, stored in self.rows.items():
+            tokens, shape = self._tokens(name), self.tensors[name].shape
+            if stored.shape != (len(tokens), *shape[1:]) or max(tokens, default=0) >= shape[0]:
+                raise UserError(
+                    f"{directory}: {name} has shape {shape} and its rows of tokens {stored.shape}, which trainable_token_indices = "
+                    f"{as_toml(tokens)} do not fit; save the adapter again"
+                )
 
     def tensor(self, name: str) -> torch.Tensor:
         """In fp32, rows of tokens in the order of these."""

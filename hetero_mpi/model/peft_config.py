@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.job.training_tables import Pattern
+from hetero_mpi.job.training_tables import NotNegative, Pattern
 from hetero_mpi.model.adapter_targets import reaches
 from hetero_mpi.model.files.model_files import read_json
 
@@ -51,7 +51,7 @@ class PeftConfig(BaseModel):
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[Pattern] | Pattern | None = None
     modules_to_save: list[str] | None = None
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    trainable_token_indices: list[NotNegative] | dict[str, list[NotNegative]] | None = None
     ensure_weight_tying: bool | None = False
     bias: Literal["none"] = "none"
     init_lora_weights: Any = True

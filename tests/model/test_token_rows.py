@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,55 @@ def test_a_vocabulary_grows_for_added_tokens_alone(tmp_path: Path) -> None:
     assert rows_with_added(tokenizer, size) == size + 2
     assert rows_with_added(tokenizer, size + 40) == size + 40, "spare rows"
     assert rows_with_added(tokenizer, size - 5) == size - 5, "another model's tokenizer, which is refused"
+
+
+DAMAGES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "negative": ("tokens", {"trainable_token_indices": [-1, 7, 320, 321]}, "greater than or equal to 0"),
+    "twice": ("tokens", {"trainable_token_indices": [7, 7, 320, 321]}, "name a token twice"),
+    "no rows": ("norms", {"trainable_token_indices": [7]}, "no tensors of them: it is damaged"),
+    "rows of one end": (
+        "head",
+        {"trainable_token_indices": {"lm_head": [1, 2], "embed_tokens": [7]}},
+        "of embed_tokens",
+    ),
+    "no module": ("tokens", {"modules_to_save": ["norm"]}, "no tensors of norm: it is damaged"),
+    "another module": ("norms", {"modules_to_save": ["norm", "lm_head"]}, "no tensors of lm_head: it is damaged"),
+}
+OF_SMALL: dict[str, dict[str, Any]] = {
+    "tokens": {"trainable_token_indices": [1, 2]},
+    "head": {"trainable_token_indices": {"lm_head": [1, 2]}},
+    "norms": {"modules_to_save": ["norm"]},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_settings_that_the_tensors_contradict_are_refused(name: str, place: Path, tmp_path: Path) -> None:
+    kind, changed, reason = DAMAGES[name]
+    base = model_directory(place, case("llama", False))
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA, **OF_SMALL[kind]))
+    model.save_pretrained(tmp_path)
+    adapter_of(tmp_path)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changed}))
+    with pytest.raises(UserError, match=reason):
+        adapter_of(tmp_path)
+
+
+def test_a_tied_head_that_is_whole_beside_rows_is_refused(place: Path, tmp_path: Path) -> None:
+    base = model_directory(place, case("llama", True))
+    keys: dict[str, Any] = {"modules_to_save": ["lm_head"], "trainable_token_indices": [5, 9]}
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA, **keys)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has no rows of tokens beside it"):
+        adapter_of(tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [[320, 7, 321], [320, 7, 321, 323]])
+def test_tokens_that_do_not_fit_the_rows_of_a_grown_model_are_refused(
+    tokens: list[int], place: Path, tmp_path: Path
+) -> None:
+    model = get_peft_model(grown(model_directory(place, case("llama", False))), LoraConfig(**LORA, **KINDS["tokens"]))
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "trainable_token_indices": tokens}))
+    with pytest.raises(UserError, match="do not fit; save the adapter again"):
+        adapter_of(tmp_path)
