@@ -27,7 +27,8 @@ ROLES: dict[str, Role] = {
 """Role in a file -> role in a :class:`ChatMessage`."""
 LEARNT_BY = ("train", "weight")
 """Keys of a message that say whether it is learnt, and how much; OpenAI's files have the second."""
-MOST_WEIGHT = 1000
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1000
+"""Between them, or 0: products of three are still numbers in fp32."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its thought, as transformers knows them."""
 
@@ -165,6 +166,8 @@ def weight_of(value: Any, where: str) -> float:
     if type(value) not in (bool, int, float) or not 0 <= value <= MOST_WEIGHT:
         shown = json.dumps(value, ensure_ascii=False, default=str)[:40]
         raise BadRecord(f"{where} must be a number from 0 to {MOST_WEIGHT:,}, or true or false; it is {shown}")
+    if 0 < value < LEAST_WEIGHT:
+        raise BadRecord(f"{where} must be 0, or at least {LEAST_WEIGHT:g}; it is {value:g}")
     return float(value)
 
 

@@ -127,19 +127,21 @@ def read_records(
             if isinstance(value, BadRecord):
                 raise value
             fields = _Fields(value)
+            weight = weight_of(fields.get("weight", 1), "'weight'")
             if preference == "labels":
                 found = _labelled(fields, source)
             else:
-                found = _pair_of(fields, source) if preference else [_weighted(fields, source)]
-            if preference and any(m.trained not in (0, 1, None) for one in found if one for m in one.messages):
-                raise BadRecord("weights of messages other than 0 and 1 are not computed where answers are compared")
+                found = _pair_of(fields, source) if preference else [_record(fields, source)]
+            weights = {weight, *(m.trained for one in found if one for m in one.messages)}
+            if preference and not weights <= {0, 1, None}:
+                raise BadRecord("weights other than 0 and 1 are not computed where answers are compared")
         except BadRecord as problem:
             bad.add(source, problem)
             continue
         except RecursionError:
             bad.add(source, BadRecord("JSON nested too deeply to be a record"))
             continue
-        answered = [record for record in found if record is not None]
+        answered = [replace(record, weight=weight) for record in found if record is not None]
         # Is there an answer to learn: any, or of a preference the last one?
         own = [record.messages[-1:] if preference else record.messages for record in answered]
         if len(answered) < len(found):
@@ -219,13 +221,6 @@ def _record(fields: _Fields, source: str) -> Record | None:
             chat = any(isinstance(fields.values.get(key), list) for key in (question, answer))
             return _conversation(turns, "chat" if chat else shape, source, tools, answer)
     raise BadRecord(unrecognised(fields.values))
-
-
-def _weighted(fields: _Fields, source: str) -> Record | None:
-    """The record of these fields with its weight. Raises BadRecord."""
-    weight = weight_of(fields.get("weight", 1), "'weight'")
-    record = _record(fields, source)
-    return record and replace(record, weight=weight)
 
 
 def _pair_of(fields: _Fields, source: str) -> list[Record | None]:

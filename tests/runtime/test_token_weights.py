@@ -113,8 +113,20 @@ def test_records_without_weights_have_none_and_odd_ones_are_refused(tokenizer: P
             read_records([str(path)])
     pair = {"prompt": "a", "chosen": [{"role": "assistant", "content": "b", "weight": 0.5}], "rejected": "c"}
     path.write_text(json.dumps(pair) + "\n")
-    with pytest.raises(UserError, match="weights of messages other than 0 and 1 are not computed where answers"):
+    with pytest.raises(UserError, match="weights other than 0 and 1 are not computed where answers"):
         read_records([str(path)], preference="pairs")
+    whole: dict[str, Any] = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    for values, compared in ((whole, "pairs"), ({"prompt": "a", "completion": "b", "label": True}, "labels")):
+        path.write_text(json.dumps({**values, "weight": 2}) + "\n")
+        with pytest.raises(UserError, match="weights other than 0 and 1 are not computed where answers"):
+            read_records([str(path)], preference=compared)  # type: ignore[arg-type]
+        lines = [json.dumps({**values, "weight": weight}) for weight in (0, 1)]
+        path.write_text("\n".join(lines) + "\n")
+        found = read_records([str(path)], preference=compared)  # type: ignore[arg-type]
+        assert len(found.untrained) == 1 and len(found.records) == (2 if compared == "pairs" else 1)
+    path.write_text(json.dumps({"prompt": "a", "completion": "b", "weight": 1e-300}) + "\n")
+    with pytest.raises(UserError, match="'weight' must be 0, or at least 1e-06; it is 1e-300"):
+        read_records([str(path)])
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "weight": 0}) + "\n")
     with pytest.raises(UserError, match="none of its 1 records has one"):
         read_records([str(path)])
