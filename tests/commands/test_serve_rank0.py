@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,12 @@ from tests.support.training_cases import corpus, tokenizer_directory
 TOKEN = "a-secret"
 PLAIN = "/v1/completions"
 CALL = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def with_arguments(text: str) -> dict[str, Any]:
+    """A conversation with a call of a tool."""
+    call = {**CALL, "function": {"name": "f", "arguments": text}}
+    return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]}
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +160,24 @@ def test_a_file_of_keys_names_its_clients(tmp_path: Path, monkeypatch: pytest.Mo
     for text in ("alice k 1\n", "alice gr\u00fcn\n"):
         with pytest.raises(UserError, match="line 1: must be printable ASCII"):
             keys(text)
+    for token in (None, "t"):
+        with pytest.raises(UserError, match="has no name and key in any line"):
+            keys("# alice k1\n\n", token)
+    assert keys("token k1\n") == {"token": "k1"} == check_options(ServeOptions(Path(), keys=path))
     path.unlink()
     with pytest.raises(UserError, match="keys cannot be read"):
         check_options(ServeOptions(Path(), keys=path))
+
+
+def test_keys_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe is empty the second time: whoever believes it lets everybody in."""
+    monkeypatch.delenv("HETERO_MPI_TOKEN", raising=False)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("alice k1\n",))
+    writer.start()
+    assert check_options(ServeOptions(Path(), host="0.0.0.0", keys=pipe)) == {"alice": "k1"}
+    writer.join()
 
 
 def test_every_key_is_compared_and_numbers_need_one(server: ApiServer) -> None:
@@ -216,6 +239,31 @@ def test_head_is_answered_as_get_without_the_content(server: ApiServer, path: st
     assert (b"\r\nAllow: POST" in head) == (path == PLAIN)
 
 
+def test_a_model_is_found_by_a_name_of_any_characters(server: ApiServer) -> None:
+    server.models["grün, 2 bit"] = server.models["m"]
+    for path, status in (("gr%C3%BCn%2C%202%20bit", b"200"), ("m", b"200"), ("x/v1/models/m", b"404")):
+        answer = said(server, request(f"GET /v1/models/{path}", "Connection: close"))
+        assert answer.startswith(b"HTTP/1.1 " + status), path
+
+
+def test_log_likelihoods_of_prompts_are_bounded(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_mpi.runtime.serve.service.MOST_LIKELIHOODS", 2 * 3 * 4 * 5)
+    for_one = Service([model], context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
+    asked = {"prompt": [[1] * 4] * 2, "n": 3, "max_tokens": 0, "echo": True}
+    for further, taken in (
+        ({}, True),
+        ({"logprobs": 4}, True),
+        ({"logprobs": 5}, False),
+        ({"logprobs": 5, "echo": False}, True),
+    ):
+        parsed = parse(CompletionRequest, json.dumps({**asked, **further}).encode())
+        if taken:
+            assert len(for_one.tasks(parsed)) == 6
+        else:
+            with pytest.raises(HttpError, match="at most 120 log-likelihoods of prompts a request, not 144"):
+                for_one.tasks(parsed)
+
+
 @pytest.mark.parametrize(
     ("token", "status"), [(f"bearer {TOKEN}", b"200"), (f"BEARER  {TOKEN}", b"200"), (f"Basic {TOKEN}", b"401")]
 )
@@ -262,6 +310,7 @@ def test_the_line_at_the_start_names_the_variable_that_has_the_token(
         ({"grammar": "root ::= [a]"}, "grammar"),
         ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"n_predict": 5}, "n_predict = 5"),
+        ({"temperature": float("nan")}, "NaN is no number of JSON"),
         ({"n": 0}, "n: .*greater than or equal to 1"),
         ({"n": 129}, "n: .*less than or equal to 128"),
         ({"n": 65, "prompt": ["a", "b"]}, "at most 128 answers"),
@@ -296,6 +345,16 @@ def test_what_a_completion_may_not_ask_for(fields: dict[str, Any], reason: str) 
         ),
         ({"tools": [{"type": "custom"}]}, "tools.0.type"),
         ({"tools": [{"type": "function", "function": {"name": "f", "of_tomorrow": 1}}]}, "of_tomorrow = 1"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "two have the name 'f'"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "name: .*at least 1 character"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": float("inf")}}}]},
+            "no number of JSON",
+        ),
+        (with_arguments("[" * 100_000), "nested too deeply"),
+        (with_arguments('{"a": NaN}'), "arguments: "),
+        (with_arguments('{"a": "\\ud800"}'), "half of a surrogate pair"),
+        (with_arguments("[1]"), "must be a JSON object"),
         ({"top_logprobs": 2}, "needs logprobs = true"),
         ({"echo": True}, "echo = true"),
         ({"logprobs": 0}, "logprobs: .*boolean"),

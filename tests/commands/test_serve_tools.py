@@ -166,6 +166,8 @@ def test_calls_come_as_calls_whole_and_in_pieces_and_go_back_into_the_conversati
         ("qwen", '<tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call>'),
         ("qwen", '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call> and so on'),
         ("qwen", "a < b <tool"),
+        ("qwen", '<tool_call>\n{"name": "time", "arguments": {"a": NaN}}\n</tool_call>'),
+        ("qwen", '<tool_call>\n{"name": "time", "arguments": {"a": "\\ud800"}}\n</tool_call>'),
         ("llama", '{"city": "a"}'),
         ("llama", '{"name": "weather", "parameters": 5}'),
         ("none", HERMES_TEXT),

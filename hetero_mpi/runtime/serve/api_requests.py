@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 
 from hetero_mpi.model.decoding import Sampling
 from hetero_mpi.runtime.serve.request_fields import refused_fields
+from hetero_mpi.runtime.serve.tool_calls import opened
 from hetero_mpi.web.server import HttpError
 
 COMPLETION_TOKENS = 16
@@ -176,7 +177,7 @@ class _Called(_Closed):
     @classmethod
     def _opened(cls, arguments: Any) -> Any:
         """An object, as chat templates have it; OpenAI's API has it as JSON in a text."""
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        found = opened(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(found, dict):
             raise ValueError("must be a JSON object, or one in a text")
         return found
@@ -192,7 +193,7 @@ class _Call(_Closed):
 
 
 class _Function(_Closed):
-    name: str
+    name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Literal[False] | None = None
@@ -269,6 +270,14 @@ class ChatRequest(_Asked):
     parallel_tool_calls: bool | None = None
     """False: an answer has its first call only."""
 
+    @field_validator("tools")
+    @classmethod
+    def _told_apart(cls, tools: list[_Tool] | None) -> list[_Tool] | None:
+        names = [tool.function.name for tool in tools or []]
+        if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+            raise ValueError(f"two have the name {twice[:60]!r}: a call could not tell which")
+        return tools
+
     @field_validator("tool_choice")
     @classmethod
     def _free(cls, choice: Any) -> Any:
@@ -305,7 +314,7 @@ def parse(kind: type[Asked], body: bytes) -> Asked:
     a list the first entry that is wrong.
     """
     try:
-        values = json.loads(body.decode("utf-8-sig"))
+        values = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number)
         if _HALF_CHARACTER.search(body):
             json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -325,6 +334,10 @@ def parse(kind: type[Asked], body: bytes) -> Asked:
             for one in error.errors(include_url=False, include_context=False, include_input=False)[:_TOLD_ERRORS]
         ]
         raise HttpError(400, "; ".join(wrong)) from None
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def _kind(value: Any) -> str:

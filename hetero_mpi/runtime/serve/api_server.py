@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.serve.api_requests import Asked, ChatRequest, CompletionRequest, parse
@@ -57,7 +58,7 @@ class _ApiConnection(Connection):
     server: ApiServer
 
     def answer(self) -> None:
-        (self._get if self.command == "GET" else self._post)(self.server.service)
+        (self._post if self.command == "POST" else self._get)(self.server.service)
 
     def _get(self, service: Service) -> None:
         if self.route == "":
@@ -69,13 +70,15 @@ class _ApiConnection(Connection):
             self.send({"status": "ok", **service.scheduler.counts()})
             return
         self.check_key()
-        models, (*_, name) = self.server.models, self.route.split("/v1/models/")
+        models, name = self.server.models, unquote(self.route.removeprefix("/v1/models/"))
         if self.route == "/v1/models":
             self.send({"object": "list", "data": list(models.values())})
         elif self.route == "/metrics":
             self.send_content(self.server.counts.text(service.scheduler.counts()).encode(), KIND)
         elif self.route.startswith("/v1/models/") and name in models:
             self.send(models[name])
+        elif self.route in _POSTED:
+            raise HttpError(405, f"{self.route} answers POST", allow="POST")
         else:
             raise HttpError(404, f"there is no {self.route[:100]} here", code="not_found")
 

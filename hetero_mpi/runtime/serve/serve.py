@@ -78,6 +78,8 @@ class ServeOptions:
                     f"{place}: must be a name (letters, digits, . _ -) and a key, both of no other line, with a space between"
                 )
             keys[name], where[name] = rest[0].strip(), place
+        if self.keys is not None and len(keys) == (token is not None):
+            raise UserError(f"--keys {self.keys}: has no name and key in any line; leave it out, and anybody may ask")
         for name, key in keys.items():
             if not (key.isascii() and key.isprintable()) or " " in key:
                 raise UserError(
@@ -112,12 +114,13 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
     """
     look_around(world)
     models: list[ServedModel] = []
+    keys: dict[str, str] = {}
     bound: socket.socket | None = None
     servers: list[ApiServer] = []
     with StopRequest() as stop, stop.noting(), _telling_clients(servers):
         with world.led("reading the model's directory"):
             if world.rank == 0:
-                check_options(options)
+                keys = check_options(options)
                 bound = bound_socket(options.host, options.port)
                 models = served_models(options.source, options.adapters)
         setup = set_up(world, models[0].opened if models else None)
@@ -134,7 +137,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
             context = context_of(models[0].opened, options.context, room)
             names = Names.of(options.host, options.allow_host)
             service = Service(models, context, scheduler, stop)
-            servers.append(ApiServer(bound, options.known_keys(), service, names, client is not None))
+            servers.append(ApiServer(bound, keys, service, names, client is not None))
             if client is None:
                 _say_address(servers[0], options)
             else:
@@ -176,9 +179,10 @@ def _stop(servers: list[ApiServer], reason: str) -> None:
         servers.pop().stop(_LAST_WORDS_S)
 
 
-def check_options(options: ServeOptions) -> None:
-    """Refuse what cannot be served. Raises UserError: names the option, its value and the rule."""
-    if not options.known_keys() and options.host not in LOCAL:
+def check_options(options: ServeOptions) -> dict[str, str]:
+    """Refuse what cannot be served; returns the clients' keys. Raises UserError: names the option, its value and the rule."""
+    keys = options.known_keys()
+    if not keys and options.host not in LOCAL:
         raise UserError(
             f"--host {options.host}: whoever can reach this address could use the model; name a secret that clients must show, by "
             f"--keys, --token or the environment variable {TOKEN_VARIABLE} (on rank 0), or serve on 127.0.0.1"
@@ -186,6 +190,7 @@ def check_options(options: ServeOptions) -> None:
     for name, value in (("--context", options.context), ("--parallel", options.parallel)):
         if value is not None and value < 1:
             raise UserError(f"{name} {value}: must be 1 or more")
+    return keys
 
 
 def _leads(

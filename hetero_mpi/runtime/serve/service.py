@@ -29,6 +29,8 @@ LOOK_S = 0.05
 LARGEST_BODY_BYTES = 32 << 20
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 """The largest size of a request's body, with the tokens of the context; a token of usual text has four bytes."""
+MOST_LIKELIHOODS = 1 << 21
+"""Of a request's prompts. All are kept until its answer, some 200 bytes each."""
 _CHARACTERS_PER_TOKEN = 8
 _CUT_TOKENS = 64
 """Tokens by which, at most, the beginning of a text may have more than the whole, since it ends within a word."""
@@ -100,6 +102,13 @@ class Service:
             prompts = self._prompts(model, asked)
         except UserError as error:
             raise HttpError(400, str(error)) from None
+        told = sum(map(len, prompts)) * asked.n * (1 + (asked.likeliest or 0)) if _echo(asked) else 0
+        if asked.likeliest is not None and told > MOST_LIKELIHOODS:
+            raise HttpError(
+                400,
+                f"at most {MOST_LIKELIHOODS:,} log-likelihoods of prompts a request, not {told:,} (tokens x n x (1 + logprobs)): "
+                f"send fewer prompts, or lower n or logprobs",
+            )
         stops = self._stops(model, asked)
         return [self._task(model, asked, prompt, stops, number) for prompt in prompts for number in range(asked.n)]
 

@@ -11,6 +11,18 @@ from typing import Any
 _BLOCK = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)\s*", re.DOTALL)
 
 
+def opened(text: str) -> Any:
+    """The JSON value of a text. Raises ValueError: it is none, is nested too deeply, or has NaN or half of a surrogate pair."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no character") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value
+
+
 @dataclass(frozen=True)
 class CallForm:
     """How a family writes calls: each is a JSON object with ``name``, and the arguments under a key."""
@@ -37,23 +49,21 @@ class CallForm:
         begin = self.begin(text)
         try:
             calls = [self._call(one, tools) for one in self._objects(text[begin:])]
-        except (ValueError, RecursionError):  # of JSON, too
+        except ValueError:
             return text, []
         return (text[:begin], calls) if calls else (text, [])
 
     def _objects(self, text: str) -> list[Any]:
         """The JSON values of the calls. Raises ValueError: there is something else."""
         if self.name == "mistral":
-            found = json.loads(text.removeprefix(self.marker)) if text else []
+            found = opened(text.removeprefix(self.marker)) if text else []
             return found if isinstance(found, list) else [found]
         if self.name == "llama3":
-            return [
-                json.loads(part) for part in (text.split(";") if text.count(";") and not _is_json(text) else [text])
-            ]
+            return [opened(part) for part in (text.split(";") if text.count(";") and not _is_json(text) else [text])]
         blocks = list(_BLOCK.finditer(text))
         if "".join(block[0] for block in blocks) != text:
             raise ValueError("text between calls")
-        return [json.loads(block[1]) for block in blocks]
+        return [opened(block[1]) for block in blocks]
 
     def _call(self, value: Any, tools: Collection[str]) -> Mapping[str, Any]:
         if not isinstance(value, dict) or value.get("name") not in tools or not isinstance(value.get(self.key), dict):
@@ -63,7 +73,7 @@ class CallForm:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
+        opened(text)
         return True
     except ValueError:
         return False
