@@ -21,7 +21,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.runtime.evaluate import harness
-from hetero_mpi.runtime.evaluate.evaluate import RESULT
+from hetero_mpi.runtime.evaluate.evaluate import RESULT, EvaluateOptions, _check
 from hetero_mpi.runtime.evaluate.scored_sets import named
 from tests.commands.test_generate import model_with_tokenizer, written
 from tests.support.mpi import run_mpi
@@ -131,6 +131,27 @@ def test_sets_have_names_of_their_own() -> None:
     assert named(["a=x/*.jsonl", "data/b.jsonl"]) == {"a": "x/*.jsonl", "b": "data/b.jsonl"}
     with pytest.raises(UserError, match="there is a set 'b' already"):
         named(["b=x", "c/b.jsonl"])
+    for word in ("=x", "a=", ""):
+        with pytest.raises(UserError, match="must be NAME=FILES, or files"):
+            named([word])
+
+
+def test_a_place_that_cannot_be_written_is_known_before_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place, taken in (("file", False), ("file/x", False), ("new/place", True)):
+        options = EvaluateOptions(tmp_path, output=tmp_path / place)
+        if taken:
+            _check(options)
+        else:
+            with pytest.raises(UserError, match=r"nothing can be written there; name another .* by -o"):
+                _check(options)
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_options_of_the_harness_are_read_before_the_weights() -> None:
+    pytest.importorskip("lm_eval")
+    with pytest.raises(UserError, match="--lm-eval-args --x 'y: No closing quotation"):
+        harness.Harness("tiny", None, None, 8, "--x 'y")
 
 
 def test_the_harness_is_asked_for_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +176,12 @@ def result_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_tasks_give_what_the_harness_gives_on_the_same_model(run: Path, tmp_path: Path) -> None:
+def test_tasks_give_what_the_harness_gives_on_the_same_model(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("lm_eval")
+    for name in ("HETERO_MPI_TOKEN", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "of-others")  # the harness has a key of its own
     choices = ["ab cab", "de", " cab abc", "defgh"]
     examples = [{"question": "abc " * (1 + n % 5) + "ab", "choices": choices, "answer": n % 4} for n in range(12)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in examples))

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.disk import write_whole, writing
 from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.model.decoding import Scored
 from hetero_mpi.report.run_files.logs import say
@@ -28,6 +31,7 @@ RESULT = "evaluation.json"
 OWN = "held out"
 """The set that a run held out."""
 _MOST_SEQUENCES = 1000
+_ELSEWHERE = "name another directory for the results by -o"
 
 
 @dataclass(frozen=True)
@@ -95,13 +99,22 @@ def _check(options: EvaluateOptions) -> None:
     for name, value in (("--limit", options.limit), ("--parallel", options.parallel)):
         if value is not None and value < 1:
             raise UserError(f"{name} {value}: must be 1 or more")
+    if (place := result_directory(options)) is not None:
+        there = next(one for one in (place, *place.absolute().parents) if one.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"{place}: nothing can be written there; {_ELSEWHERE}")
 
 
 def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText]]:
     source, limit = options.source.expanduser(), options.limit or _MOST_SEQUENCES
     loaded = run_job(source)
     if options.data:
-        return {name: set_of_files(opened, loaded, files, limit) for name, files in named(options.data).items()}
+        found = {name: set_of_files(opened, loaded, files, limit) for name, files in named(options.data).items()}
+        if empty := [name for name, texts in found.items() if not texts]:
+            raise UserError(
+                f"--data {empty[0]}: its first {limit:,} sequences have no token to be found; raise --limit"
+            )
+        return found
     if loaded is None:
         raise UserError(
             f"{source} is no run, which would have held data out: name a set by --data NAME=FILE, or --tasks"
@@ -168,16 +181,18 @@ def _tell(results: Mapping[str, SetResult], options: EvaluateOptions) -> None:
         )
     place = result_directory(options)
     if place is not None:
-        place.mkdir(parents=True, exist_ok=True)
         values = {name: asdict(one) for name, one in results.items()}
-        (place / RESULT).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        with writing(place / RESULT, _ELSEWHERE):
+            write_whole(place / RESULT, json.dumps(values, indent=2) + "\n", make_folder=True)
         say(f"written to {place / RESULT}")
 
 
 def result_directory(options: EvaluateOptions) -> Path | None:
     """Where results are written; None: nowhere."""
     source = options.source.expanduser()
-    return options.output or (source if run_job(source) is not None else None)
+    if options.output is not None:
+        return options.output.expanduser()
+    return source if run_job(source) is not None else None
 
 
 def _in_tasks(world: World, options: EvaluateOptions) -> int:
@@ -188,5 +203,6 @@ def _in_tasks(world: World, options: EvaluateOptions) -> int:
             assert options.tasks is not None
             place = result_directory(options)
             harness = Harness(options.tasks, options.limit, place, options.parallel, options.lm_eval_args)
-    code = serve(world, ServeOptions(options.source, port=0, parallel=options.parallel), harness)
+    asked = ServeOptions(options.source, port=0, token=secrets.token_urlsafe(32), parallel=options.parallel)
+    code = serve(world, asked, harness)
     return int(harness.code) if harness is not None and code == ExitCode.DONE else code

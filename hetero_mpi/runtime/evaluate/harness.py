@@ -26,7 +26,7 @@ _PATIENCE_S = 24 * 3600
 class Harness:
     """The process; ``begin`` starts it. ``code``: its exit code, once it has ended.
 
-    :raises UserError: the harness is not installed.
+    :raises UserError: the harness is not installed, or its options cannot be read.
     """
 
     def __init__(self, tasks: str, limit: int | None, place: Path | None, parallel: int, further: str) -> None:
@@ -34,7 +34,11 @@ class Harness:
             raise UserError(
                 f'--tasks needs lm-evaluation-harness: {sys.executable} -m pip install "lm-eval[api]>=0.4.9"'
             )
-        self._tasks, self._limit, self._parallel, self._further = tasks, limit, parallel, further
+        try:
+            self._further = shlex.split(further)
+        except ValueError as error:
+            raise UserError(f"--lm-eval-args {further}: {error}; words are as in a shell") from None
+        self._tasks, self._limit, self._parallel = tasks, limit, parallel
         self._output = place / FOLDER if place is not None else None
         self._folder = tempfile.TemporaryDirectory(prefix="hetero-mpi-lm-eval-")
         self._process: subprocess.Popen[bytes] | None = None
@@ -57,9 +61,10 @@ class Harness:
         words += ["--limit", str(self._limit)] if self._limit is not None else []
         words += ["--output_path", str(self._output)] if self._output is not None else []
         quiet = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"}
+        quiet["OPENAI_API_KEY"] = next(iter(server.keys.values()))  # arguments would be in the list of processes
         own = {name: text for name, text in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lm_eval", *words, *shlex.split(self._further)], env={**own, **quiet}
+            [sys.executable, "-m", "lm_eval", *words, *self._further], env={**own, **quiet}
         )
 
     def ended(self) -> bool:

@@ -97,6 +97,8 @@ def named(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         name, is_, rest = word.partition("=")
         own = (name, rest) if is_ and "/" not in name else (Path(word).stem, word)
+        if not all(own):
+            raise UserError(f"--data {word}: must be NAME=FILES, or files")
         if own[0] in found:
             raise UserError(f"--data {word}: there is a set {own[0]!r} already; name it by --data NAME={own[1]}")
         found[own[0]] = own[1]
