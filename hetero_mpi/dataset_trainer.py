@@ -14,8 +14,9 @@ import secrets
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from hetero_mpi.api import Job, collective, steps, train
@@ -73,14 +74,15 @@ class DatasetTrainer:
     ) -> None:
         if not isinstance(model, (str, Path)):
             raise UserError(f"model: must be a directory or a name of the hub, not a {type(model).__name__}")
-        self._rows, self._test_rows, self._tokenizer = dataset, eval_dataset, processing_class
+        if not isinstance(processing_class, (str, Path, NoneType)) and not hasattr(processing_class, "save_pretrained"):
+            raise UserError(f"processing_class: must be a tokenizer, not a {type(processing_class).__name__}")
+        self._rows, first = _rows_of(dataset, "dataset")
+        self._test_rows = _rows_of(eval_dataset, "eval_dataset")[0] if eval_dataset is not None else None
+        self._tokenizer = processing_class
         given, changed, title = _given(args)
-        first = next(iter(dataset), None)
-        if not first or "input_ids" in first:
-            raise UserError("dataset: must have rows, of text, as tokens are made here; docs/data.md has their shapes")
         column = given.pop("dataset_text_field", "text")
         self._texts = not any(key in first for key in _RECORDS)
-        self._run_dir = Path(given.pop("output_dir", "trainer_output"))
+        self._run_dir = Path(given.pop("output_dir", None) or "trainer_output")
         evaluation = {key: given.pop(key, None) for key in ("eval_strategy", "eval_steps")}
         rows = {"path": "./rows.jsonl"} | ({"type": "completion", "text_column": column} if self._texts else {})
         given |= {"model_name_or_path": str(model), "datasets": [rows], "use_peft": peft_config is not None}
@@ -96,11 +98,11 @@ class DatasetTrainer:
         refused += _adapter(values, model, peft_config)
         if refused:
             raise UserError("\n".join(f"{title}: {key} is not taken: {reason}" for key, reason in refused))
-        if eval_dataset is not None:
+        if self._test_rows is not None:
             every = {"no": 0, "steps": evaluation["eval_steps"] or given.get("logging_steps") or 500}
             due = every.get(str(evaluation["eval_strategy"] or "no"))
             values["train.evaluate_every"] = self._per_epoch(given) if due is None else due
-            values["train.evaluate_sequences"] = max(1, len(list(eval_dataset)))
+            values["train.evaluate_sequences"] = len(list(self._test_rows))
         values |= {"data.held_out": 0.0, "output.run_dir": self._run_dir.absolute(), "model.path": model}
         if isinstance(first.get("prompt"), str):
             values["data.template"] = "none"
@@ -143,8 +145,11 @@ class DatasetTrainer:
             raise UserError(
                 "packing: an epoch's steps are not known before: give save_strategy, eval_strategy in steps"
             )
-        batch = given.get("per_device_train_batch_size", 8) * given.get("gradient_accumulation_steps", 1)
-        return math.ceil(len(list(self._rows)) / batch)
+        keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+        batch = [given.get(key, default) for key, default in keys.items()]
+        if not all(isinstance(one, int) and one > 0 for one in batch):
+            raise UserError(f"{' and '.join(keys)}: must be whole numbers above 0")
+        return math.ceil(len(list(self._rows)) / math.prod(batch))
 
     def _ready(self) -> Job:
         """The job, with its data in files on rank 0's host. Collective."""
@@ -170,6 +175,8 @@ def _given(args: Any) -> tuple[dict[str, Any], set[str], str]:
     """The arguments as values, those of them that were changed, and what they are."""
     if args is None or isinstance(args, Mapping):
         given = dict(args or {})
+        if odd := [key for key in given if not isinstance(key, str)]:
+            raise UserError(f"args: {odd[0]!r} is no name of an argument")
         return given, {key for key, value in given.items() if value not in (None, False, "no", "none", [], {})}, "args"
     title = type(args).__name__
     if title not in _OBJECTIVES:
@@ -187,9 +194,9 @@ def _adapter(values: dict[str, Any], model: str | Path, config: Any) -> list[tup
     """Put peft's arguments into ``values``; returns those that are not taken, with the reason."""
     if config is None:
         return []
-    given, defaults = config.to_dict(), type(config)().to_dict()
     if type(config).__name__ != "LoraConfig":
-        return [(type(config).__name__, "adapters are LoRA's: give a LoraConfig")]
+        return [(f"peft_config: {type(config).__name__}", "adapters are LoRA's: give a LoraConfig")]
+    given, defaults = config.to_dict(), type(config)().to_dict()
     targets, layers = given["target_modules"], given["layers_to_transform"]
     if targets is None and (description := Path(model) / "config.json").is_file():
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
@@ -235,6 +242,27 @@ def _beside(values: dict[str, Any], model: str | Path, given: dict[str, Any]) ->
     return refused
 
 
+def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
+    """The rows, which can be read again and again, and the first one. Raises UserError: they are none."""
+    if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
+        some = ": give one of its parts" if isinstance(dataset, Mapping) else ""
+        raise UserError(f"{name}: must be a datasets.Dataset, or a list of dicts, not a {type(dataset).__name__}{some}")
+    rows = list(dataset) if isinstance(dataset, Iterator) else dataset
+    first = next(iter(rows), None)
+    if isinstance(first, Mapping):
+        first = _filled(first)
+    elif first is not None:
+        raise UserError(f"{name}: rows must be dicts, not {type(first).__name__}; docs/data.md has their shapes")
+    if not first or "input_ids" in first:
+        raise UserError(f"{name}: must have rows, of text, as tokens are made here; docs/data.md has their shapes")
+    return rows, first
+
+
+def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the columns that it lacks, which data sets fill with None."""
+    return {key: value for key, value in row.items() if value is not None}
+
+
 def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
     """The rows as JSON lines in the user's cache, where equal rows have one file."""
     folder, digest = cache_folder("datasets"), hashlib.sha256()
@@ -245,9 +273,9 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
             with made.open("wb") as file:
                 for number, row in enumerate(rows):
                     try:
-                        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-                    except (TypeError, ValueError) as error:
-                        raise UserError(f"dataset: row {number} is no JSON: {error}") from None
+                        line = json.dumps(_filled(row), ensure_ascii=False).encode() + b"\n"
+                    except (AttributeError, TypeError, ValueError) as error:
+                        raise UserError(f"dataset: row {number} is no dict that JSON can hold: {error}") from None
                     digest.update(line)
                     file.write(line)
             return made.rename(folder / f"{digest.hexdigest()[:32]}.jsonl")

@@ -161,3 +161,53 @@ def test_other_trainers_have_the_same_losses_in_one_process(tmp_path: Path, caps
         np.testing.assert_allclose(two["losses"], alone["losses"], rtol=0, atol=2e-6)
     # four kinds of rows, and the tokenizer
     assert main(["cache"]) == 0 and "data of Python programs: 5, " in capsys.readouterr().out
+
+
+def file_of(rows: Any, **more: Any) -> list[Any]:
+    """What ``train`` would read."""
+    data = hetero_mpi.Trainer("model", rows, {}, **more)._ready().tables.data
+    (path,) = data.evaluation or data.records or data.text or ()
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_rows_that_come_once_are_all_there_every_time() -> None:
+    rows = [{"prompt": "a", "completion": f" {n}"} for n in range(5)]
+    assert file_of(iter(rows)) == rows and file_of(ROWS, eval_dataset=iter(rows)) == rows
+    trainer = hetero_mpi.Trainer("model", iter(rows), {})
+    assert trainer._ready().tables.data.records == trainer._ready().tables.data.records
+
+
+def test_a_column_that_is_none_is_not_there() -> None:
+    rows: list[dict[str, Any]] = [{"text": "a", "prompt": None}, {"text": "b", "prompt": None}]
+    assert job_of({}, rows).data.text is not None and file_of(rows) == [{"text": "a"}, {"text": "b"}]
+
+
+@pytest.mark.parametrize("name", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ("rows.jsonl", "not a str"),
+        (Path("rows.jsonl"), "not a PosixPath"),
+        ({"train": ROWS}, "not a dict: give one of its parts"),
+        (5, "not a int"),
+        (["a"], "rows must be dicts, not str"),
+        ([], "must have rows"),
+        ([{"text": None}], "must have rows"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(name: str, rows: Any, reason: str) -> None:
+    given = {"rows": rows} if name == "dataset" else {"eval_dataset": rows}
+    (line,) = refused({}, **given)
+    assert line.startswith(f"{name}: ") and reason in line
+
+
+def test_arguments_of_a_wrong_kind_are_refused() -> None:
+    for size in ("x", 0, None, 1.5):
+        (line,) = refused({"per_device_train_batch_size": size, "save_strategy": "epoch"})
+        assert "whole numbers above 0" in line
+    assert "5 is no name of an argument" in refused({5: 1})[0]
+    assert "must be a tokenizer, not a int" in refused({}, processing_class=5)[0]
+    assert "peft_config: dict is not taken" in refused({}, peft_config={"r": 8})[0]
+    with pytest.raises(hetero_mpi.UserError, match="row 1 is no dict that JSON can hold"):
+        file_of([*ROWS, "a"])
+    assert job_of({"output_dir": None}).output.run_dir == str(Path("trainer_output").absolute())
