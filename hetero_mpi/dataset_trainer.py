@@ -250,17 +250,12 @@ def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict
     rows = list(dataset) if isinstance(dataset, Iterator) else dataset
     first = next(iter(rows), None)
     if isinstance(first, Mapping):
-        first = _filled(first)
+        first = {key: value for key, value in first.items() if value is not None}  # columns that the row lacks
     elif first is not None:
         raise UserError(f"{name}: rows must be dicts, not {type(first).__name__}; docs/data.md has their shapes")
     if not first or "input_ids" in first:
         raise UserError(f"{name}: must have rows, of text, as tokens are made here; docs/data.md has their shapes")
     return rows, first
-
-
-def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without the columns that it lacks, which data sets fill with None."""
-    return {key: value for key, value in row.items() if value is not None}
 
 
 def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -273,8 +268,8 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
             with made.open("wb") as file:
                 for number, row in enumerate(rows):
                     try:
-                        line = json.dumps(_filled(row), ensure_ascii=False).encode() + b"\n"
-                    except (AttributeError, TypeError, ValueError) as error:
+                        line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
+                    except (TypeError, ValueError) as error:
                         raise UserError(f"dataset: row {number} is no dict that JSON can hold: {error}") from None
                     digest.update(line)
                     file.write(line)

@@ -28,13 +28,15 @@ def test_tensorboard_files(tmp_path: Path) -> None:
     lines = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
     trackers = Trackers(["tensorboard"], tmp_path, {})
     trackers.step(replace(lines[0], reward_margin=0.5))
-    trackers.evaluation(1, 2.5, reward_margin=0.25)
+    trackers.evaluation(1, 2.5, reward_margin=0.25, sets={"training": 3.5})
     trackers.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
-    found = {
-        value.tag: event.step for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value
-    }
-    assert found["loss/training"] == found["loss/held out"] == 1
+    values = [
+        (value.tag, event.step) for event in loader.EventFileLoader(str(file)).Load() for value in event.summary.value
+    ]
+    found = dict(values)
+    assert found["loss/training"] == found["loss/held out"] == found["loss/training, held out"] == 1
+    assert len(found) == len(values), "a set of any name has a tag of its own"
     assert found["rewards/margins"] == found["rewards/margins, held out"] == 1 and "kl" not in found
 
 

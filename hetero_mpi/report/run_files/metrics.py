@@ -252,7 +252,7 @@ class Trackers:
         """Write the held-out loss after ``step`` steps, and what else ``Evaluation`` holds."""
         tracked = {**_TRACKED, "perplexity": "perplexity", "token accuracy": "token_accuracy"}
         told = {f"{name}, held out": beside[key] for name, key in tracked.items() if key in beside}
-        told |= {f"loss/{name}": one for name, one in beside.get("sets", {}).items()}
+        told |= {f"loss/{name}, held out": one for name, one in beside.get("sets", {}).items()}
         self._write(step, {"loss/held out": loss, **told})
 
     def close(self) -> None:
