@@ -31,8 +31,10 @@ RecordKey = Literal[
 ]  # fmt: skip
 """Keys of records that a job may name otherwise."""
 Patterns = Annotated[list[str], Field(min_length=1)]
-SetName = Annotated[str, Field(pattern=r"^[\w.-]{1,40}$")]
 """Files, as glob patterns."""
+SetName = Annotated[
+    str, Field(pattern=r"^[\w.-]{1,40}$", description="a name of at most 40 letters, digits, points, - and _")
+]
 
 
 class ModelTable(JobTable):

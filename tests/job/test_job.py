@@ -197,7 +197,7 @@ lerning_rate = 3
             ["data.text=", "data.records=['a.jsonl']", "data.evaluation_sets={a=['x']}", "train.preference='dpo'"],
             "leave them out where preferences are learnt",
         ),
-        (["data.evaluation_sets={'a b'=['x']}"], "evaluation_sets"),
+        (["data.evaluation_sets={'a b'=['x']}"], "a name of at most 40 letters, digits, points, - and _ ="),
         (
             ["train.patience=2", "train.evaluate_every=5", "data.held_out=0"],
             "patience = 2: counts evaluations, and nothing is",
