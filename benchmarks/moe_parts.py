@@ -104,7 +104,7 @@ def cost_of(model: Mixture, way: Way) -> ModelCost:
     from transformers import AutoConfig
 
     from hetero_mpi.job.training_tables import AdapterTable
-    from hetero_mpi.model.adapter_tuning import adapter_tuning
+    from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
     from hetero_mpi.model.model_cost import model_cost
     from hetero_mpi.model.transformers.chain import TransformersChain
 

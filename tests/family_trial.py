@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_tuning import adapted, adapter_tuning
+from hetero_mpi.model.adapters.adapter_tuning import adapted, adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.loss import IGNORED, Routed
 from hetero_mpi.model.layer.quantize import fused_experts

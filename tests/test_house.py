@@ -29,7 +29,7 @@ PACKAGES = [
     "web",
     "report/run_files", "report", "report/figures", "report/page",
     "launch/hosts", "launch/launcher", "launch/supervisor", "launch/doctor", "launch",
-    "model/layer", "model/files", "model/transformers", "model/group", "model/custom", "model",
+    "model/layer", "model/files", "model/transformers", "model/group", "model/custom", "model", "model/adapters",
     "profiling",
     "engine",
     "emulation",

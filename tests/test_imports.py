@@ -50,7 +50,7 @@ assert not found, found
 
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.transformers.chain import TransformersChain
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 
 adapter_tuning(TransformersChain(model.config), AdapterTable(method="lora"), False, True)
 assert {"peft", "bitsandbytes"} < set(sys.modules)

@@ -17,10 +17,10 @@ from tests.test_house import imported
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
 CLOSURES = {"model.stage": 4_500, "engine.executor": 7_100, "engine.trainer": 9_300}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"runtime.loop": 19_700}
+LOADED = {"runtime.loop": 19_720}
 """The same of what is loaded when the module is imported."""
 LINES = {
-    "beside the packages": 1_770,
+    "beside the packages": 1_820,
     "checkpoint": 1_240,
     "comm": 2_910,
     "commands": 2_570,
@@ -28,16 +28,16 @@ LINES = {
     "device": 1_690,
     "emulation": 770,
     "engine": 2_080,
-    "job": 1_290,
+    "job": 1_300,
     "launch": 4_520,
-    "model": 8_570,
+    "model": 8_560,
     "planning": 10_460,
     "profiling": 1_370,
     "report": 4_960,
-    "runtime": 8_290,
-    "state": 1_850,
+    "runtime": 8_460,
+    "state": 1_870,
     "web": 440,
-    "in all": 58_480,
+    "in all": 58_710,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -22,17 +22,17 @@ from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_from_dict
 from hetero_mpi.job.schema import JobConfig
-from hetero_mpi.model.adapter_files import adapter_directory, write_adapter
+from hetero_mpi.model.adapters.adapter_files import adapter_directory, write_adapter
+from hetero_mpi.model.adapters.merged_adapter import expert_delta, merged
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.model.job_tuning import tuning_of
 from hetero_mpi.model.layer.interface import PassThrough
-from hetero_mpi.model.merged_adapter import expert_delta, merged
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import MAGNITUDE, ROWS, Tuning, began_with
+from hetero_mpi.runtime.setup.job_tuning import tuning_of
 from hetero_mpi.state.stored_state import check_tensors
 
 _RESULTS = ("model", "adapter")

@@ -17,10 +17,9 @@ from hetero_mpi.model.group.division import (
     experts_to_share,
     is_of_experts,
     key_value_heads,
-    needs_heads,
-    refusal,
     styles,
 )
+from hetero_mpi.model.group.refusals import needs_heads, refusal
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import fused_experts, packed_bytes, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain, language

@@ -16,9 +16,9 @@ from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
-from hetero_mpi.model.adapter_files import check_adapter
-from hetero_mpi.model.adapter_start import ReducedStart
-from hetero_mpi.model.group.division import require_divisible
+from hetero_mpi.model.adapters.adapter_files import check_adapter
+from hetero_mpi.model.adapters.adapter_start import ReducedStart
+from hetero_mpi.model.group.refusals import require_divisible
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.layer.interface import Start

@@ -15,7 +15,7 @@ from hetero_mpi.comm.transport import Transport, receive_in_order, send_in_order
 from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.device.backend import HOST, host_bytes
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.model.adapter_files import adapter_directory, read_adapter, write_adapter
+from hetero_mpi.model.adapters.adapter_files import adapter_directory, read_adapter, write_adapter
 from hetero_mpi.model.result_writer import result_writer
 from hetero_mpi.state.redistribute import LiveState, Parcel, deliveries, give_parts, move, parcels, set_parameter
 

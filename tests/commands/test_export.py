@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.commands.export import export
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.adapter_files import adapter_of, check_adapter
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_files import adapter_of, check_adapter
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.runtime.generate.source import open_source, stop_tokens

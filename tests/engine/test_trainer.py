@@ -18,7 +18,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.placement import evaluation_shares, training_share
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.optimizer import StepDecision
 from hetero_mpi.model.transformers.chain import TransformersChain

@@ -15,8 +15,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.adapter_files import check_adapter, read_adapter, write_adapter
-from hetero_mpi.model.job_tuning import tuning_of
+from hetero_mpi.model.adapters.adapter_files import check_adapter, read_adapter, write_adapter
 from hetero_mpi.model.layer.quantize import packed_bytes
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
@@ -25,6 +24,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.runtime.setup.job_tuning import tuning_of
 from tests.support.stages import stage_of
 from tests.support.training_cases import Case
 

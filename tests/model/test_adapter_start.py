@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_files import adapter_of, write_adapter
-from hetero_mpi.model.adapter_start import ReducedStart
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_files import adapter_of, write_adapter
+from hetero_mpi.model.adapters.adapter_start import ReducedStart
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, began_with, scale_of

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.group.division import divisions
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES

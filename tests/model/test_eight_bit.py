@@ -20,7 +20,6 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.job_tuning import with_moments
 from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer_check import check_optimizer
@@ -35,6 +34,7 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.moments import EIGHT_BIT, TWO
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.runtime.setup.job_tuning import with_moments
 from hetero_mpi.state.redistribute import LiveState, Parcel, deliveries, parcels, take_over
 from hetero_mpi.state.saving import Snapshot
 from hetero_mpi.state.stored_state import check_tensors, check_train

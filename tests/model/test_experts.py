@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_files import adapter_of, check_adapter, write_adapter
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_files import adapter_of, check_adapter, write_adapter
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.merged_adapter import expert_delta
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.quantize import fused_experts, is_empty, unpack_experts
-from hetero_mpi.model.merged_adapter import expert_delta
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain

@@ -15,7 +15,7 @@ from transformers.integrations import sdpa_attention
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.layer.loss import IGNORED

@@ -15,8 +15,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.group.division import refusal
-from hetero_mpi.model.job_tuning import tuning_of
+from hetero_mpi.model.group.refusals import refusal
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
@@ -24,6 +23,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.runtime.setup.job_tuning import tuning_of
 from hetero_mpi.state.stored_state import check_fits, check_train, rate_change, step_change
 from tests.support.checkpoint_samples import told
 from tests.support.family_configs import tiny_keys

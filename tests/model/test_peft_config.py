@@ -14,11 +14,17 @@ from transformers import AutoModelForCausalLM
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_files import adapter_of, check_adapter, read_adapter, with_patterns_of, write_adapter
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_files import (
+    adapter_of,
+    check_adapter,
+    read_adapter,
+    with_patterns_of,
+    write_adapter,
+)
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.merged_adapter import merged
+from hetero_mpi.model.adapters.peft_config import read_peft_config
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.model.merged_adapter import merged
-from hetero_mpi.model.peft_config import read_peft_config
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import Tuning

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.optimizer import Optimizer

@@ -15,10 +15,16 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi.data.tokenizer import add_tokens, load_tokenizer, rows_with_added
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_files import adapter_of, check_adapter, read_adapter, with_patterns_of, write_adapter
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_files import (
+    adapter_of,
+    check_adapter,
+    read_adapter,
+    with_patterns_of,
+    write_adapter,
+)
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.model.group.division import refusal
+from hetero_mpi.model.group.refusals import refusal
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart, with_mean_rows
 from tests import family_trial

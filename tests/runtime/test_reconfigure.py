@@ -17,7 +17,6 @@ from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.model.held_layers import Kept
-from hetero_mpi.model.job_tuning import tuning_of
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -29,6 +28,7 @@ from hetero_mpi.planning.types.toml_files import load_report, save_plan, save_pr
 from hetero_mpi.report.run_files.line_files import STEPS_NAME
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.run_files.rank_steps import read_rank_steps
+from hetero_mpi.runtime.setup.job_tuning import tuning_of
 from tests.runtime.test_equality import IN_GROUPS
 from tests.support import training_cases
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile

@@ -16,7 +16,7 @@ import torch
 from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage

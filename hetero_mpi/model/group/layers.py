@@ -26,10 +26,10 @@ from hetero_mpi.model.group.division import (
     expert_modules,
     is_attention,
     norms_over_heads,
-    refusal,
     rowwise,
 )
 from hetero_mpi.model.group.exchanges import GroupLink, StageGroup, anchored, entered, left, replace_forward
+from hetero_mpi.model.group.refusals import refusal
 from hetero_mpi.model.group.whole_layers import adapted_across, join_adapter, norm_over_members, start_magnitude
 from hetero_mpi.model.layer.loss import IGNORED, piece_size
 from hetero_mpi.model.layer.quantize import double_scales, packed_weights

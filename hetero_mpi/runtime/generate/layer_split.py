@@ -20,8 +20,8 @@ from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.job.schema import ClusterTable
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_files import read_adapter
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_files import read_adapter
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.model_cost import model_cost

@@ -11,7 +11,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.emulation.emulated_cluster import emulated_profile
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_micro_batches, with_memory, within_timed
-from hetero_mpi.model.group.division import require_divisible
+from hetero_mpi.model.group.refusals import require_divisible
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of

@@ -32,8 +32,7 @@ from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job,
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.schema import ClusterTable, TokenizerTable
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_files import with_patterns_of
-from hetero_mpi.model.job_tuning import tuning_of
+from hetero_mpi.model.adapters.adapter_files import with_patterns_of
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.optimizer_check import check_optimizer
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -44,6 +43,7 @@ from hetero_mpi.runtime.setup.context import RunContext, TrainOptions
 from hetero_mpi.runtime.setup.custom_model import custom_chain
 from hetero_mpi.runtime.setup.data_setup import prepare
 from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
+from hetero_mpi.runtime.setup.job_tuning import tuning_of
 
 
 def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:

@@ -9,7 +9,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import EIGHT_BIT, as_toml
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.adapter_tuning import adapter_tuning
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.tuning import MAGNITUDE, Tuning, full_training

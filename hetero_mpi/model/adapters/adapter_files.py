@@ -12,10 +12,10 @@ import torch
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_start import as_written, tensors_as_written
+from hetero_mpi.model.adapters.adapter_start import as_written, tensors_as_written
+from hetero_mpi.model.adapters.peft_config import CONFIG, UNKNOWN, PeftConfig, read_peft_config
 from hetero_mpi.model.files.model_directory import WholeDirectory
 from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_tensor, write_tensors
-from hetero_mpi.model.peft_config import CONFIG, UNKNOWN, PeftConfig, read_peft_config
 from hetero_mpi.model.tuning import FILE_PREFIX, ROWS, Tuning, lora_config
 
 WEIGHTS = "adapter_model.safetensors"
