@@ -430,7 +430,7 @@ def test_a_document_begins_as_the_tokenizer_begins_texts() -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (gzip.compress(b"text"), "is compressed by gzip: unpack it"),
+        (gzip.compress(b"text", mtime=0), "is compressed by gzip: unpack it"),
         ("text".encode("utf-16"), "is text in UTF-16, not UTF-8: convert it"),
         (b"%PDF-1.7\n\xff", "is a PDF"),
         (b"a\xff", r"is not UTF-8 \(byte 1\)"),

@@ -223,10 +223,10 @@ PRETTY = "".join(json.dumps(json.loads(line), indent=1, ensure_ascii=False) + "\
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES.encode())),
+        ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)),
         ("a.jsonl.bz2", bz2.compress(LINES.encode())),
         ("a.jsonl.xz", lzma.compress(LINES.encode())),
-        ("a", gzip.compress(json.dumps([json.loads(line) for line in LINES.splitlines()]).encode("utf-16"))),
+        ("a", gzip.compress(json.dumps([json.loads(line) for line in LINES.splitlines()]).encode("utf-16"), mtime=0)),
         *(
             (f"{encoding}.jsonl", LINES.encode(encoding))
             for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig")
@@ -262,15 +262,15 @@ def test_values_one_after_the_other_are_named_by_their_lines(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (gzip.compress(LINES.encode() * 9)[:-20], "a.jsonl: the file breaks off, or is damaged"),
-        (gzip.compress(LINES.encode())[:20] + b"\xff" * 40, "a.jsonl: the file breaks off, or is damaged"),
+        (gzip.compress(LINES.encode() * 9, mtime=0)[:-20], "a.jsonl: the file breaks off, or is damaged"),
+        (gzip.compress(LINES.encode(), mtime=0)[:20] + b"\xff" * 40, "a.jsonl: the file breaks off, or is damaged"),
         (bz2.compress(LINES.encode())[:-9], "a.jsonl: the file breaks off, or is damaged"),
         (bz2.compress(LINES.encode())[:9] + b"\xff" * 40, "a.jsonl: the file breaks off, or is damaged"),
         (lzma.compress(LINES.encode())[:-9], "a.jsonl: the file breaks off, or is damaged"),
         (LINES.encode("utf-16")[:-1], "a.jsonl: the file breaks off, or is damaged"),
         (b"PK\3\4" + b"a" * 40, "this is a zip archive, or a workbook. Convert it"),
-        (gzip.compress(b"PAR1abcd"), "this is a parquet file in a compressed one. Convert it"),
-        (gzip.compress(b""), "a.jsonl: the file of records is empty"),
+        (gzip.compress(b"PAR1abcd", mtime=0), "this is a parquet file in a compressed one. Convert it"),
+        (gzip.compress(b"", mtime=0), "a.jsonl: the file of records is empty"),
     ],
 )
 def test_other_files_are_named(tmp_path: Path, content: bytes, expected: str) -> None:
