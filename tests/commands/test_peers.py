@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -96,5 +97,14 @@ def test_a_contender_that_does_not_end_is_ended_with_all_its_processes(
     assert peers._run([sys.executable, "-c", launcher]) == "did not end within 3 s"
     ranks = [int(word) for word in started.read_text().split()]
     assert len(ranks) == 2
-    left = [psutil.Process(rank).status() for rank in ranks if psutil.pid_exists(rank)]
-    assert set(left) <= {psutil.STATUS_ZOMBIE}
+    until = time.monotonic() + 30  # they are killed, and end when the system gets to it
+    while (left := set(map(state, ranks))) - {None, psutil.STATUS_ZOMBIE} and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left <= {None, psutil.STATUS_ZOMBIE}
+
+
+def state(process: int) -> str | None:
+    try:
+        return str(psutil.Process(process).status())
+    except psutil.NoSuchProcess:
+        return None

@@ -6,10 +6,12 @@ import fcntl
 import io
 import os
 import select
+import signal
 import struct
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,8 +90,11 @@ def drawn(progress: ProgressDisplay, columns: int, rows: int) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TERM", "xterm-256color")
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, where there is no screen
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_a_calm_screen_on_a_terminal() -> None:
