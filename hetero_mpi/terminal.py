@@ -108,12 +108,12 @@ def _launched() -> bool:
     return any(name in os.environ for name in _LAUNCHED)
 
 
-def write_text(text: str, stream: TextIO) -> None:
-    """Write to stdout or stderr, ``printable`` and ``fitted``. If nobody reads it any more (``| head``, a terminal XX
-    it leads nowhere from then on: the work goes on.
+def write_text(text: str, stream: TextIO, exact: bool = False) -> None:
+    """Write to stdout or stderr, ``printable`` and ``fitted``; ``exact``: as it is where nobody watches. If nobody reads it any
+    more (``| head``, a terminal that was closed), it leads nowhere from then on: the work goes on.
     """
     try:
-        stream.write(fitted(printable(text), stream))
+        stream.write(text if exact and not is_terminal(stream) else fitted(printable(text), stream))
         stream.flush()
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):  # a full disk may have room again

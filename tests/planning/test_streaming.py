@@ -370,12 +370,12 @@ def test_each_of_two_streamed_pipelines_moves_layers_away_from_its_slow_rank() -
 
 @pytest.mark.slow
 def test_what_fits_on_one_card() -> None:
-    """A row of the table of ``benchmarks/what_fits.py``: a model that fits without streaming keeps its plan."""
+    """A row of the table of ``benchmarks/what_fits.py``: what fits without streaming keeps its plan, or gets a clearly shorter one."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
     import what_fits
 
     profile = dict(what_fits.clusters(alone=True))["NVIDIA RTX A6000"]
     cells = {job: what_fits.cell(profile, *shape) for job, shape in what_fits.JOBS.items()}
     assert all(cell.sound for cell in cells.values())
-    assert [cell.streams for cell in cells.values()] == [True, True, False, False]
+    assert [cell.streams for cell in cells.values()] == [True, True, True, False]
     assert [cell.resident is None for cell in cells.values()] == [True, True, False, False]

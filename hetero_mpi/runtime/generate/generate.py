@@ -120,9 +120,9 @@ def _told(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:
     for token in coming:
         count += 1
         first = time.perf_counter() if count == 1 else first
-        write_text(spelling.add(token), sys.stdout)
+        write_text(spelling.add(token), sys.stdout, exact=True)
         yield token
-    write_text(spelling.end() + "\n", sys.stdout)
+    write_text(spelling.end() + "\n", sys.stdout, exact=True)
     end = time.perf_counter()
     rate = f", then {(count - 1) / (end - first):.1f} tokens/s" if count > 1 else ""
     say("", f"{count} tokens in {units.seconds(end - begin)}: the first after {units.seconds(first - begin)}{rate}")
