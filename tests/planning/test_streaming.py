@@ -370,7 +370,7 @@ def test_each_of_two_streamed_pipelines_moves_layers_away_from_its_slow_rank() -
 
 @pytest.mark.slow
 def test_what_fits_on_one_card() -> None:
-    """A row of the table of ``benchmarks/what_fits.py``: what fits without streaming keeps its plan, or gets a clearly shorter one."""
+    """A row of the table of ``benchmarks/what_fits.py``: what fits without streaming keeps its plan, or gets a shorter one."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
     import what_fits
 
