@@ -7,9 +7,8 @@ W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]. peft converts it in the same way.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.layer.interface import Start
-from hetero_mpi.model.layer.seeds import seeded
+from hetero_mpi.model.layer.seeds import one_thread, seeded
 from hetero_mpi.model.tuning import Tuning, began_with, scale_of
 
 
@@ -44,22 +43,11 @@ class ReducedStart:
                     f"{name}.weight holds numbers that are not finite, and [adapter] start = {as_toml(self._adapter.start)} takes "
                     f'it apart: get the model\'s files again, or set start = "default"'
                 )
-            with torch.no_grad(), seeded(self._seed, name), _one_thread():
+            with torch.no_grad(), seeded(self._seed, name), one_thread():
                 rank = self._tuning.trainable[a].shape[0]
                 self.values[a], self.values[b] = _parts(self._adapter.start, weight.detach(), rank, scale)
                 weight.sub_(scale * self.values[b] @ self.values[a])
             self.values |= {began_with(tensor): self.values[tensor] for tensor in (a, b)}
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Decompositions in here have the same bits on ranks with other numbers of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _parts(start: str, weight: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,8 +77,6 @@ def as_written(adapter: AdapterTable) -> AdapterTable:
 
 def tensors_as_written(tuning: Tuning, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Its tensors. ``state``: those that are trained, and the constants."""
-    if not tuning.constants:
-        return dict(state)
     found = dict(state)
     for name in (name for name in tuning.trainable if began_with(name) in tuning.constants):
         is_a, first = ".lora_A." in name, found.pop(began_with(name))

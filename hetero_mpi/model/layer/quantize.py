@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hetero_mpi.device.backend import HOST
+from hetero_mpi.model.layer.seeds import one_thread
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -212,13 +213,8 @@ def _quantized_twice(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     """Scales in 8 bits: (codes, their offset, the scales of the scales)."""
     from bitsandbytes.functional import quantize_blockwise
 
-    # A mean's last bit depends on the number of threads, in which ranks that hold one tensor may differ.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():  # else ranks that hold one tensor could differ in a mean's last bit
         offset = absmax.mean()
-    finally:
-        torch.set_num_threads(threads)
     codes, second = quantize_blockwise(absmax - offset, blocksize=_SECOND_BLOCK)
     return codes, offset, second
 

@@ -21,3 +21,14 @@ def seeded(*parts: int | str) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_from(*parts))
         yield
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """A block whose sums have the same bits on ranks with other numbers of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
