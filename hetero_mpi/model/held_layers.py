@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.layer.interface import WRAPPED, LayerChain
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients, flat_layout
 from hetero_mpi.model.tuning import Tuning
 
 Kept = Mapping[int, Mapping[str, nn.Module]]
 """Layer -> name of each of its modules, as in a fresh model -> a module that has the weights."""
-_WRAPPED, _ADAPTER = ".base_layer", ".lora_"
-"""Parts that peft's wrappers put into the names of what they wrap, and of what they add."""
+_ADAPTER = ".lora_"
+"""The part that peft's wrappers put into the names of what they add."""
 
 
 def frozen_layers(chain: LayerChain, model: nn.Module, layers: Iterable[int]) -> Kept:
@@ -32,7 +32,7 @@ def frozen_layers(chain: LayerChain, model: nn.Module, layers: Iterable[int]) ->
     """
     return {
         layer: {
-            name.replace(_WRAPPED, ""): module
+            name.replace(WRAPPED, ""): module
             for root in chain.module_names(layer)
             for name, module in model.get_submodule(root).named_modules(prefix=root)
             if _ADAPTER not in name and next(module.parameters(recurse=False), None) is not None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hetero_mpi.model.layer.interface import ADAPTER_NAME
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.tuning import Tuning, inject
 
-OPENED = "default"
+OPENED = ADAPTER_NAME
 """The adapter that a stage was built with, if any. Every other name is another adapter's; that of none is ""."""
 
 

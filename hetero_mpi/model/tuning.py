@@ -22,18 +22,14 @@ from transformers import PreTrainedModel
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_targets import of_pattern
 from hetero_mpi.model.eager_imports import imported_peft
-from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
+from hetero_mpi.model.layer.interface import ADAPTER_NAME, LayerChain, ParameterSpec
 from hetero_mpi.model.layer.seeds import seeded
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-ADAPTER_NAME = "default"
-"""peft's name of the only adapter; it is part of module names but not of the names in adapter files."""
 MAGNITUDE = ".lora_magnitude_vector"
 """DoRA's tensor, which adapter files name without the ``.weight`` of its module."""
-WRAPPED = ".base_layer"
-"""The part that peft's wrappers put into the names of what they wrap."""
 FILE_PREFIX = "base_model.model."
 """The part that peft puts before the model's names in adapter files."""
 ROWS = ".token_adapter.trainable_tokens_delta"

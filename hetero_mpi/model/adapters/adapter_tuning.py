@@ -14,13 +14,11 @@ from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_targets import of_pattern, reaches
 from hetero_mpi.model.eager_imports import imported_peft
-from hetero_mpi.model.layer.interface import ParameterSpec
+from hetero_mpi.model.layer.interface import ADAPTER_NAME, WRAPPED, ParameterSpec
 from hetero_mpi.model.layer.quantize import fused_experts, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.tuning import (
-    ADAPTER_NAME,
     ROWS,
-    WRAPPED,
     PeftTargets,
     Tuning,
     add_adapters,

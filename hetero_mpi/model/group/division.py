@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.layer.interface import ParameterSpec
+from hetero_mpi.model.layer.interface import WRAPPED, ParameterSpec
 from hetero_mpi.model.layer.quantize import BLOCK
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.planning.types.cost import MOMENT_BLOCK
@@ -64,8 +64,6 @@ _FURTHER = {
     "youtu": _LATENT,
 }
 """Family -> what its table leaves out."""
-_WRAPPED = ".base_layer"
-"""The part of a name that tells apart the adapters of a module's parameters (``tuning``)."""
 _ALIGNED = 64
 """Columns at multiples of this are fast on all devices."""
 _FINENESS = 64
@@ -222,12 +220,12 @@ class _Rules:
                 return Division(Holding.CUT, 0, self._in_proportion(spec.shape[0], _unit(spec.shape[0])))
             return Division(Holding.WHOLE)
         module, _, adapter = module.partition(".lora_")
-        local = module.replace(_WRAPPED, "")[len(f"{self._chain.blocks_name}.{spec.layer - 1}.") :]
+        local = module.replace(WRAPPED, "")[len(f"{self._chain.blocks_name}.{spec.layer - 1}.") :]
         container = local.partition(".")[0]
         if container not in self._containers or spec.name in self._chain.constants:
             return Division(Holding.WHOLE)
         if self._styles.get(local) == _EXPERTS:
-            return self._of_experts(spec, module.replace(_WRAPPED, ""), adapter)
+            return self._of_experts(spec, module.replace(WRAPPED, ""), adapter)
         style = self._styles.get(f"{local}.{leaf}" if local == container else local)
         dim = self._cut_dimension(spec, module, style, adapter or leaf)
         if dim is not None:
@@ -300,7 +298,7 @@ def expert_modules(chain: TransformersChain) -> list[str]:
 
 def is_of_experts(chain: TransformersChain, name: str) -> bool:
     """Has a parameter, or a tensor of its adapter, all experts of its layer?"""
-    module = name.rpartition(".")[0].partition(".lora_")[0].replace(_WRAPPED, "")
+    module = name.rpartition(".")[0].partition(".lora_")[0].replace(WRAPPED, "")
     return module.endswith(tuple(f".{own}" for own in expert_modules(chain)))
 
 

@@ -13,9 +13,7 @@ from torch import nn
 
 from hetero_mpi.model.group.division import Division, Holding
 from hetero_mpi.model.group.exchanges import GroupLink, entered, left
-
-_NAME = "default"
-"""peft's name of the only adapter."""
+from hetero_mpi.model.layer.interface import ADAPTER_NAME
 
 
 def adapted_across(model: nn.Module, divisions: Mapping[str, Division]) -> Iterator[tuple[str, Any, Division]]:
@@ -28,9 +26,9 @@ def adapted_across(model: nn.Module, divisions: Mapping[str, Division]) -> Itera
 
 def join_adapter(adapted: Any, division: Division, link: GroupLink) -> None:
     """Draw masks as for the whole input of an adapted layer, and take the lengths of whole rows."""
-    dropout = adapted.lora_dropout[_NAME]
+    dropout = adapted.lora_dropout[ADAPTER_NAME]
     if isinstance(dropout, nn.Dropout):
-        adapted.lora_dropout[_NAME] = _DividedDropout(dropout.p, division.bounds, link.member)
+        adapted.lora_dropout[ADAPTER_NAME] = _DividedDropout(dropout.p, division.bounds, link.member)
     for layer in adapted.lora_magnitude_vector.values():
         layer.get_weight_norm = partial(_row_lengths, link)
 
@@ -39,7 +37,7 @@ def start_magnitude(adapted: Any, link: GroupLink) -> torch.Tensor | None:
     """DoRA's start of an adapted layer (out) in fp32: the lengths of the rows of its weight. None: it has no magnitudes."""
     from peft.utils.integrations import dequantize_module_weight
 
-    if _NAME not in adapted.lora_magnitude_vector:
+    if ADAPTER_NAME not in adapted.lora_magnitude_vector:
         return None
     weight = dequantize_module_weight(adapted.base_layer).detach()
     return _row_lengths(link, weight, torch.zeros_like(weight), 0.0).float()

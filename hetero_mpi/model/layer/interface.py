@@ -19,6 +19,11 @@ from torch import nn
 
 from hetero_mpi.model.layer.loss import Routers
 
+ADAPTER_NAME = "default"
+"""peft's name of the only adapter; it is part of module names but not of the names in adapter files."""
+WRAPPED = ".base_layer"
+"""The part that peft's wrappers put into the names of what they wrap; so the adapters of a module's parameters are told apart."""
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
