@@ -147,9 +147,10 @@ def _share_problems(where: str, stage: StagePlan, profile: ClusterProfile) -> It
         )
     elif heads is None:
         yield (
-            f"{where} names ranks {ranks}: this model cannot be divided among ranks as the job trains it (in the way are other "
-            f"families than plain ones of transformers, dropout, [adapter] dora or parameters, [train] optimizers but adamw, and "
-            f"matrices that NF4 packs across a cut; `train --plan` says which); give the stage one rank"
+            f"{where} names ranks {ranks}: this model cannot be divided among ranks as the job trains it (in the way are "
+            f"families that no group divides, dropout of hidden states or attention, [adapter] tokens, [train] optimizers that "
+            f"step whole matrices, and matrices that NF4 or 8-bit moments keep together across a cut; `train --plan` says "
+            f"which); give the stage one rank"
         )
     elif sum(shares) != heads:
         yield (
