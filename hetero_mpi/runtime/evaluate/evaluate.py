@@ -18,7 +18,7 @@ from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.model.decoding import Scored
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.evaluate.harness import Harness
-from hetero_mpi.runtime.evaluate.scored_sets import ScoredText, named, own_set, run_job, set_of_files
+from hetero_mpi.runtime.evaluate.scored_sets import ScoredText, job_of_run, named, own_set, set_of_files
 from hetero_mpi.runtime.generate.layer_split import set_up, with_writer
 from hetero_mpi.runtime.generate.source import Opened, open_source
 from hetero_mpi.runtime.generate.writer import NOT_A_NUMBER_TEXT, Task, TextChanges, Writer
@@ -107,7 +107,7 @@ def _check(options: EvaluateOptions) -> None:
 
 def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText]]:
     source, limit = options.source.expanduser(), options.limit or _MOST_SEQUENCES
-    loaded = run_job(source)
+    loaded = job_of_run(source)
     if options.data:
         found = {name: set_of_files(opened, loaded, files, limit) for name, files in named(options.data).items()}
         if empty := [name for name, texts in found.items() if not texts]:
@@ -192,7 +192,7 @@ def result_directory(options: EvaluateOptions) -> Path | None:
     source = options.source.expanduser()
     if options.output is not None:
         return options.output.expanduser()
-    return source if run_job(source) is not None else None
+    return source if job_of_run(source) is not None else None
 
 
 def _in_tasks(world: World, options: EvaluateOptions) -> int:

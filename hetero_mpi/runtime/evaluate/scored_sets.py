@@ -35,7 +35,7 @@ class ScoredText:
     weights: list[float | None]
 
 
-def run_job(source: Path) -> LoadedJob | None:
+def job_of_run(source: Path) -> LoadedJob | None:
     """The job of a run directory; None: ``source`` is none."""
     if not (source / RUN_NAME).is_file():
         return None
