@@ -15,9 +15,9 @@ import pytest
 from tests.test_house import imported
 
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
-CLOSURES = {"model.stage": 3_500, "engine.executor": 6_800, "engine.trainer": 9_200}
+CLOSURES = {"model.stage": 3_500, "engine.executor": 6_740, "engine.trainer": 9_270}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"runtime.loop": 19_720}
+LOADED = {"runtime.loop": 19_820}
 """The same of what is loaded when the module is imported."""
 LINES = {
     "beside the packages": 1_820,
@@ -27,17 +27,17 @@ LINES = {
     "data": 3_770,
     "device": 1_690,
     "emulation": 770,
-    "engine": 2_080,
+    "engine": 2_110,
     "job": 1_300,
     "launch": 4_520,
-    "model": 8_560,
-    "planning": 10_460,
+    "model": 8_620,
+    "planning": 10_470,
     "profiling": 1_370,
     "report": 4_960,
     "runtime": 8_460,
     "state": 1_870,
     "web": 440,
-    "in all": 58_710,
+    "in all": 58_810,
 }
 """Lines of each package, and in all."""
 SLACK = 40

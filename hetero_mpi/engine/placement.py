@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hetero_mpi.data.batch import Batch
-from hetero_mpi.model.group.division import Division, Holding, divisions
-from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.loss import IGNORED
-from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.owners import owners
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
@@ -36,35 +33,6 @@ def places_of(rank: int, plan: Plan) -> tuple[Placement, ...]:
 def active_ranks(plan: Plan) -> list[int]:
     """Ranks that take part in every step: those with a stage, and rank 0, which reads the data and leads."""
     return sorted({0, *plan.ranks})
-
-
-@dataclass(frozen=True)
-class Divided:
-    """A tensor of a stage that a group of ranks holds."""
-
-    division: Division
-    ranks: tuple[int, ...]
-
-    @property
-    def cut(self) -> bool:
-        """Has each of the ranks a part of its own?"""
-        return self.division.held is Holding.CUT
-
-    @property
-    def exchanged(self) -> bool:
-        """Have all of the ranks all of it?"""
-        return self.division.held in (Holding.WHOLE, Holding.SUMMED)
-
-
-def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> dict[str, Divided]:
-    """Name -> how it is divided, of every trained tensor and constant of stages that groups hold."""
-    found: dict[str, Divided] = {}
-    for _, _, stage in plan.numbered:
-        if stage.grouped:
-            layers = range(stage.first, stage.last)
-            own = divisions(language(chain), tuning, stage.shares, layers, stage.experts)
-            found |= {name: Divided(division, stage.ranks) for name, division in own.items()}
-    return found
 
 
 def parameter_owners(tuning: Tuning, plan: Plan) -> dict[str, int]:

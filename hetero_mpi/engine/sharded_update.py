@@ -10,6 +10,9 @@ ranks that hold it; REDUCE waits for that. New values travel in the same buffers
 backward. All members of a group start its exchanges in one order, and no start waits for another rank, so nothing can deadlock.
 Copies go and come beside what the device computes: nobody waits for one before REDUCE.
 
+Where groups hold a layer in several pipelines, each cut in its own way, there is a buffer for every set of ranks that hold the same
+segments of it (``shared_parts``).
+
 The matrix of a tied model belongs to layer 0. Within each pipeline the head's rank sends its share of the gradient to the
 embedding's, which adds it to its own; then layer 0 is summed over the pipelines as any other. Its new values go on to the head.
 Both ways lead through host memory that is kept, beside what the device computes.
@@ -17,41 +20,22 @@ Both ways lead through host memory that is kept, beside what the device computes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 
 from hetero_mpi.comm.transport import Arrived, Group, Ready, Request, Transport
 from hetero_mpi.device.backend import HOST, Copied, Copying, host_bytes
 from hetero_mpi.engine.channel import TIED_TAG, Arrival, Outbox
-from hetero_mpi.model.held_layers import FlatGradients
+from hetero_mpi.model.held_layers import SharedPart
 from hetero_mpi.model.optimizer import Optimizer
-from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.schedule import Schedule, holders
-from hetero_mpi.planning.types.plan import Plan
-
-SharedLayers = Mapping[int, tuple[int, ...]]
-"""Layer -> the ranks that hold it."""
-
-
-def shared_layers(plan: Plan, schedule: Schedule, tuning: Tuning) -> SharedLayers:
-    """layer -> the ranks that sum its gradients, increasing; the last layer first. Layers held by one rank are absent.
-
-    Those that the schedule REDUCEs, and whatever else is trained: an emulated model may train less than its stand-in.
-    """
-    layers = {spec.layer for spec in tuning.trainable.values()}
-    layers |= {action.layer for actions in schedule.values() for action in actions if action.layer is not None}
-    found = {
-        layer: tuple(sorted(ranks)) for layer, ranks in holders(plan).items() if layer in layers and len(ranks) > 1
-    }
-    return dict(sorted(found.items(), reverse=True))
 
 
 class ShardedUpdate:
     """A rank's part in the exchanges of a step.
 
     Args:
-        shared: as ``shared_layers`` says, of the whole plan.
+        shared: of the whole plan, the last layer's first.
         tied: its end of the matrix, if that is tied and trained.
     """
 
@@ -59,7 +43,7 @@ class ShardedUpdate:
         self,
         rank: int,
         last_layer: int,
-        shared: SharedLayers,
+        shared: Iterable[SharedPart],
         tied: TiedMatrix | None,
         optimizer: Optimizer,
         transport: Transport,
@@ -67,16 +51,14 @@ class ShardedUpdate:
         self.last_layer, self.tied, self.transport = last_layer, tied, transport
         groups, backend = _groups(rank, shared, transport), optimizer.stage.backend
         out, back = backend.copying(), backend.copying()  # two: what is summed waits for no later layer's backward
-        self._layers = {
-            layer: _SharedLayer(layer, groups[ranks], ranks.index(rank), optimizer.flat[layer], out, back)
-            for layer, ranks in shared.items()
-            if rank in ranks
-        }
+        self._parts = [
+            _Exchanged(part, groups[part.ranks], rank, optimizer, out, back) for part in shared if rank in part.ranks
+        ]
         optimizer.stage.before_each_layer(self.take)
 
     def begin(self) -> None:
         """A step begins: be ready for what may come early."""
-        for own in self._layers.values():
+        for own in self._parts:
             own.begin()
         if self.tied is not None:
             self.tied.begin()
@@ -93,20 +75,20 @@ class ShardedUpdate:
     def reduce(self, layer: int) -> None:
         """Return when the gradients of what this rank owns of ``layer`` are those of all ranks that hold it."""
         self._start_down_to(0)  # backward is over: all are whole
-        if layer in self._layers:
-            self._complete(layer)
+        for own in self._of(layer):
+            self._complete(own)
 
     def end(self) -> None:
         """Before the optimizer's step: sums that no REDUCE waits for; each exchange is ready for the next step's."""
         if self.tied is not None:
             self.tied.end()
-        for layer, own in self._layers.items():
-            self._complete(layer)
+        for own in self._parts:
+            self._complete(own)
             own.end()
 
     def publish(self) -> None:
         """After the optimizer's step: new values go from their owners to the other holders, the first layer first."""
-        for own in reversed(self._layers.values()):
+        for own in reversed(self._parts):
             own.publish(self.transport)
         self.share_tied_weight()
 
@@ -118,53 +100,58 @@ class ShardedUpdate:
 
     def take(self, layer: int) -> None:
         """The parameters of ``layer`` are about to be read: return when their new values are there."""
-        if layer in self._layers:
-            self._layers[layer].take(self.transport)
+        for own in self._of(layer):
+            own.take(self.transport)
 
     def settle(self) -> None:
         """Return when all new values are there."""
-        for layer in reversed(self._layers):
-            self.take(layer)
+        for own in reversed(self._parts):
+            own.take(self.transport)
 
     def dissolve(self) -> None:
         """No step follows: the transport may use the groups' numbers for others."""
         self.settle()
-        for group in {own.group for own in self._layers.values()}:
+        for group in {own.group for own in self._parts}:
             self.transport.dissolve(group)
 
     def _start_down_to(self, layer: int) -> None:
         """Start the sums of this layer and of later ones, in the common order."""
-        for other, own in self._layers.items():
-            if other >= layer and own.request is None:
-                self._start(other)
+        for own in self._parts:
+            if own.layer >= layer and own.request is None:
+                self._start(own)
 
-    def _start(self, layer: int) -> None:
-        if layer == 0 and self.tied is not None:
+    def _of(self, layer: int) -> list[_Exchanged]:
+        return [own for own in self._parts if own.layer == layer]
+
+    def _start(self, own: _Exchanged) -> None:
+        if own.layer == 0 and self.tied is not None:
             self.tied.join()
-        self._layers[layer].start(self.transport)
+        own.start(self.transport)
 
-    def _complete(self, layer: int) -> None:
-        """Wait for a layer's sums, once; nothing if that has been done."""
-        own = self._layers[layer]
+    def _complete(self, own: _Exchanged) -> None:
+        """Wait for the sums, once; nothing if that has been done."""
         if own.request is None:
-            self._start(layer)
+            self._start(own)
         own.wait(self.transport)
 
 
-class _SharedLayer:
-    """A layer's flat buffer, and where it is exchanged: in place in host memory, else in a copy there.
+class _Exchanged:
+    """The flat buffer of a shared part, and where it is exchanged: in place in host memory, else in a copy there.
 
     Attributes:
         request: the reduce-scatter of the running step.
     """
 
-    def __init__(self, layer: int, group: Group, place: int, flat: FlatGradients, out: Copying, back: Copying) -> None:
-        self._layer, self.group, self._place = layer, group, place
-        self._flat, self._out, self._back = flat, out, back
+    def __init__(
+        self, part: SharedPart, group: Group, rank: int, optimizer: Optimizer, out: Copying, back: Copying
+    ) -> None:
+        self.layer, self.group, self._place = part.layer, group, part.ranks.index(rank)
+        flat = self._flat = optimizer.flat[part]
+        self._gradient, self._out, self._back = optimizer.gradient, out, back
         self._copies = flat.gradients.device != HOST
         shape = flat.gradients.shape
         self._host = flat.backend.host_buffer(shape, torch.float32) if self._copies else flat.gradients
-        self._others = [index for index in range(len(group.ranks)) if index != place]
+        self._others = [index for index in range(len(group.ranks)) if index != self._place]
         self.request: Request | None = None
         self._values: Request | None = None
         """The all-gather of values that are not taken yet."""
@@ -180,9 +167,10 @@ class _SharedLayer:
         """The gradients are those of this rank: sum them as soon as they are in host memory."""
         self._whole = False
         assert self._values is None, "a backward has ended whose forward did not take the new values"
+        self._flat.collect(self._gradient)
         parts = [self._host[part].numpy() for part in self._flat.parts]
         beside = self._copied_beside(slice(None), self._bring_sums)
-        self.request = transport.reduce_scatter(self.group, parts, *beside, self._layer)
+        self.request = transport.reduce_scatter(self.group, parts, *beside, self.layer)
 
     def wait(self, transport: Transport) -> None:
         """Return when they are summed; what this thread gives the device from now on sees that."""
@@ -191,6 +179,7 @@ class _SharedLayer:
         self._whole = True
         assert self.request is not None
         self._arrive(self.request, transport, self._bring_sums)
+        self._flat.spread(self._place, self._gradient)
 
     def end(self) -> None:
         """They are summed, and the step is over."""
@@ -201,7 +190,7 @@ class _SharedLayer:
         self._flat.pack(self._place)
         parts, own = [host_bytes(self._host[part]) for part in self._flat.values], self._flat.values[self._place]
         self._values = transport.all_gather(
-            self.group, parts, *self._copied_beside(own, self._bring_values), self._layer
+            self.group, parts, *self._copied_beside(own, self._bring_values), self.layer
         )
 
     def take(self, transport: Transport) -> None:
@@ -241,9 +230,9 @@ class _SharedLayer:
         self._copied = [self._back.copy(self._flat.gradients[one], self._host[one]) for one in ranges]
 
 
-def _groups(rank: int, shared: SharedLayers, transport: Transport) -> dict[tuple[int, ...], Group]:
+def _groups(rank: int, shared: Iterable[SharedPart], transport: Transport) -> dict[tuple[int, ...], Group]:
     """A group for each set of ranks that this rank belongs to. Numbers follow the plan, so all members agree on them."""
-    distinct = list(dict.fromkeys(shared.values()))
+    distinct = list(dict.fromkeys(part.ranks for part in shared))
     return {ranks: transport.group(ranks, number) for number, ranks in enumerate(distinct) if rank in ranks}
 
 

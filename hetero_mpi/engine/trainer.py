@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from hetero_mpi.engine.memory_trial import Nowhere, UpdateAlone, memory_explaine
 from hetero_mpi.engine.placement import (
     BatchShare,
     Placement,
-    divided_tensors,
     evaluation_shares,
     parameter_owners,
     places_of,
@@ -26,8 +25,10 @@ from hetero_mpi.engine.placement import (
     training_share,
 )
 from hetero_mpi.engine.rank_setup import BuildStage, RankSetup
-from hetero_mpi.engine.sharded_update import ShardedUpdate, SharedLayers, TiedMatrix, shared_layers
-from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared
+from hetero_mpi.engine.sharded_update import ShardedUpdate, TiedMatrix
+from hetero_mpi.engine.shared_parts import divided_tensors, shared_parts
+from hetero_mpi.model.group.division import Division
+from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared, SharedPart
 from hetero_mpi.model.layer.comparison import REWARDS, Comparison
 from hetero_mpi.model.layer.interface import as_input
 from hetero_mpi.model.layer.loss import Routed
@@ -71,7 +72,9 @@ class Trainer:
         latest: the last step's result; None before the first.
         loss_scale: fp16's; every step decision changes it.
         memory: what is predicted for this rank; None: not known.
-        owner: trained parameter -> the rank that has its master and moments, counts its norm, steps it, and saves it.
+        owner: trained parameter -> the rank that has its master and moments, counts its norm, steps it, and saves it; of what the
+            group of this rank cuts, each member does so with its part.
+        divided: name -> the division of every tensor of its stage, where a group holds that.
     """
 
     def __init__(
@@ -95,21 +98,23 @@ class Trainer:
         self.rank, self.world, self.transport = setup.rank, world, setup.transport
         self.chain, self.tuning, self.backend, self.group = setup.chain, setup.tuning, setup.backend, setup.group
         train = setup.train
-        self.divided = divided_tensors(plan, self.chain, self.tuning)
+        divided, self.owner = divided_tensors(plan, self.chain, self.tuning), parameter_owners(self.tuning, plan)
+        self.first = plan.leader_of.get(self.rank, self.rank)
+        self.divided: Mapping[str, Division] = divided.get(self.first, {})
+        owning = {name: divided[rank][name] for name, rank in self.owner.items() if rank in divided}
         micro_batches = [pipeline.micro_batches for pipeline in plan.pipelines]
         self.decider = StepDecider(
             list(self.tuning.trainable),
             train.clip_norm,
             sum(micro_batches),
             self.chain.routers is not None,
-            {name: len(one.ranks) for name, one in self.divided.items() if one.cut},
+            {name: len(one.bounds) - 1 for name, one in owning.items() if one.cut},
             0 if train.preference == "none" else REWARDS,
         )
         self.places = places_of(self.rank, plan)
         self.pipeline = self.places[0].pipeline if self.places else None
         self.dtype = setup.dtype
         self.loss_scale = loss_scale or LossScale.of(self.dtype)
-        self.owner = parameter_owners(self.tuning, plan)
         self.latest: StepResult | None = None
         self.stages: list[Stage] = []
         self.held: HeldLayers | None = None
@@ -119,9 +124,8 @@ class Trainer:
         self.loss_slots, self.memory = slots(micro_batches), setup.memory
         if self.places:
             with memory_explained(lambda: "loading its layers", self.memory, self.backend):
-                shared = shared_layers(plan, schedule, self.tuning)
-                shared = {layer: ranks for layer, ranks in shared.items() if any(self._owned(layer, ranks))}
-                own = {layer: self._owned(layer, ranks) for layer, ranks in shared.items() if self.rank in ranks}
+                shared = shared_parts(self.rank, plan, self.tuning, divided, self.owner)
+                own = {part: owned for part, owned in shared.items() if self.rank in part.ranks}
                 for place in self.places:
                     self.stages.append(self._stage(place, own, build))
                 self.held = self.stages[0] if len(self.stages) == 1 else HeldStages(self.stages)
@@ -130,13 +134,13 @@ class Trainer:
     def _stage(self, place: Placement, shared: Shared, build: BuildStage) -> Stage:
         pipeline, tied = self.plan.pipelines[place.pipeline], self.chain.tied
         own = pipeline.stages[place.position]
-        shared = {layer: owned for layer, owned in shared.items() if own.first <= layer < own.last}
-        foreign = {name for name, rank in self.owner.items() if rank != self.rank and not self.has_part(name)}
+        shared = {part: owned for part, owned in shared.items() if own.first <= part.layer < own.last}
+        foreign = {name for name in self.owner if not self._steps(name)}
         ends = tied is not None and self.stages and self.stages[0].is_first and own.last == self.chain.layer_count
         beginning = self.stages[0] if ends else None
         return build(own, pipeline.split_backward and place.position > 0, shared, foreign, beginning)
 
-    def _build(self, held: HeldLayers, shared: SharedLayers, schedule: Schedule) -> None:
+    def _build(self, held: HeldLayers, shared: Iterable[SharedPart], schedule: Schedule) -> None:
         assert self.pipeline is not None
         pipeline = self.plan.pipelines[self.pipeline]
         self.optimizer = Optimizer(held, self.setup.train)
@@ -149,18 +153,14 @@ class Trainer:
         self.executor = Executor(self.setup, self.stages, self.places, pipeline, schedule[self.rank])
         self.backend.begin_peak()
 
-    def _owned(self, layer: int, ranks: Sequence[int]) -> list[list[str]]:
-        """The trained parameters of a layer that each of ``ranks`` owns; of a group, those that all of it hold."""
-        names = [spec.name for spec in self.tuning.specs(layer, layer + 1)]
-        names = [name for name in names if name not in self.divided or self.divided[name].exchanged]
-        return [[name for name in names if self.owner[name] == rank] for rank in ranks]
+    def _steps(self, name: str) -> bool:
+        """Has this rank the master and moments of a parameter, or of its part of it?"""
+        return self.owner[name] == self.rank or (self.owner[name] == self.first and self.has_part(name))
 
     def has_part(self, name: str) -> bool:
-        """Has a group cut the tensor, of which this rank has a part? (It may have none.)"""
-        one = self.divided.get(name)
-        return (
-            one is not None and one.cut and self.rank in one.ranks and one.division.exists(one.ranks.index(self.rank))
-        )
+        """Has this rank's group cut the tensor, of which it has a part? (It may have none.)"""
+        one, group = self.divided.get(name), self.group
+        return one is not None and group is not None and one.cut and one.exists(group.member)
 
     def step(
         self, step: int, batch: Batch, asked: Callable[[], bool] = lambda: False, along: NDArray[np.float64] = _NOTHING

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.layer.interface import WRAPPED, LayerChain
-from hetero_mpi.model.offloaded_gradients import OffloadedGradients, flat_layout
+from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.tuning import Tuning
 
 Kept = Mapping[int, Mapping[str, nn.Module]]
@@ -53,8 +54,34 @@ def take_over(model: nn.Module, kept: Mapping[str, nn.Module]) -> None:
             setattr(new, own, parameter)
 
 
-Shared = Mapping[int, Sequence[Sequence[str]]]
-"""Layer -> the names of the trained parameters that each of its holders owns."""
+class SharedPart(NamedTuple):
+    """A layer, or what of it the same ranks hold where groups hold it in several pipelines."""
+
+    layer: int
+    ranks: tuple[int, ...]
+    """Increasing."""
+
+
+class Segment(NamedTuple):
+    """The numbers of a trained parameter that are of a shared part: all that a rank has of it, or a range of one dimension."""
+
+    name: str
+    dim: int = 0
+    matrices: int = 1
+    """So many lie one after the other in that dimension; the range is of each."""
+    first: int = 0
+    length: int | None = None
+    """None: it is no range."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of the segment of a rank's parameter, or of its gradient."""
+        if self.length is None:
+            return tensor
+        return tensor.unflatten(self.dim, (self.matrices, -1)).narrow(self.dim + 1, self.first, self.length)
+
+
+Shared = Mapping[SharedPart, Sequence[Sequence[Segment]]]
+"""What several ranks hold -> the segments that each of these owns."""
 
 
 class HeldLayers(ABC):
@@ -68,7 +95,7 @@ class HeldLayers(ABC):
         tied_head: the head's own copy of a tied embedding matrix, or None. It is never optimised here: its gradient is
             added to the embedding's and the new values come back.
         offloaded: gradients in host memory, of a stage whose device has another; else None.
-        shared: layers that several ranks hold -> the names of the trained parameters that each of them owns.
+        shared: what several ranks hold -> the segments of trained parameters that each of them owns.
         foreign: trained parameters that other ranks own.
     """
 
@@ -116,59 +143,6 @@ class HeldLayers(ABC):
         return contextlib.nullcontext()
 
 
-class FlatGradients:
-    """A layer's fp32 gradients, one after the other with a few zeros between them, in the same memory for good.
-
-    The buffer has a part for each holder, of the parameters that this one owns (``HeldLayers.shared``); the layout is the same
-    wherever the layer is held. Between two steps a part takes new values of its parameters, in their dtype.
-
-    Attributes:
-        gradients: (n,), where the stage keeps its state.
-        views: name -> a parameter's gradient in there.
-        parts: of ``gradients``, one for each holder.
-        values: what of them new values take, in fp32 numbers.
-    """
-
-    def __init__(self, stage: HeldLayers, layer: int) -> None:
-        self._stage, self.backend = stage, stage.backend
-        owned = stage.shared[layer]
-        names = [name for of_part in owned for name in of_part]
-        starts, length = flat_layout(stage.parameters[name].numel() for name in names)
-        own = stage.offloaded.flat[layer] if stage.offloaded is not None else None
-        self.gradients = own if own is not None else torch.zeros(length, device=stage.backend.device)
-        self.views: dict[str, torch.Tensor] = {}
-        for name, start in zip(names, starts, strict=True):
-            parameter = stage.parameters[name]
-            self.views[name] = self.gradients[start : start + parameter.numel()].view(parameter.shape)
-        self.parts: list[slice] = []
-        self.values: list[slice] = []
-        self._rooms: list[dict[str, torch.Tensor]] = []
-        """A dictionary for each holder: name -> where a parameter's new values are."""
-        begin = 0
-        for of_part in owned:
-            end = begin + flat_layout(stage.parameters[name].numel() for name in of_part)[1]
-            where, taken = flat_layout(-(-stage.parameters[name].nbytes // 4) for name in of_part)
-            self._rooms.append({name: self._room(begin + at, name) for name, at in zip(of_part, where, strict=True)})
-            self.parts.append(slice(begin, end))
-            self.values.append(slice(begin, begin + taken))
-            begin = end
-
-    def _room(self, start: int, name: str) -> torch.Tensor:
-        parameter = self._stage.parameters[name]
-        numbers = self.gradients[start : start + -(-parameter.nbytes // 4)]
-        return numbers.view(torch.uint8)[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-
-    def pack(self, place: int) -> None:
-        """Copy a holder's parameters to where new values go."""
-        rooms, stage = self._rooms[place], self._stage
-        if rooms:
-            torch._foreach_copy_(list(rooms.values()), [stage.storage_of(stage.parameters[name]) for name in rooms])
-
-    def unpack(self, place: int) -> None:
-        """Copy the new values of a holder's parameters into these."""
-        self._stage.overwrite(self._rooms[place])
-
-
 class HeldStages(HeldLayers):
     """Several stages of one pipeline on one rank, in the order of the chain, none of which is streamed."""
 
@@ -180,7 +154,7 @@ class HeldStages(HeldLayers):
         self.chain, self.backend, self.dtype, self.tuning = one.chain, one.backend, one.dtype, one.tuning
         self.parameters = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
         self.masters = {name: master for stage in stages for name, master in stage.masters.items()}
-        self.shared = {layer: owned for stage in stages for layer, owned in stage.shared.items()}
+        self.shared = {part: owned for stage in stages for part, owned in stage.shared.items()}
         self.tied_head, self.offloaded, self.foreign = last.tied_head, None, one.foreign
         self._holders = {parameter: stage for stage in stages for parameter in stage.parameters.values()}
         if self.tied_head is not None:

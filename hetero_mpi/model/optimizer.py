@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.held_layers import FlatGradients, HeldLayers
+from hetero_mpi.model.flat_gradients import FlatGradients
+from hetero_mpi.model.held_layers import HeldLayers
 from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.planning.types.moments import TWO
 
@@ -69,7 +70,7 @@ class Optimizer:
 
     Attributes:
         targets: name -> what is stepped, of each parameter that this rank owns.
-        flat: layer -> its gradients, where several ranks hold it.
+        flat: what several ranks hold -> its gradients.
     """
 
     def __init__(self, stage: HeldLayers, train: TrainTable) -> None:
@@ -91,7 +92,7 @@ class Optimizer:
         elif narrow and stage.tied_head is not None and stage.tied_head.requires_grad:
             self._tied = SimpleNamespace(grad=None)
             _accumulate_in_fp32(stage, stage.tied_head, self._tied)
-        self.flat = {layer: FlatGradients(stage, layer) for layer in stage.shared}
+        self.flat = {part: FlatGradients(stage, part) for part in stage.shared}
         self._views = {name: view for flat in self.flat.values() for name, view in flat.views.items()}
         if offloaded is not None:
             self._views = offloaded.views

@@ -88,7 +88,7 @@ class StageSpec:
     kept_slices: int = 0
     """Of a streamed stage: slices of every micro-batch whose forward is not repeated."""
     shared: Shared = field(default_factory=dict)
-    """Layers that several ranks hold -> the names of the trained parameters that each of them owns."""
+    """What several ranks hold -> the segments of trained parameters that each of them owns."""
     foreign: Collection[str] = ()
     """Those of them that other ranks own: they have no masters here."""
 

@@ -132,8 +132,8 @@ class StreamedStage(Stage):
         found: dict[int, dict[str, nn.Parameter]] = {layer: {} for layer in sorted(self.trained_layers)}
         for name, parameter in self.parameters.items():
             found[self.chain.layer_of(name)][name] = parameter
-        for layer, owned in self.shared.items():  # in the order in which they are exchanged
-            found[layer] = {name: self.parameters[name] for names in owned for name in names}
+        for part, owned in self.shared.items():  # in the order in which they are exchanged
+            found[part.layer] = {one.name: self.parameters[one.name] for segments in owned for one in segments}
         return found
 
     def _through(self, slices: Slices, x: torch.Tensor, inputs: Inputs | None) -> list[torch.Tensor]:

@@ -110,7 +110,7 @@ class LiveState:
         one = trainer.divided.get(parcel.name)
         if one is None or not one.cut or trainer.group is None:
             return self._part(parcel)
-        division, shape = _division(trainer, parcel, one.division)
+        division, shape = _division(trainer, parcel, one)
         own = self._part(parcel) if trainer.has_part(parcel.name) else None
         own = own if own is None else own.view(division.shape(shape, trainer.group.member))
         return trainer.group.assembled(own, division, shape, parcel.dtype).view(parcel.shape)
@@ -245,7 +245,7 @@ def set_parameter(trainer: Trainer, name: str, value: torch.Tensor) -> None:
         if name in trainer.tuning.constants:
             held.storage_of(held.model_parameter(name)).copy_(value)
         elif name in trainer.tuning.still:
-            if divided is None or trainer.group is None or divided.division.exists(trainer.group.member):
+            if divided is None or trainer.group is None or divided.exists(trainer.group.member):
                 held.storage_of(held.model_parameter(name)).copy_(_own_part(trainer, parcel, value))
         elif name in held.parameters:
             value = _own_part(trainer, parcel, value)
@@ -278,7 +278,7 @@ def _own_part(trainer: Trainer, parcel: Parcel, whole: torch.Tensor) -> torch.Te
     divided = trainer.divided.get(parcel.name)
     if divided is None or trainer.group is None or not divided.cut:
         return whole
-    division, shape = _division(trainer, parcel, divided.division)
+    division, shape = _division(trainer, parcel, divided)
     part = division.part(whole.view(shape), trainer.group.member)
     return part.flatten() if parcel.kind in SCALES else part
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
+from hetero_mpi.model.held_layers import Segment, SharedPart
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.optimizer import Optimizer
@@ -230,10 +231,14 @@ def test_adapters_are_whole_after_the_first_part() -> None:
     assert order == [4, 3, 2, 1], "neither embedding nor head is trained"
 
 
-def halves_of(chain: TransformersChain, layer: int) -> list[list[str]]:
+def halves_of(chain: TransformersChain, layer: int) -> list[list[Segment]]:
     """As if two ranks owned every other parameter."""
-    names = [name for name in chain.parameters if chain.layer_of(name) == layer]
-    return [names[::2], names[1::2]]
+    segments = [Segment(name) for name in chain.parameters if chain.layer_of(name) == layer]
+    return [segments[::2], segments[1::2]]
+
+
+def part_of(layer: int) -> SharedPart:
+    return SharedPart(layer, (0, 1))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -246,13 +251,13 @@ def test_gradients_of_a_layer_lie_in_one_buffer(dtype: str, split: bool) -> None
     stages = [
         stage_of(
             chain, *edges, Backend(), dtype, NormalStart(), 7, split_backward=split,
-            shared={layer: halves_of(chain, layer) for layer in layers},
+            shared={part_of(layer): halves_of(chain, layer) for layer in layers},
         )
         for edges, layers in bounds
     ]  # fmt: skip
     optimizers = [Optimizer(stage, TrainTable(steps=1)) for stage in stages]
     flat = {
-        layer: (o, o.flat[layer].gradients)
+        layer: (o, o.flat[part_of(layer)].gradients)
         for o, layers in zip(optimizers, ([0, 2], [5]), strict=True)
         for layer in layers
     }
@@ -265,7 +270,7 @@ def test_gradients_of_a_layer_lie_in_one_buffer(dtype: str, split: bool) -> None
         assert not any(buffer.count_nonzero() for _, buffer in flat.values())
         found = step(stages, split, optimizers)
         for layer, (optimizer, buffer) in flat.items():
-            assert optimizer.flat[layer].gradients.data_ptr() == addresses[layer]
+            assert optimizer.flat[part_of(layer)].gradients.data_ptr() == addresses[layer]
             names = [name for name in optimizer.targets if chain.layer_of(name) == layer]
             assert buffer.dtype == torch.float32 and buffer.is_contiguous()
             assert buffer.double().square().sum() == pytest.approx(

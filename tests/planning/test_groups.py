@@ -13,7 +13,7 @@ from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.dry_run import stuck_at, validate
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, schedule_of
 from hetero_mpi.planning.simulator import outlined, simulate
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
@@ -40,8 +40,8 @@ def with_experts() -> ClusterProfile:
     return replace(profile, model=replace(profile.model, experts=6))
 
 
-def completed(plan: Plan, profile: ClusterProfile) -> None:
-    complete_plan(plan, profile, PlanRequest(4, SEQUENCE, (1, 2)))
+def completed(plan: Plan, profile: ClusterProfile) -> PlanReport:
+    return complete_plan(plan, profile, PlanRequest(plan.global_batch, SEQUENCE, (1, 2)))
 
 
 def test_the_first_rank_of_a_group_exchanges_messages_and_the_others_compute_as_it_does() -> None:
@@ -117,9 +117,16 @@ def test_a_rank_with_experts_needs_no_heads(changed: dict[str, Any]) -> None:
     completed(grouped_plan(**changed), with_experts())
 
 
-def test_a_group_in_a_plan_of_several_pipelines_is_refused() -> None:
+def test_beside_groups_in_several_pipelines_no_stage_is_streamed() -> None:
+    """Its gradients lie in one buffer of host memory; theirs are summed in segments."""
     plan = grouped_plan()
     other = replace(make_plan_of([0, LAYERS], [3], 4).pipelines[0])
     profile = make_profile([1.0] * 4, replace(make_model(LAYERS - 2), heads=HEADS))
-    with pytest.raises(UserError, match="in a plan of 2 pipelines: stages of several ranks need one pipeline"):
-        completed(replace(plan, pipelines=(*plan.pipelines, other), global_batch=8), profile)
+    profile = replace(profile, devices=tuple(replace(device, host="box") for device in profile.devices))
+    both = replace(plan, pipelines=(*plan.pipelines, other), global_batch=8)
+    assert completed(both, profile).plan == both
+    streamed = replace(other, stages=tuple(replace(stage, streamed=True) for stage in other.stages))
+    with pytest.raises(
+        UserError, match=r"stage \d is streamed: in a plan of 2 pipelines with stages of several ranks none is"
+    ):
+        completed(replace(both, pipelines=(*plan.pipelines, streamed)), profile)

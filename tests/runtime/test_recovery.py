@@ -239,6 +239,25 @@ def test_a_group_that_loses_a_rank_is_a_dead_stage_np3(tmp_path: Path, victim: i
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_member_of_a_group_in_one_of_two_pipelines_dies_np4(tmp_path: Path, victim: int) -> None:
+    """The state of a tensor is that of one pipeline, cut as there: copies of its parts are whole tensors again."""
+    steps = 60
+    job, run = LongRun(tmp_path, 4), tmp_path / "run"
+    expected = alone(job)[:steps]
+    groups = [StagePlan(ranks, 0, 4, 0, shares=(1, 1)) for ranks in ((0, 1), (2, 3))]
+    save_plan(Plan(tuple(PipelinePlan((one,), 1, 2) for one in groups), GLOBAL_BATCH, SEQUENCE, 4), job.plan)
+    options = ("--set", "checkpoint.replicate_every=2", "--set", f"train.steps={steps}")
+    with job.started(*start(job, run, *options), run) as running:
+        running.wait_for_steps(5)
+        kill(running, victim)
+        assert running.end() == 0, running.text()
+        told = running.text()
+    np.testing.assert_allclose(losses(run), expected, rtol=1e-3)
+    assert f"Died: rank {victim} on " in told and told.count("from copies in memory") == 1, told
+
+
+@pytest.mark.long
 def test_two_deaths_in_one_run_one_of_them_the_leader_np4(job: LongRun, undisturbed: list[float]) -> None:
     """Rank 1 holds a stage; rank 0 leads, reads the data and writes the files; ranks 2 and 3 were idle by the first plan."""
     run = job.directory / "two-deaths"

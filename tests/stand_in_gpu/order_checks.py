@@ -19,6 +19,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.sharded_update import ShardedUpdate
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable
+from hetero_mpi.model.held_layers import Segment, SharedPart
 from hetero_mpi.model.optimizer import Optimizer, StepDecision
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.weights import SeededStart
@@ -146,13 +147,16 @@ def test_gradients_leave_for_their_sum_beside_what_the_device_computes(standin: 
 
     model = chain()
     names = [name for name in model.parameters if model.layer_of(name) == 2]
-    stage = stage_of(model, 0, model.layer_count, gpu, "fp32", SeededStart(0), shared={2: [names]})
+    part = SharedPart(2, (0,))
+    stage = stage_of(
+        model, 0, model.layer_count, gpu, "fp32", SeededStart(0), shared={part: [[Segment(name) for name in names]]}
+    )
     optimizer = Optimizer(stage, TrainTable(steps=1, global_batch=4))
-    flat = optimizer.flat[2].gradients
+    flat = optimizer.flat[part].gradients
     optimizer.zero()
     values = torch.rand(flat.shape)
     with MpiTransport(MPI.COMM_SELF) as transport:
-        sums = ShardedUpdate(0, model.layer_count - 1, {2: (0,)}, None, optimizer, transport)
+        sums = ShardedUpdate(0, model.layer_count - 1, [part], None, optimizer, transport)
         sums.begin()
         flat.copy_(values)
         with standing_still(standin, standin.current_stream(1)):

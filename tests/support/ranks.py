@@ -38,6 +38,7 @@ from hetero_mpi.engine.rank_setup import RankSetup
 from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable
+from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, full_training
@@ -234,8 +235,41 @@ class ThreadWorld:
         return total
 
 
+class ThreadLink:
+    """A ``StageLink`` between threads."""
+
+    def __init__(self, member: int, meeting: Meeting) -> None:
+        self.member, self.size, self.summed_s = member, len(meeting.values), 0.0
+        self._meeting = meeting
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._all(tensor)).float().sum(0).to(tensor.dtype)
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._all(tensor)).amax(0)
+
+    def shared(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._all(tensor)[0].to(dtype).view(shape)
+
+    def apart(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def assembled(self, *_: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def give(self, part: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _all(self, tensor: torch.Tensor | None) -> list[Any]:
+        self._meeting.values[self.member] = tensor.detach().clone() if tensor is not None else None
+        self._meeting.barrier.wait()
+        found = list(self._meeting.values)
+        self._meeting.barrier.wait()
+        return found
+
+
 class Threads:
-    """One trainer for each rank of a plan whose ranks are 0, 1, ...; ``backend`` makes each one's device."""
+    """One trainer for each rank of a plan whose ranks are 0, 1, ...; ``backend`` makes each one's device, ``start`` its weights."""
 
     def __init__(
         self,
@@ -244,6 +278,7 @@ class Threads:
         train: TrainTable,
         tuning: Tuning | None = None,
         backend: Callable[[], Backend] = Backend,
+        start: Start | None = None,
     ) -> None:
         torch.set_num_threads(1)  # the ranks are threads enough
         tuning = tuning if tuning is not None else full_training(chain)
@@ -251,18 +286,24 @@ class Threads:
         self.transports: tuple[LoopbackTransport, ...] = LoopbackNetwork(self.size).transports
         meeting = Meeting(self.size)
         schedule = schedule_of(plan, cost_of(chain, tuning))
+        groups = [stage.ranks for _, _, stage in plan.numbered if stage.grouped]
+        self._meetings = [meeting, *(Meeting(len(ranks)) for ranks in groups)]
+        links = {
+            rank: ThreadLink(member, own)
+            for ranks, own in zip(groups, self._meetings[1:], strict=True)
+            for member, rank in enumerate(ranks)
+        }
         self.trainers = [
             Trainer(
                 setup,
                 cast(World, ThreadWorld(setup.rank, meeting)),
                 plan,
                 schedule,
-                StageBuilder(setup, SeededStart(train.seed)),
+                StageBuilder(setup, start or SeededStart(train.seed)),
             )
             for rank, transport in enumerate(self.transports)
-            for setup in [RankSetup(rank, transport, chain, tuning, backend(), train)]
+            for setup in [RankSetup(rank, transport, chain, tuning, backend(), train, links.get(rank))]
         ]
-        self._meeting = meeting
 
     def together(self, play: Callable[[Trainer], Any]) -> list[Any]:
         """What ``play`` gives on every rank, each in a thread of its own."""
@@ -274,7 +315,8 @@ class Threads:
                 found[trainer.rank] = play(trainer)
             except BaseException as error:
                 failures.append(error)
-                self._meeting.barrier.abort()
+                for meeting in self._meetings:
+                    meeting.barrier.abort()
                 for transport in self.transports:
                     transport.close()
 

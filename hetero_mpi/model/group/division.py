@@ -98,6 +98,11 @@ class Division:
     bounds: tuple[int, ...] = ()
     pieces: int = 1
 
+    @property
+    def cut(self) -> bool:
+        """Has each of the members a part of its own?"""
+        return self.held is Holding.CUT
+
     def place(self, whole: torch.Tensor, member: int) -> torch.Tensor:
         """A view of a member's part of what is cut, with a dimension for the pieces before the one that is cut."""
         first, end = self.bounds[member : member + 2]

@@ -115,8 +115,12 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
         yield f"{where} names ranks {ranks} of the hosts {', '.join(hosts)}: the ranks of a stage are of one host"
     if ranks != sorted(ranks):
         yield f"{where} names ranks {ranks}: the ranks of a stage are listed in increasing order"
-    if len(plan.pipelines) > 1:
-        yield f"{where} names ranks {ranks} in a plan of {len(plan.pipelines)} pipelines: stages of several ranks need one pipeline"
+    beside = [other for other, _, one in plan.numbered if one.streamed]
+    if len(plan.pipelines) > 1 and beside:
+        yield (
+            f"{where} names ranks {ranks}, and stage {beside[0]} is streamed: in a plan of {len(plan.pipelines)} pipelines with "
+            f"stages of several ranks none is; leave out streamed = true, or groups"
+        )
     if stage.streamed or stage.slice_sequences is not None:
         what = "streamed = true" if stage.streamed else f"slice_sequences = {stage.slice_sequences}"
         yield f"{where} names ranks {ranks} and has {what}: only a stage of one rank has; leave it out"
