@@ -42,6 +42,8 @@ LAYERS = BLOCKS + 2
 EMULATED_BLOCKS, EMULATED_STEPS, EMULATED_BATCH, TOKENS = 6, 46, 3, 256
 CHANGES = {2: "all", 3: "V", 4: "without-0", 5: "looped", 6: "first"}
 """After so many steps, to that plan; every run begins with ``first``."""
+GROUPED_CHANGES = {2: "rank-and-group", 4: "first", 5: "group-beside-rank", 6: "group"}
+"""The same of runs that begin with ``group-and-rank``."""
 
 
 def pipeline(
@@ -81,6 +83,7 @@ PLANS = {
     "group-and-rank": plan(groups((1, 1), (2,))),
     "rank-and-group": plan(groups((2,), (1, 1))),
     "group": plan(groups((1, 1))),
+    "group-beside-rank": plan(replace(groups((1, 1)), sequences=3), pipeline([2], [0, 6], 1, 1)),
     "two": plan(pipeline([0, 1], [0, 2, 6], 1, 3), pipeline([2], [0, 6], 1, 1)),
     "two-exchanged": plan(pipeline([1, 0], [0, 5, 6], 1, 3), pipeline([2], [0, 6], 1, 1)),
     "two-otherwise": plan(pipeline([2, 1], [0, 1, 6], 1, 3), pipeline([0], [0, 6], 1, 1)),
@@ -173,7 +176,7 @@ def run_all(directory: Path, quick: bool) -> Runs:
     entry("two-straight", "two", {}, base=untied)
     entry("two-changed", "two", {3: "two-exchanged", 5: "two-otherwise"}, base=untied)
     entry("groups-straight", "first", {}, base=untied)
-    entry("groups-changed", "group-and-rank", {2: "rank-and-group", 4: "first", 6: "group"}, base=untied)
+    entry("groups-changed", "group-and-rank", GROUPED_CHANGES, base=untied)
     entry("slow-sums-straight", "first", {}, base=untied, steps=30)
     entry("slow-sums", "group-and-rank", {}, base=untied, steps=30)
     entries["slow-sums"]["breaks"] = "sums_are_slow"
@@ -187,7 +190,7 @@ def run_all(directory: Path, quick: bool) -> Runs:
     packed = {"base": shop.model("wide", BLOCKS, **wide), "adapter": {"method": "lora", "rank": 4}}
     packed["model"] = {"quantization": "nf4", "double_quantization": True}
     entry("nf4-groups-straight", "first", {}, **packed)
-    entry("nf4-groups-changed", "group-and-rank", {2: "rank-and-group", 4: "first", 6: "group"}, **packed)
+    entry("nf4-groups-changed", "group-and-rank", GROUPED_CHANGES, **packed)
     emulated_entries(shop, entries)
     plan_table = {"rebalance": True, "allow_idle": False}
     narrow = shop.job("narrow", shop.values(untied), train={"steps": 2}, checkpoint={"every": 0}, plan=plan_table)
@@ -285,7 +288,7 @@ def test_groups_of_ranks_take_over_and_hand_on(runs: Runs, kind: str) -> None:
     np.testing.assert_allclose(changed, straight, rtol=1e-4)
     np.testing.assert_allclose(changed[:, 1], straight[:, 1], rtol=IN_GROUPS)
     told = [line for line in runs.outcomes[f"{kind}-changed"].printed.splitlines() if line.startswith("changed after")]
-    assert len(told) == 3
+    assert len(told) == len(GROUPED_CHANGES)
     ours, theirs = runs.tensors(f"{kind}-changed"), runs.tensors(f"{kind}-straight")
     assert ours.keys() == theirs.keys()
     for key, array in ours.items():
