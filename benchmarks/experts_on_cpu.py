@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from harness import parser_of  # noqa: E402
 from make_profiles import RTX_4090  # noqa: E402
-from moe_parts import QWEN3_30B, SEQUENCE, SOURCE, Mixture, Way, cost_of, times_of  # noqa: E402
+from moe_parts import QWEN3_30B, QWEN3_235B, SEQUENCE, SOURCE, Mixture, Way, cost_of, times_of  # noqa: E402
 from profile_parts import EFFICIENCY, GIB, GIGABIT, Card, cluster, device  # noqa: E402
 from published_offload import BACKWARD_PER_S, FORWARD_PER_S  # noqa: E402
 
@@ -56,9 +56,6 @@ PROCESSORS = {
     "AVX-512": replace(XEON, name="Intel Xeon Platinum 8488C without AMX", peak=AVX512_SHARE * XEON.peak),
     "AVX2": replace(XEON, name="AMD Ryzen 9 5950X", peak=RYZEN_PEAK, memory_bytes_per_s=51.2e9),
 }
-QWEN3_235B = Mixture(
-    "qwen3_moe", 4096, 94, 64, 4, 128, 128, 8, 1536, 151936, {"num_experts": 128, "moe_intermediate_size": 1536}
-)
 PACKED, WIDE, ADAPTED = Way(True, False), Way(False, False), Way(False, True)
 JOBS = {
     "30B-A3B, 4 bits, 16 sequences": (QWEN3_30B, PACKED, 16),

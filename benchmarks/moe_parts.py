@@ -87,6 +87,9 @@ QWEN3_30B = Mixture(
 GPT_OSS_20B = Mixture(
     "gpt_oss", 2880, 24, 64, 8, 64, 32, 4, 2880, 201088, {"num_local_experts": 32, "intermediate_size": 2880}
 )
+QWEN3_235B = Mixture(
+    "qwen3_moe", 4096, 94, 64, 4, 128, 128, 8, 1536, 151936, {"num_experts": 128, "moe_intermediate_size": 1536}
+)
 MODELS = {"Qwen3-30B-A3B": QWEN3_30B, "gpt-oss-20b": GPT_OSS_20B}
 
 
@@ -99,7 +102,7 @@ class Way:
     dtype: str = "bf16"
 
 
-def cost_of(model: Mixture, way: Way) -> ModelCost:
+def cost_of(model: Mixture, way: Way, sequence: int = SEQUENCE) -> ModelCost:
     """By the program's own calculation; what a block keeps for backward, and needs while it runs, by formula."""
     from transformers import AutoConfig
 
@@ -115,7 +118,7 @@ def cost_of(model: Mixture, way: Way) -> ModelCost:
     # Packed experts are computed again in backward: what is inside them is not kept.
     kept = size * (8 * model.hidden + wide + (0 if way.nf4 else model.inside_experts))
     found = {kind: float(kept) for kind in chain.kinds} | {EMBEDDING: 0.0, HEAD: 2.0 * size * model.hidden}
-    return model_cost(chain, adapter_tuning(chain, table, way.nf4, way.nf4), way.dtype, SEQUENCE, found)
+    return model_cost(chain, adapter_tuning(chain, table, way.nf4, way.nf4), way.dtype, sequence, found)
 
 
 def times_of(
@@ -126,6 +129,7 @@ def times_of(
     heads: float = 1.0,
     experts: float = 1.0,
     rest: float = 1.0,
+    sequence: int = SEQUENCE,
 ) -> dict[str, LayerTimes]:
     """Times of every kind of layer on a card.
 
@@ -135,9 +139,9 @@ def times_of(
         experts: and this share of the experts.
         rest: the rate of all but experts, as a share of the card's.
     """
-    size, tokens = BYTES[way.dtype], tuple(n * SEQUENCE for n in SIZES)
+    size, tokens = BYTES[way.dtype], tuple(n * sequence for n in SIZES)
     per_s, bytes_per_s = card.peak * EFFICIENCY, card.memory_bytes_per_s * MEMORY_EFFICIENCY
-    attention = heads / rest * (2.0 * model.attention_weights + 2.0 * SEQUENCE * model.head_size * model.heads)
+    attention = heads / rest * (2.0 * model.attention_weights + 2.0 * sequence * model.head_size * model.heads)
     used = experts * 2.0 * model.expert_weights * model.chosen / model.experts
     held = experts * model.expert_weights
     read_bytes = held * size

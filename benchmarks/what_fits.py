@@ -1,11 +1,13 @@
 """What fits on which machines, with and without streaming, and how fast would it be? Plans for the devices of ``profiles/``.
 
-    python benchmarks/what_fits.py [--alone] [--json FILE] [--check]
+    python benchmarks/what_fits.py [--alone] [--host-gib N] [--json FILE] [--check]
 
 Every kind of device by itself, then the clusters of up to ``RANKS`` ranks (``--alone``: without these). A device computes other
 shapes as fast as the ones of its profile, in operations per second; everything else follows by the rules of ``profile_parts``.
-Sequences of 2048 tokens, 16 per step, in the dtype that the profile's times hold for. Hosts have 256 GiB, or what the profile says.
-Tokens per second are predicted; ``-``: it does not fit; ``=``: the same plan as without streaming.
+Sequences of 2048 tokens, 16 per step, in the dtype that the profile's times hold for. Hosts have 256 GiB, or what the profile says,
+and a disk that reads ``DISK_PER_S``.
+Tokens per second are predicted; ``-``: it does not fit; ``=``: the same plan as without streaming; ``d``: some layers are read from
+the disk in every pass.
 ``--check`` exits 1 where a plan that fits without streaming gets another one that is not streamed, or is not 2 % faster.
 """
 
@@ -21,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from harness import parser_of  # noqa: E402
-from make_profiles import LLAMA_8B, LLAMA_13B, LLAMA_70B  # noqa: E402
-from profile_parts import CALL_S, EFFICIENCY, GIB, Card, Shape, model_of, sheet_times  # noqa: E402
+from make_profiles import LLAMA_8B, LLAMA_70B  # noqa: E402
+from moe_parts import QWEN3_235B, Mixture, Way, cost_of, times_of  # noqa: E402
+from profile_parts import ADAM_TRAFFIC, CALL_S, EFFICIENCY, GIB, Card, Shape, model_of, sheet_times  # noqa: E402
 
 from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.decision.decide import WORTHWHILE  # noqa: E402
@@ -34,13 +37,18 @@ from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
 
 SEQUENCE, BATCH, RANKS = 2048, 16, 3
-HOST_BYTES = 256 * GIB
+HOST_GIB = 256.0
+DISK_PER_S = 3e9
+"""An NVMe disk on four lanes of PCIe 3.0 or more (assumed)."""
+QWEN_14B = Shape(5120, 48, 13824, 152064, 1024)
 QWEN_32B = Shape(5120, 64, 27648, 152064, 1024)
-JOBS = {
+JOBS: dict[str, tuple[Shape | Mixture, bool]] = {
     "8B full": (LLAMA_8B, False),
-    "13B full": (LLAMA_13B, False),
+    "14B full": (QWEN_14B, False),
+    "32B full": (QWEN_32B, False),
     "32B NF4": (QWEN_32B, True),
     "70B NF4": (LLAMA_70B, True),
+    "235B-A22B NF4": (QWEN3_235B, True),
 }
 """Shape, and LoRA over NF4?"""
 OTHERS = ("sailor", "hethub", "moe-")
@@ -70,18 +78,22 @@ class Cell:
     def text(self) -> str:
         """Tokens per second without and with streaming."""
         without, planned = (_speed(report) for report in (self.resident, self.planned))
-        return f"{without} | {planned if self.streams or self.resident is None else '='}"
+        files = any(stage.on_disk for _, _, stage in self.planned.plan.numbered) if self.planned is not None else False
+        return f"{without} | {planned if self.streams or self.resident is None else '='}{' d' * files}"
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--alone", action="store_true", help="devices by themselves only")
+    parser.add_argument(
+        "--host-gib", type=float, default=HOST_GIB, help="memory of a host of which the profile says none"
+    )
     arguments = parser.parse_args()
     rows: dict[str, dict[str, Cell]] = {}
     print("| tokens/s without, with streaming | " + " | ".join(f"{job} | " for job in JOBS) + " |")
     print("| --- |" + " --- | --- |" * len(JOBS))
     for name, profile in clusters(arguments.alone):
-        rows[name] = {job: cell(profile, *shape) for job, shape in JOBS.items()}
+        rows[name] = {job: cell(profile, *shape, arguments.host_gib) for job, shape in JOBS.items()}
         print(f"| {name} | " + " | ".join(one.text() for one in rows[name].values()) + " |", flush=True)
     unsound = [f"{name}, {job}" for name, row in rows.items() for job, one in row.items() if not one.sound]
     more = sum(one.resident is None and one.planned is not None for row in rows.values() for one in row.values())
@@ -105,28 +117,36 @@ def clusters(alone: bool) -> Iterator[tuple[str, ClusterProfile]]:
             yield f"{name} ({len(profile.devices)} ranks)", profile
 
 
-def cell(profile: ClusterProfile, shape: Shape, adapters: bool) -> Cell:
-    """The plans of a job on the cluster's devices."""
-    model = model_of(shape, profile.model.dtype, SEQUENCE, adapters)
+def cell(profile: ClusterProfile, shape: Shape | Mixture, adapters: bool, host_gib: float = HOST_GIB) -> Cell:
+    """The plans of a job on the cluster's devices. Of a mixture: LoRA on attention."""
+    dtype = profile.model.dtype
+    if isinstance(shape, Mixture):
+        model = cost_of(shape, Way(True, False, dtype), SEQUENCE)
+    else:
+        model = model_of(shape, dtype, SEQUENCE, adapters)
     devices = tuple(_computing(device, profile, shape, adapters) for device in profile.devices)
-    shared = {host.name: host for host in profile.hosts}
-    hosts = tuple(
-        shared[name]
-        if name in shared and shared[name].memory_bytes
-        else HostProfile(name, HOST_BYTES, "assumed", name in shared and shared[name].shared_nic)
-        for name in dict.fromkeys(device.host for device in devices)
-    )
-    return Cell(*(_plan(replace(profile, model=model, devices=devices, hosts=hosts), how) for how in ("never", "auto")))
+    shared, hosts = {host.name: host for host in profile.hosts}, []
+    for name in dict.fromkeys(device.host for device in devices):
+        host = shared.get(name, HostProfile(name, 0, ""))
+        if not host.memory_bytes:
+            host = replace(host, memory_bytes=int(host_gib * GIB), memory_reason="assumed")
+        hosts.append(replace(host, disk_bytes_per_s=DISK_PER_S))
+    profile = replace(profile, model=model, devices=devices, hosts=tuple(hosts))
+    return Cell(*(_plan(profile, how) for how in ("never", "auto")))
 
 
-def _computing(device: DeviceProfile, profile: ClusterProfile, shape: Shape, adapters: bool) -> DeviceProfile:
+def _computing(device: DeviceProfile, profile: ClusterProfile, shape: Shape | Mixture, adapters: bool) -> DeviceProfile:
     """The device with times of ``shape``."""
     block = next(layer for layer in profile.model.layers if layer.kind == "block")
     width = block.boundary_bytes_per_token / DTYPE_BYTES[profile.model.dtype]
     forward = device.layers["block"].forward_s
     operations = 2.0 * block.parameters + 2.0 * profile.model.sequence_length * width
     per_s = operations * forward.tokens[-1] / (forward.seconds[-1] - CALL_S)
-    card = Card(device.name, device.backend, 0.0, 0.0, per_s / EFFICIENCY)
+    memory_bytes_per_s = ADAM_TRAFFIC / device.optimizer_s_per_parameter
+    card = Card(device.name, device.backend, 0.0, memory_bytes_per_s, per_s / EFFICIENCY)
+    if isinstance(shape, Mixture):
+        way = Way(True, False, profile.model.dtype)
+        return replace(device, layers=times_of(card, shape, way, {"block"}, sequence=SEQUENCE))
     return replace(device, layers=sheet_times(card, shape, SEQUENCE, 1.0 if adapters else 2.0))
 
 

@@ -27,7 +27,7 @@ class StageBuilder:
     kept: Kept | None = None
     """Frozen weights that this rank has already."""
     stream_folder: Path | None = None
-    """Where a streamed stage that computes in host memory keeps its frozen weights; None: in memory."""
+    """Where a streamed stage keeps frozen weights in files; None: in memory."""
 
     def __call__(
         self,
@@ -50,6 +50,7 @@ class StageBuilder:
             split_backward and not own.streamed,
             own.slice_sequences,
             own.kept_slices,
+            own.disk_layers(setup.chain.layer_count),
             shared,
             foreign,
         )

@@ -1,8 +1,9 @@
 """Weights of a streamed stage, layer by layer: they are kept in host memory, the device holds few layers at a time.
 
-A layer's tensors lie in one block of bytes, so that one copy brings them to the device. On a rank that computes in host memory
-(a CPU) nothing is copied: the block is a file of the rank's own, mapped into memory, and the system keeps of it what there is
-room for. (Where all weights are trained, such a rank has no blocks.)
+A layer's tensors lie in one block of bytes, so that one copy brings them to the device. Blocks for which there is no memory are
+files of the rank's own, mapped into memory, and read ahead. On a rank that computes in host memory (a CPU) nothing
+is copied: all its blocks are such files, and the system keeps of them what there is room for. (Where all weights are trained, such
+a rank has no blocks.)
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.device.backend import HOST, Backend, Copied
+from hetero_mpi.background import Background
+from hetero_mpi.device.backend import HOST, Backend, Copied, Copying
 from hetero_mpi.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.quantize import is_empty
@@ -62,12 +65,12 @@ class HostLayer:
     """The tensors of one layer in a block of host memory, to which its modules refer as long as it is not on the device."""
 
     def __init__(
-        self, modules: Iterable[nn.Module], backend: Backend, folder: Path | None, frozen: bool = False
+        self, modules: Iterable[nn.Module], backend: Backend, folder: Path | None, frozen: bool = False, more: int = 0
     ) -> None:
         """Move the modules' tensors to host memory.
 
-        ``folder``: where to put the mapped file on a rank that computes in host memory; None: ordinary memory. ``frozen``: those
-        that are not trained.
+        ``folder``: where to put the mapped file; None: ordinary memory. ``frozen``: those that are not trained. ``more``: so many
+        files as large are to follow.
 
         :raises UserError: the folder cannot be written to, or its disk is too full.
         """
@@ -78,7 +81,8 @@ class HostLayer:
             self.places.append(_Place(holder, attribute, self.bytes, tensor.dtype, tuple(tensor.shape)))
             self.bytes = -(-self.places[-1].end // _ALIGNMENT) * _ALIGNMENT
         self._file: mmap.mmap | None = None
-        self.block = self._mapped(folder) if folder is not None and self.bytes else self._copied(backend)
+        self._descriptor = -1
+        self.block = self._mapped(folder, more) if folder is not None and self.bytes else self._copied(backend)
         self.attach(self.block)
 
     def attach(self, block: torch.Tensor) -> None:
@@ -91,19 +95,29 @@ class HostLayer:
         if self._file is not None and hasattr(mmap, "MADV_WILLNEED"):
             self._file.madvise(mmap.MADV_WILLNEED)
 
+    def read(self, to: torch.Tensor) -> None:
+        """Fill the beginning of ``to`` from the file. From any thread. Raises OSError."""
+        into, at = memoryview(to.numpy())[: self.bytes], 0
+        while at < self.bytes:
+            count = os.preadv(self._descriptor, [into[at:]], at)
+            if count == 0:
+                raise OSError(f"a streamed layer's file ends after {at:,} of {self.bytes:,} bytes")
+            at += count
+
     def _copied(self, backend: Backend) -> torch.Tensor:
         block = backend.host_buffer((self.bytes,), torch.uint8)
         for place in self.places:
             block[place.begin : place.end].copy_(_bytes_of(getattr(place.holder, place.attribute)))
         return block
 
-    def _mapped(self, folder: Path) -> torch.Tensor:
+    def _mapped(self, folder: Path, more: int) -> torch.Tensor:
         """A file that has no name any more: nobody else can change it, and it goes with the process."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if free_bytes(folder) < self.bytes + SPARE_BYTES:
+            needed = (1 + more) * self.bytes
+            if free_bytes(folder) < needed + SPARE_BYTES:
                 raise UserError(
-                    f"{folder}: a streamed layer is to be kept there, {self.bytes:,} bytes, and {free_bytes(folder):,} bytes are "
+                    f"{folder}: streamed layers are to be kept there, {needed:,} bytes, and {free_bytes(folder):,} bytes are "
                     f"free: make room, or set another [model] shard_cache"
                 )
             with tempfile.TemporaryFile(dir=folder) as file:
@@ -115,6 +129,8 @@ class HostLayer:
                 # Written through, since only clean pages can be dropped when memory is short.
                 os.fsync(file.fileno())
                 self._file = mmap.mmap(file.fileno(), self.bytes, access=mmap.ACCESS_COPY)
+                self._descriptor = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._descriptor)
         except OSError as error:
             raise UserError(
                 f"{folder}: streamed layers cannot be kept there ({error.strerror}): choose another [model] shard_cache"
@@ -122,15 +138,65 @@ class HostLayer:
         return torch.frombuffer(self._file, dtype=torch.uint8)
 
 
-class HostWeights:
-    """The layers of a streamed stage; ``layers``: number of the layer -> its block in host memory."""
+_Begun = Callable[[], Copied | None]
+"""Waits until a copy has begun, and returns it."""
+
+
+class ReadAhead:
+    """Layers in files on their way to the device. Threads read them into buffers, in the order in which they are needed."""
 
     def __init__(self, layers: Mapping[int, HostLayer], backend: Backend) -> None:
+        self.layers, longest = layers, max(layer.bytes for layer in layers.values())
+        self._free: list[tuple[torch.Tensor, _Begun]] = [
+            (backend.host_buffer((longest,), torch.uint8), Copied) for _ in range(STREAMED_LAYERS)
+        ]
+        """Buffers, and the last copy from each."""
+        self._read: dict[int, tuple[torch.Tensor, Background[None]]] = {}
+        self._last: Background[None] | None = None
+
+    def begin(self, layer: int) -> None:
+        """Begin to read a layer, where there is a buffer."""
+        if layer not in self.layers or layer in self._read or not self._free:
+            return
+        (buffer, leaving), source = self._free.pop(0), self.layers[layer]
+        # What has been waited for is forgotten: it holds what it waited for itself.
+        waits = [leaving, *([self._last.finish] if self._last is not None else ())]
+
+        def read() -> None:
+            while waits:  # one layer is read at a time, into a buffer that the one before has left
+                if (copied := waits.pop()()) is not None:
+                    copied.wait()
+            source.read(buffer)
+
+        self._last = Background("reading a layer", read)
+        self._read[layer] = buffer, self._last
+
+    def copy(self, layer: int, to: torch.Tensor, copying: Copying) -> _Begun:
+        """Copy a layer to the device as soon as it has been read. What is returned raises OSError."""
+        if layer not in self._read and not self._free:  # another one was expected
+            self._free.append((self._read.popitem()[1][0], Copied))
+        self.begin(layer)
+        buffer, reading = self._read.pop(layer)
+
+        def begin() -> Copied:
+            reading.finish()
+            return copying.copy(to, buffer[: len(to)])
+
+        begun = Background("reading a layer", begin).finish
+        self._free.append((buffer, begun))
+        return begun
+
+
+class HostWeights:
+    """The layers of a streamed stage; ``layers``: number of the layer -> its block in host memory. ``on_disk``: those that a device
+    copies from their files."""
+
+    def __init__(self, layers: Mapping[int, HostLayer], backend: Backend, on_disk: Collection[int] = ()) -> None:
         self.layers = layers
         self._copying = backend.copying() if backend.device != HOST and layers else None
         self._slots: list[torch.Tensor] = []
         self._in_slot: list[int | None] = [None] * STREAMED_LAYERS
-        self._coming: dict[int, Copied] = {}
+        self._coming: dict[int, _Begun] = {}
         self._copied = [Copied()] * STREAMED_LAYERS
         """The last copy of every slot."""
         self._computing: int | None = None
@@ -139,6 +205,8 @@ class HostWeights:
             self._slots = [
                 torch.empty(largest, dtype=torch.uint8, device=backend.device) for _ in range(STREAMED_LAYERS)
             ]
+        filed = {layer: layers[layer] for layer in on_disk if self._copying is not None}
+        self._reading = ReadAhead(filed, backend) if filed else None
 
     @property
     def bytes(self) -> int:
@@ -152,18 +220,22 @@ class HostWeights:
         if layer not in self._in_slot:
             self._begin_copy(layer, keeping=None)
         if layer in self._coming:
-            self._coming.pop(layer).hold_compute()
+            (self._coming.pop(layer)() or Copied()).hold_compute()
         self.layers[layer].attach(self._slots[self._in_slot.index(layer)])
         self._computing = layer
 
     def prefetch(self, layer: int, keeping: int) -> None:
         """The layer is needed after ``keeping``, which computes now."""
-        if layer not in self.layers:
-            return
-        if self._copying is None:
+        if layer in self.layers and self._copying is None:
             self.layers[layer].prefetch()
-        elif layer not in self._in_slot:
+        elif layer in self.layers and layer not in self._in_slot:
             self._begin_copy(layer, keeping)
+        if self._reading is not None:
+            order = range(min(self.layers), 1 + max(self.layers))[:: layer - keeping]
+            # Most passes go back the way of the one before, and find the last layers on the device.
+            for one in (*order[1 + order.index(keeping) :], *order[::-1][STREAMED_LAYERS:]):
+                if one not in self._in_slot:
+                    self._reading.begin(one)
 
     @contextlib.contextmanager
     def referred_to(self) -> Iterator[None]:
@@ -202,12 +274,17 @@ class HostWeights:
         slot = next(place for place, held in enumerate(self._in_slot) if held is None or held != keeping)
         before = self._in_slot[slot]
         if before is not None:
-            self._coming.pop(before, None)
+            self._coming.pop(before, Copied)()  # one that was not needed after all
             self.layers[before].attach(self.layers[before].block)
         host = self.layers[layer]
         self._in_slot[slot] = layer
         self._copying.after_compute()  # the slot's former layer has been computed with until now
-        self._copied[slot] = self._coming[layer] = self._copying.copy(self._slots[slot][: host.bytes], host.block)
+        to, reading = self._slots[slot][: host.bytes], self._reading
+        if reading is not None and layer in reading.layers:
+            self._coming[layer] = reading.copy(layer, to, self._copying)
+        else:
+            copied = self._copied[slot] = self._copying.copy(to, host.block)
+            self._coming[layer] = lambda: copied
 
 
 def _tensors(modules: Iterable[nn.Module], frozen: bool) -> list[tuple[Any, str]]:

@@ -87,6 +87,8 @@ class StageSpec:
     """A micro-batch is computed in slices of so many sequences, one after the other; None: at once."""
     kept_slices: int = 0
     """Of a streamed stage: slices of every micro-batch whose forward is not repeated."""
+    on_disk: Collection[int] = ()
+    """Of a streamed stage: layers whose frozen weights host memory has no room for."""
     shared: Shared = field(default_factory=dict)
     """What several ranks hold -> the segments of trained parameters that each of them owns."""
     foreign: Collection[str] = ()

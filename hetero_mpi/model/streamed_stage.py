@@ -45,8 +45,8 @@ class StreamedStage(Stage):
     def __init__(
         self, spec: StageSpec, start: Start | None, kept: Kept | None = None, folder: Path | None = None
     ) -> None:
-        """As ``Stage``. ``folder``: where a rank that computes in the host's own memory (integrated GPUs too) keeps what is frozen
-        beside adapters, as mapped files; None: in memory.
+        """As ``Stage``. ``folder``: where mapped files go, of what is frozen beside adapters: of all layers on a rank that computes
+        in the host's own memory (integrated GPUs too), else of ``spec.on_disk``; None: all is in memory.
 
         :raises UserError: also where the folder cannot take the files.
         """
@@ -60,7 +60,7 @@ class StreamedStage(Stage):
             unpack_experts(self.model, keeps and (lambda: self._keeping), keeps and self.tuning.uses_dropout(chain))
             if keeps and self.backend.device != HOST:
                 refer_to_packed(self.model)
-        self.weights = HostWeights(self._host_layers, self.backend)
+        self.weights = HostWeights(self._host_layers, self.backend, spec.on_disk if folder is not None else ())
         if self.state_device != self.backend.device:
             self.offloaded = OffloadedGradients(self.backend, self._trained_by_layer(), self.tied_head)
         self._modules = {
@@ -119,9 +119,10 @@ class StreamedStage(Stage):
         if self.tuning.full and self.backend.device == HOST:
             return
         modules = [self.model.get_submodule(name) for name in self.chain.module_names(layer)]
-        mapped = self.backend.shares_host_memory() and not self.tuning.full
-        folder = self._folder if mapped else None
-        self._host_layers[layer] = HostLayer(modules, self.backend, folder, frozen=not self.tuning.full)
+        mapped = self.backend.shares_host_memory() or layer in self.spec.on_disk
+        folder = self._folder if mapped and not self.tuning.full else None
+        more = sum(one > layer for one in self.spec.on_disk) if layer in self.spec.on_disk else 0
+        self._host_layers[layer] = HostLayer(modules, self.backend, folder, not self.tuning.full, more)
         if self.tuning.full:  # in fp32 the block has the masters
             for spec in self.tuning.specs(layer, layer + 1):
                 if spec.name in self.foreign:

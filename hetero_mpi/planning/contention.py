@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -18,9 +19,18 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, Hos
 
 
 def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
-    """The cluster as ``plan`` finds it: all its ranks compute, and its streamed stages copy throughout the step."""
+    """The cluster as ``plan`` finds it: all its ranks compute, and its streamed stages copy throughout the step, or read."""
     streaming = [stage.ranks[0] for _, _, stage in plan.numbered if stage.streamed]
-    return with_copying(while_computing(profile, plan.ranks), streaming)
+    reading = Counter(profile.devices[stage.ranks[0]].host for _, _, stage in plan.numbered if stage.on_disk)
+    running = with_copying(while_computing(profile, plan.ranks), streaming)
+    parts = (
+        (host, host.disk_bytes_per_s and host.disk_bytes_per_s / max(1, reading[host.name])) for host in running.hosts
+    )
+    return (
+        replace(running, hosts=tuple(replace(host, disk_bytes_per_s=own) for host, own in parts))
+        if reading
+        else running
+    )
 
 
 def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:

@@ -319,7 +319,17 @@ def _copying_pass_s(
     coming = [weights_s(device, gradients_come * model.gradient_bytes(layer)) for layer in order]
     beside = zip([*copies[1:], 0.0], leaving, [*coming[1:], 0.0], order, strict=False)
     computed = [max(copy_s, out_s + in_s, computing_s(layer)) for copy_s, out_s, in_s, layer in beside]
-    return [max(copies[0], coming[0]), *computed]
+    found = [max(copies[0], coming[0]), *computed]
+    # Layers on disk are spread evenly and read ahead, so that all of the pass waits for all of them.
+    filed = {*stage.disk_layers(len(model.layers))}.difference(order[:there])
+    late_s = sum(disk_s(profile, device, model.streamed_bytes(layer)) for layer in filed) - sum(found)
+    return [one_s + max(0.0, late_s) / len(found) for one_s in found] if filed else found
+
+
+def disk_s(profile: ClusterProfile, device: DeviceProfile, size_bytes: int) -> float:
+    """Seconds to read so many bytes from the disk of the device's host; 0 where that was not measured."""
+    host = profile.host(device.rank)
+    return size_bytes / host.disk_bytes_per_s if host is not None and host.disk_bytes_per_s else 0.0
 
 
 def offload_s(device: DeviceProfile, model: ModelCost, layer: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.orders import computed_by_rank
@@ -176,10 +176,11 @@ def streamed_bytes(model: ModelCost, first: int, last: int) -> int:
     return sum(model.streamed_bytes(layer) for layer in range(first, last))
 
 
-def host_state_bytes(model: ModelCost, first: int, last: int) -> int:
-    """Bytes in host memory of a streamed stage whose device has memory of its own: the weights, and of what is trained whole its
-    state."""
-    weights = streamed_bytes(model, first, last)
+def host_state_bytes(model: ModelCost, first: int, last: int, on_disk: Collection[int] = ()) -> int:
+    """Bytes in host memory of a streamed stage whose device has memory of its own: the weights (of layers ``on_disk`` buffers),
+    and of what is trained whole its state."""
+    filed = [model.streamed_bytes(layer) for layer in on_disk]
+    weights = streamed_bytes(model, first, last) - sum(filed) + STREAMED_LAYERS * max(filed, default=0)
     if not model.trained_whole:
         return weights
     state = math.ceil(model.state_bytes(first, last))
@@ -325,8 +326,9 @@ def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> 
     if not profile.hosts:
         return ()
     peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve)}
-    numbered = [stage for _, _, stage in plan.numbered if stage.streamed]
-    streams = {stage.ranks[0]: host_state_bytes(profile.model, stage.first, stage.last) for stage in numbered}
+    streams, layers = dict[int, int](), plan.layers
+    for stage in (stage for _, _, stage in plan.numbered if stage.streamed):
+        streams[stage.ranks[0]] = host_state_bytes(profile.model, stage.first, stage.last, stage.disk_layers(layers))
     takes = {
         device.rank: (peaks if device.shares_host_memory else streams).get(device.rank, 0) for device in profile.devices
     }

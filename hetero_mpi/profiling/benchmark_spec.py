@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hetero_mpi.comm.ranks.versions import own_versions
@@ -57,6 +58,8 @@ class BenchmarkSpec:
     """Usable memory given by the user instead of the measured one."""
     groups: bool = False
     """Ranks of one host may hold a stage together: what half the heads take is timed as well."""
+    stream_folder: Path | None = None
+    """Where this rank's files go of frozen weights for which there is no memory; None: there are none."""
 
 
 def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:

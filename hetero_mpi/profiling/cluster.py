@@ -20,7 +20,7 @@ from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import StepDecider
 from hetero_mpi.planning.fit import pooled
 from hetero_mpi.planning.types.codec import decode, encode
-from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, ModelCost
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, HostProfile, LinkProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.profiling.benchmark_spec import (
@@ -38,6 +38,7 @@ from hetero_mpi.profiling.host_profiles import (
     MeasuredMemory,
     host_profiles,
     measure_copies,
+    measure_disks,
     measure_memory,
     measure_sums,
 )
@@ -77,6 +78,8 @@ def profile_cluster(
     samples, flows = _messages(world, transport, settings, say)
     sums = measure_sums(world, settings.largest_message_bytes) if subject.groups and world.size > 1 else {}
     copies = measure_copies(world, backend) if world.size > 1 else {}
+    folder = subject.stream_folder
+    disks = measure_disks(world, folder) if folder is not None and _exceeds_memory(subject, memories) else {}
     own = _device_profile(world, backend, subject, times, memories[world.rank], decision_s)
     gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(times, infinity_as_text=True)])
     cores = world.all_gather_json(subject.cores if backend.name == "cpu" else 0.0)
@@ -89,7 +92,7 @@ def profile_cluster(
                 replace(decode(DeviceProfile, device, "profile"), activation_ratio=ratio)
                 for (device, _), ratio in zip(gathered, ratios, strict=True)
             )
-            hosts = host_profiles(world.hosts, memories, cores, flows, sums, copies)
+            hosts = host_profiles(world.hosts, memories, cores, flows, sums, copies, disks)
             profile = ClusterProfile(
                 source=MEASURED,
                 date=_now(),
@@ -104,6 +107,13 @@ def profile_cluster(
             )
             made = profile_to_dict(pooled(with_memory(profile, subject.memory_bytes)))
     return profile_from_dict(world.broadcast_json(made))
+
+
+def _exceeds_memory(subject: BenchmarkSpec, memories: Sequence[MeasuredMemory]) -> bool:
+    """Might some host have no room for the frozen weights?"""
+    each = 0.5 if subject.tuning.nf4 else DTYPE_BYTES[subject.train.dtype]
+    count = sum(spec.count for spec in subject.chain.specs(0, subject.chain.layer_count))
+    return count * each > min(memory.host_bytes for memory in memories)
 
 
 def _now() -> str:

@@ -1,17 +1,22 @@
-"""The figures that the ranks of a host have in common: its memory, counted once, its NIC, how fast all their devices copy from it
-at once, and how fast two of them add up a tensor in it, as a group does that holds a stage together.
+"""The figures that the ranks of a host have in common: its memory, counted once, its NIC, its disk, how fast all their devices copy
+from its memory at once, and how fast two of them add up a tensor in it, as a group does that holds a stage together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from hetero_mpi.comm.links import HostFlows, fit_line
@@ -56,6 +61,7 @@ def host_profiles(
     flows: Sequence[HostFlows],
     sums: Sums | None = None,
     copies: Mapping[str, float] | None = None,
+    disks: Mapping[str, float] | None = None,
 ) -> tuple[HostProfile, ...]:
     """Every host, in the order of its first rank. ``hosts``, ``memories`` and ``cores`` (0: an accelerator's rank): of every
     rank."""
@@ -69,8 +75,42 @@ def host_profiles(
         copied = (copies or {}).get(name, math.inf)
         own_cores = round(sum(count for host, count in zip(hosts, cores, strict=True) if host == name), 3) or None
         figures = shared_nic, flows_bytes_per_s, copied, latency_s, bytes_per_s, own_cores
-        found.append(HostProfile(name, least.host_bytes, least.host_reason, *figures))
+        host = HostProfile(name, least.host_bytes, least.host_reason, *figures)
+        found.append(replace(host, disk_bytes_per_s=(disks or {}).get(name)))
     return tuple(found)
+
+
+_READ_BYTES, _PIECE_BYTES = 256 << 20, 32 << 20
+
+
+def measure_disks(world: World, folder: Path) -> dict[str, float]:
+    """Host -> bytes per second that its first rank reads of a file that is not in memory. ``folder``: of this rank, where streamed
+    layers go. Collective; on all hosts at once. Hosts whose folder takes no such file, or is in memory itself, are left out."""
+    own = None
+    world.meet_asleep()
+    if world.local_rank == 0:
+        with contextlib.suppress(OSError):
+            own = _read_per_s(next(one for one in (folder, *folder.absolute().parents) if one.exists()))
+    world.meet_asleep()
+    return {host: one for host, one in zip(world.hosts, world.all_gather_json(own), strict=True) if one is not None}
+
+
+def _read_per_s(folder: Path) -> float | None:
+    kinds = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+    if next((kinds[one] for one in (folder, *folder.absolute().parents) if one in kinds), "") in ("tmpfs", "ramfs"):
+        return None
+    into, at = bytearray(_PIECE_BYTES), 0
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        for _ in range(_READ_BYTES // _PIECE_BYTES):
+            file.write(os.urandom(_PIECE_BYTES))
+        os.fsync(file.fileno())
+        file.seek(0)
+        if hasattr(os, "posix_fadvise"):  # only what is on the disk leaves memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begin = time.perf_counter()
+        while count := file.readinto(into):
+            at += count
+        return at / (time.perf_counter() - begin)
 
 
 _SMALLEST, _GROWTH = 4096, 8

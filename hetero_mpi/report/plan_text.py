@@ -14,6 +14,7 @@ from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import (
+    FROM_DISK,
     WARM_UP,
     HostMemory,
     IdleRank,
@@ -98,6 +99,7 @@ def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) ->
     lines = [*wrapped("", headline(report)), plan_title(report.plan, profile), *stages.lines(FEW)]
     lines += [line for reason in idle_lines(report.idle) for line in wrapped("  ", reason)]
     lines += [f"Batch: {line}" for line in batch_lines(report.plan)]
+    lines += [line for reason in report.reasons if FROM_DISK in reason for line in wrapped("  ", reason)]
     return lines + wrapped("  ", f"why, and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
 
 

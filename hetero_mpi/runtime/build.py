@@ -20,7 +20,6 @@ from hetero_mpi.model.adapters.adapter_files import check_adapter
 from hetero_mpi.model.adapters.adapter_start import ReducedStart
 from hetero_mpi.model.group.refusals import require_divisible
 from hetero_mpi.model.held_layers import Kept
-from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.model.tuning import MAGNITUDE
@@ -28,6 +27,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.custom_model import start_values
 from hetero_mpi.runtime.setup.data_setup import model_directory
+from hetero_mpi.runtime.setup.profile_and_plan import stream_folder
 from hetero_mpi.state.file_supply import open_start
 from hetero_mpi.state.redistribute import Parcel, set_parameter
 from hetero_mpi.state.results import load_adapter, send_parameters
@@ -73,7 +73,7 @@ def trainer_of(
     transport = context.transport if emulation is None else emulation.transport
     memory = next((memory for memory in share.report.memory if memory.rank == rank), None)
     setup = RankSetup(rank, transport, context.chain, context.tuning, context.backend, context.job.train, group, memory)
-    build: BuildStage = StageBuilder(setup, start, kept, _cache_root(context) or large_files_folder())
+    build: BuildStage = StageBuilder(setup, start, kept, stream_folder(context))
     build = build if emulation is None else emulation.paced(build)
     return Trainer(setup, share.members, share.own_plan, share.schedule, build, loss_scale)
 

@@ -218,6 +218,86 @@ def streamed_in(plan: Plan) -> int:
     return sum(stage.streamed for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
+def test_a_pass_waits_for_its_layers_on_disk() -> None:
+    """Of four blocks two are on disk; a pass takes as long as their reads where these take longer."""
+    disk_s = 10.0
+    host = HostProfile("box", 10**6, "its memory", disk_bytes_per_s=1440 / disk_s)
+    profile = replace(cluster(blocks=12, host="box"), hosts=(host,))
+    stage = StagePlan((0,), 1, 9, 0, streamed=True, on_disk=2)
+    assert stage.disk_layers(14) == (3, 7) and replace(stage, on_disk=8).disk_layers(14) == tuple(range(1, 9))
+    for rest in (StagePlan((1,), 9, 14, 0), StagePlan((1,), 9, 14, 0, streamed=True, on_disk=1)):
+        readers = 1 + rest.on_disk
+        costs = Durations(plan_of(profile, stage, rest), profile)
+        # Each forward follows a backward, after which the first two blocks are there: 8 blocks of 4 s, and 2 reads.
+        assert costs.of(Action(Op.F, 0, 0))[0] == pytest.approx(max(32.0, 2 * readers * disk_s))
+        # Backward begins with blocks 8 and 7, which are there.
+        assert costs.of(Action(Op.B, 0, 0))[0] == pytest.approx(max(96.0, readers * disk_s))
+    few = replace(profile, hosts=(replace(host, disk_bytes_per_s=144.0 / 4),))
+    ends = finished_layers_s(Action(Op.B, 0, 0), plan_of(few, replace(stage, warm_up=1), rest), few)
+    assert ends[1] == pytest.approx(duration(Action(Op.B, 0, 0), plan_of(few, replace(stage, warm_up=1), rest), few))
+    unknown = replace(profile, hosts=(replace(host, disk_bytes_per_s=None),))
+    assert seconds(unknown, stage, Op.F) == seconds(profile, replace(stage, on_disk=0), Op.F)
+
+
+def small_host(
+    host_bytes: int, disk_bytes_per_s: float | None = 1e5, ranks: int = 2, **changes: object
+) -> ClusterProfile:
+    """Cards of one host, each of which has room for half of a model of 430 kB, most of it frozen."""
+    profile = heavy_cluster(200_000, ranks)
+    host = HostProfile("box", host_bytes, "its memory", disk_bytes_per_s=disk_bytes_per_s)
+    devices = tuple(replace(device, host="box", **changes) for device in profile.devices)
+    return replace(profile, devices=devices, hosts=(host,))
+
+
+def test_layers_are_on_disk_where_the_host_has_no_memory_for_them() -> None:
+    asked, found = request(micro_batch_choices=(1,)), []
+    for memory in (600_000, 380_000, 350_000, 310_000):
+        profile = small_host(memory)
+        report = make_plan(profile, asked)
+        on_disk = sum(stage.on_disk for _, _, stage in report.plan.numbered)
+        assert all(one.peak_bytes <= one.usable_bytes for one in (*report.memory, *report.hosts))
+        told = [reason for reason in report.reasons if "read from the disk in every pass at" in reason]
+        assert bool(told) == bool(on_disk)
+        found.append((on_disk, report.predicted_step_s))
+        if on_disk:  # no more than need be
+            fewer = [replace(s, on_disk=max(0, s.on_disk - 1)) for s in report.plan.pipelines[0].stages]
+            pipeline = replace(report.plan.pipelines[0], stages=tuple(fewer))
+            with pytest.raises(UserError, match="the ranks of host box need"):
+                complete_plan(replace(report.plan, pipelines=(pipeline,)), profile, asked)
+    counts, times = zip(*found, strict=True)
+    assert counts[0] == 0 < counts[1] < counts[-1] and list(times) == sorted(times)
+
+
+def test_without_a_disk_a_model_larger_than_the_host_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"(?s)Streamed, frozen weights take .*short by .* a disk whose speed is measured"
+    ):
+        make_plan(small_host(250_000, None), request(micro_batch_choices=(1,)))
+
+
+def test_a_processors_files_are_read_again_where_memory_does_not_keep_them() -> None:
+    """What is on disk costs nothing but time there: all layers are in files."""
+    asked, found = request(micro_batch_choices=(1,)), []
+    for speed in (None, 1e9, 1e3):
+        profile = small_host(200_000, speed, 1, shares_host_memory=True, backend="cpu")
+        report = make_plan(profile, asked)
+        on_disk = sum(stage.on_disk for _, _, stage in report.plan.numbered)
+        assert streamed_in(report.plan) > 0 and bool(on_disk) == (speed is not None)
+        found.append(report.predicted_step_s)
+    assert found[0] == pytest.approx(found[1], rel=0.01) and found[2] > 1.5 * found[0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"on_disk": 5}, {"on_disk": -1}, {"on_disk": 1, "streamed": False}], ids=["many", "negative", "held"]
+)
+def test_layers_on_disk_of_a_plan_by_hand(changes: dict[str, object]) -> None:
+    profile = cluster()
+    stage = StagePlan((0,), 0, 5, 0, **{"streamed": True, **changes})  # type: ignore[arg-type]
+    plan = plan_of(profile, stage, StagePlan((1,), 5, 10, 0))
+    with pytest.raises(UserError, match=r"stages\[0\].on_disk = -?\d: is of streamed stages with adapters"):
+        complete_plan(plan, profile, PlanRequest(8, SEQUENCE, (4,)))
+
+
 def test_stages_are_streamed_where_nothing_fits_otherwise() -> None:
     roomy = make_plan(heavy_cluster(10_000_000), request())
     assert streamed_in(roomy.plan) == 0

@@ -18,13 +18,13 @@ from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
-from hetero_mpi.planning.types.toml_files import load_plan, load_report, save_plan, save_profile
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_report, save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.runtime.test_reconfigure import EMULATED_BLOCKS, three_alike
 from tests.runtime.test_recovery import losses as losses_of
 from tests.runtime.test_recovery import start
 from tests.stand_in_gpu import THROUGH, build
-from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left
 from tests.support.mpi import ROOT, run_bounded
 
@@ -57,7 +57,7 @@ def losses(workshop: Workshop, name: str) -> list[float]:
 
 def without_streaming(plan: Plan, path: Path) -> Path:
     (pipeline,) = plan.pipelines
-    stages = tuple(replace(stage, streamed=False) for stage in pipeline.stages)
+    stages = tuple(replace(stage, streamed=False, on_disk=0, kept_slices=0) for stage in pipeline.stages)
     save_plan(replace(plan, pipelines=(replace(pipeline, stages=stages),)), path)
     return path
 
@@ -148,6 +148,65 @@ def test_all_weights_are_trained_streamed_on_gpus_and_layers_move_from_a_slow_on
     assert streaming == {"changing": True, "still": False, "given": True}
     losses = {name: [step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps] for name in found}
     assert losses["changing"] == losses["still"] and len(losses["still"]) == CHANGING_STEPS
+
+
+# ------------------------------------------------------------------------------------- more than the memory of a GPU's host
+BLOCKS_ON_CARD = 10
+
+
+def small_box(path: Path, job: Path) -> Path:
+    """The profile of a host with two GPUs, whose memory holds neither the model nor what they would stream of it."""
+    profile = load_profile(write_profile(path, job, 2))
+    streamed = sum(map(profile.model.streamed_bytes, range(len(profile.model.layers))))
+    own = {"backend": "cuda", "memory_bytes": int(0.45 * streamed), "shares_host_memory": False}
+    devices = tuple(replace(device, **own, host_to_device_bytes_per_s=1e9) for device in profile.devices)
+    host = HostProfile("host", int(0.8 * streamed), "made up", disk_bytes_per_s=1e7)
+    save_profile(replace(profile, devices=devices, hosts=(host,)), path)
+    return path
+
+
+def test_a_model_larger_than_the_memory_of_a_gpus_host_np2(tmp_path: Path) -> None:
+    if (reason := build.missing()) is not None:
+        pytest.skip(reason)
+    shop = Workshop(tmp_path, THROUGH)
+    values = shop.values(shop.model("wide", BLOCKS_ON_CARD, hidden_size=128, intermediate_size=384))
+    job = shop.job("card", values, adapter=ADAPTER, train={"dtype": "fp32"})
+    box = small_box(tmp_path / "box.toml", job)
+
+    def entry(name: str, **more: Any) -> dict[str, Any]:
+        return {"job": job, "run_dir": tmp_path / name, "profile": box, **more}
+
+    found = shop.run_entries(2, {"planned": entry("planned")})
+    assert found["planned"].codes == (0, 0), found["planned"].texts
+    report = load_report(tmp_path / "planned" / "plan.toml")
+    assert any(stage.on_disk for stage in report.plan.pipelines[0].stages)
+    assert "read from the disk in every pass at 10.0 MB/s: a step waits" in " ".join(report.reasons)
+    assert "read from the disk in every pass" in " ".join(found["planned"].printed.split()), "told before the run"
+
+    resident = without_streaming(report.plan, tmp_path / "resident.plan.toml")
+    roomy = write_profile(tmp_path / "roomy.toml", job, 2)
+    blocked = tmp_path / "blocked"
+    blocked.write_text("")
+    full = {"set": [f"model.shard_cache={blocked / 'folder'}"]}
+    found = shop.run_entries(
+        2,
+        {
+            "resident": entry("resident", plan=resident, profile=roomy),
+            "resumed": entry("resumed", resume=checkpoint_path(tmp_path / "planned" / "checkpoints", 2)),
+            "refused": entry("refused", **full),
+        },
+    )
+    assert [one.codes for one in found.values()] == [(0, 0), (0, 0), (2, 2)], found
+    assert (
+        "streamed layers cannot be kept there" in found["refused"].texts[0]
+        and "shard_cache" in found["refused"].texts[0]
+    )
+    assert not list((tmp_path / "refused").glob("*.toml")), "nothing was written"
+    losses = {
+        name: [step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps]
+        for name in ("planned", "resident", "resumed")
+    }
+    assert losses["planned"] == losses["resident"] and losses["planned"][2:] == losses["resumed"]
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks that die

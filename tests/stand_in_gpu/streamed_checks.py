@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
+from hetero_mpi.model.host_weights import HostLayer
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
@@ -68,6 +70,13 @@ def check_waits_for_copies(
     module.device.set_delays(copy_s, 0.0)
     for one, other in zip(expected, steps(streamed, gpu, micro_batches), strict=True):
         assert torch.equal(one, other)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def tuning(chain: TransformersChain, nf4: bool, **further: Any) -> Tuning:
@@ -194,6 +203,77 @@ def test_an_integrated_gpu_streams_from_mapped_files(
     check_waits_for_copies(resident, streamed, gpu, 1, 0.02)
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every layer that was read from its file, of a disk that takes long: of a buffer that is handed out before it is
+    filled, the last bytes are another layer's."""
+    found: list[int] = []
+    whole = HostLayer.read
+
+    def slowly(layer: HostLayer, to: torch.Tensor) -> None:
+        to.fill_(7)
+        time.sleep(0.01)
+        whole(layer, to)
+        found.append(layer.bytes)
+
+    monkeypatch.setattr(HostLayer, "read", slowly)
+    return found
+
+
+@pytest.mark.parametrize(
+    "nf4, kept, on_disk, copy_s",
+    [(False, 0, (2, 5), 0.02), (True, 1, (2, 5), 0.0), (True, 0, tuple(range(1, 7)), 0.01)],
+)
+def test_layers_on_disk_give_the_bits_of_resident_ones(
+    chain: TransformersChain,
+    gpu: Backend,
+    tmp_path: Path,
+    read: list[int],
+    nf4: bool,
+    kept: int,
+    on_disk: tuple[int, ...],
+    copy_s: float,
+) -> None:
+    given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, nf4)
+    resident = stage_of(*given, recompute=True, slice_sequences=SLICE)
+    streamed = streamed_stage_of(*given, slice_sequences=SLICE, kept_slices=kept, on_disk=on_disk, folder=tmp_path)
+    check_waits_for_copies(resident, streamed, gpu, 2, copy_s)
+    # Two steps of two forwards and backwards, and an evaluation, some of which begin with layers that are there.
+    assert 6 * len(on_disk) <= len(read) <= 9 * len(on_disk) + STREAMED_LAYERS
+    assert not list(tmp_path.iterdir()), "the files have no names"
+
+
+def test_layers_on_disk_take_no_host_memory_but_what_is_staged(
+    chain: TransformersChain, gpu: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    buffer = gpu.host_buffer
+    monkeypatch.setattr(gpu, "host_buffer", lambda shape, dtype: (taken.append(*shape), buffer(shape, dtype))[1])
+    given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, False)
+    stage = streamed_stage_of(*given, on_disk=(1, 2, 4, 5), folder=tmp_path)
+    layers = stage.weights.layers
+    pinned = sum(layers[layer].bytes for layer in (0, 3, 6, 7)) + STREAMED_LAYERS * layers[1].bytes
+    assert sum(taken) == pinned
+
+
+def test_layers_are_read_ahead_and_a_file_that_fails_ends_the_pass(
+    chain: TransformersChain, gpu: Backend, tmp_path: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, False)
+    stage = streamed_stage_of(*given, on_disk=(1, 3, 5), folder=tmp_path)
+    weights, tokens = stage.weights, torch.ones((ROWS, TOKENS), dtype=torch.int64).to(gpu.device)
+    weights.need(0)
+    weights.prefetch(1, keeping=0)
+    wait_until(lambda: len(read) == STREAMED_LAYERS)  # 1, which leaves, and 3
+    weights.need(1)
+    weights.prefetch(2, keeping=1)
+    wait_until(lambda: len(read) == 3)
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(OSError, match="a streamed layer's file ends after 0 of"):
+        for index in range(3):
+            stage.forward(MicroBatch(index, 0, 0, ROWS * TOKENS), tokens, tokens)
+
+
 def test_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:
     gc.collect()
     before = module.device.used(1)
@@ -279,7 +359,8 @@ def test_weights_stay_until_they_have_been_computed_with(chain: TransformersChai
     stream = module.device.current_stream(1)
     module.device.compute_for(stream, 0.2)
     weights.prefetch(3, keeping=2)  # in the place of layer 1, with which the device may still compute
-    coming = weights._coming[3]
+    coming = weights._coming[3]()
+    assert coming is not None
     time.sleep(0.05)
     assert not coming.done()
     module.device.compute_for(stream, 0.0)

@@ -26,7 +26,7 @@ from hetero_mpi.planning.memory import (
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
 from hetero_mpi.planning.search import layouts
-from hetero_mpi.planning.search.memory_fit import Fitter
+from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise
 from hetero_mpi.planning.search.rounds import always_split
 from hetero_mpi.planning.search.search import LAID_OUT, SEARCHED, Search
 from hetero_mpi.planning.simulator import outlined
@@ -135,10 +135,15 @@ def _streamed(profile: ClusterProfile, request: PlanRequest, resident: Decision 
     found = _resident(crowded, asked, sorted({sizes[place] for place in (0, len(sizes) // 2, -1)}))
     fitter = Fitter(profile, request)
     plan = None if found is None else fitter.fitted(found.plan)
+    plan = plan and fitter.with_files(plan)
     if plan is None or not fitter.holds(plan):
         return None
-    plan = fitter.keeping(plan)
-    return Decision(plan, fitter.step_s(plan))
+    plan = min(plan, fitter.with_files(fitter.keeping(plan)), key=fitter.step_s)
+    if not any(stage.on_disk for _, _, stage in plan.numbered):
+        return Decision(plan, fitter.step_s(plan))
+    return Decision(
+        *fitter.descended(plan, fitter.step_s(plan), lambda one: map(fitter.with_files, cut_otherwise(one)))
+    )
 
 
 def _worthwhile(request: PlanRequest) -> float:

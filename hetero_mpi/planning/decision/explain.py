@@ -11,14 +11,14 @@ from hetero_mpi import units
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.contention import slowness, while_computing, while_running
 from hetero_mpi.planning.decision.decide import Decision, decide
-from hetero_mpi.planning.durations import Durations, pass_s, update_s, weights_s, whole_model_s
+from hetero_mpi.planning.durations import Durations, disk_s, pass_s, update_s, weights_s, whole_model_s
 from hetero_mpi.planning.memory import host_state_bytes, streamed_bytes
 from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import FROM_DISK, IdleRank, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -107,9 +107,11 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
     model, device = profile.model, profile.devices[stage.ranks[0]]
     if model.trained_whole and device.shares_host_memory:
         return "computes layer by layer; all that it trains stays in its memory"
-    size_bytes = streamed_bytes(model, stage.first, stage.last)
+    size_bytes, files = streamed_bytes(model, stage.first, stage.last), _files_text(number, plan, profile)
     if weights_s(device, size_bytes) == 0.0:
-        return f"streams {units.size(size_bytes)} from mapped files, of which its memory keeps what it has room for"
+        return (
+            f"streams {units.size(size_bytes)} from mapped files, of which its memory keeps what it has room for{files}"
+        )
     free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf, device_to_host_bytes_per_s=math.inf)
     without = replace(profile, devices=tuple(free if one is device else one for one in profile.devices))
     seconds, computing = (
@@ -123,7 +125,26 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
         kept = units.size(host_state_bytes(model, stage.first, stage.last))
         each = units.seconds(update_s(number, plan, profile))
         with_state = f" ({kept} there with the rest of what it trains; optimizer {each})"
-    return f"streams {units.size(size_bytes)} from host memory{with_state}, {cost} {share:.0%} of its time"
+    return f"streams {units.size(size_bytes)} from host memory{with_state}, {cost} {share:.0%} of its time{files}"
+
+
+def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
+    """What is read from the disk in every step, and how long the step waits for it; empty: nothing."""
+    _, index, stage = plan.numbered[number]
+    if not stage.on_disk:
+        return ""
+    pipeline, device = plan.pipelines[index], profile.devices[stage.ranks[0]]
+    filed = sum(map(profile.model.streamed_bytes, stage.disk_layers(plan.layers)))
+    blocks = f"{units.plural(stage.on_disk, 'block')} of these, {units.size(filed)}"
+    text = f"; {blocks}, for which its host has no memory, are {FROM_DISK}"
+    second_s = disk_s(profile, device, filed)
+    if not second_s:
+        return f"{text}, whose speed was not measured: the prediction leaves it out"
+    with_s, without_s = (
+        pass_s(profile, pipeline, one, plan.sequence_length) for one in (stage, replace(stage, on_disk=0))
+    )
+    waits = units.seconds(pipeline.micro_batches * (with_s - without_s))
+    return f"{text} at {units.bandwidth(filed / second_s)}: a step waits {waits} for it"
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -190,7 +211,7 @@ def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) ->
 
     def changed(name: str, pipelines: Iterable[PipelinePlan]) -> Beaten:
         fitting = fitter.fitted(replace(plan, pipelines=tuple(pipelines)))
-        return Beaten(name, fitter.step_s(fitting) if fitting is not None else None)
+        return Beaten(name, fitter.step_s(fitter.with_files(fitting)) if fitting is not None else None)
 
     even = tuple(_even_split(pipeline, plan.layers) for pipeline in plan.pipelines)
     if even != plan.pipelines:

@@ -64,8 +64,8 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
         lines.append(
             f"  ranks {listed} share the memory of host {host.name}, {units.size(host.memory_bytes)}, here divided evenly"
         )
-    if request.streaming != "never" and streamable(profile) and profile.model.trained_whole:
-        lines.append(_host_shortage(profile, request))
+    if request.streaming != "never" and streamable(profile):
+        lines += _host_shortage(profile, request)
     helps = list(remedies(profile, request))
     together = any(text.startswith(TOGETHER) for text in helps)
     heading = "What would make it fit:" if together else "What would make it fit, each by itself:"
@@ -73,20 +73,27 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     return "\n".join([*lines, *(f"  {text}" for text in helps)])
 
 
-def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
-    """The reason why weights that are all trained are not streamed, with all that is trained in the memory of the hosts."""
-    model = profile.model
+def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
+    """The reason why weights are not streamed, with all that is trained in the memory of the hosts."""
+    model, whole = profile.model, profile.model.trained_whole
+    if not whole and all(device.shares_host_memory for device in profile.devices):
+        return  # mapped files take no memory that must be there
     needed = host_state_bytes(model, 0, len(model.layers))
     names = sorted({device.host for device in profile.devices})
     known = {host.name: usable_bytes(host.memory_bytes, request.memory_reserve) for host in profile.hosts}
-    text = f"  Streamed, weights, gradients and optimizer state take {units.size(needed)} of the hosts' memory"
+    what = "weights, gradients and optimizer state" if whole else "frozen weights"
+    text = f"  Streamed, {what} take {units.size(needed)} of the hosts' memory"
     there = sum(known.get(name, needed) for name in names)
     if needed > there:
-        return (
+        other = "would make it fit (what is trained is not kept on disks, since each step writes all of it)"
+        if not whole:
+            other = "would make it fit, or a disk whose speed is measured: [model] shard_cache, or TMPDIR, on one"
+        yield (
             f"{text}, of which {units.size(there)} are usable ([[hosts]] memory_bytes): short by {needed - there} bytes; so "
-            f"much more memory of hosts would make it fit"
+            f"much more memory of hosts {other}"
         )
-    return f"{text}, and the devices' is too small for {STREAMED_LAYERS} layers at a time, or no way was found to divide it"
+    elif whole:
+        yield f"{text}, and the devices' is too small for {STREAMED_LAYERS} layers at a time, or no way was found to divide it"
 
 
 def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> list[tuple[int, str]]:

@@ -39,6 +39,9 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
                 yield f"{where}.slice_sequences = {stage.slice_sequences}: must be at least 1"
             if stage.kept_slices < 0 or (stage.kept_slices and not stage.streamed):
                 yield f"{where}.kept_slices = {stage.kept_slices}: is of streamed stages, and 0 or more"
+            most = len(stage.blocks(layers)) * (stage.streamed and not profile.model.trained_whole)
+            if not 0 <= stage.on_disk <= most:
+                yield f"{where}.on_disk = {stage.on_disk}: is of streamed stages with adapters, 0 to their blocks ({most})"
             if not 0 < stage.state_weight < math.inf:
                 yield f"{where}.state_weight = {stage.state_weight}: must be a number over 0"
             if pipeline.split_backward and place > 0 and (stage.streamed or stage.slice_sequences is not None):

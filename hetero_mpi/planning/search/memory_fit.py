@@ -7,13 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetero_mpi.planning.memory import fits_memory, memory_of, stage_holdings, state_on_device, usable_bytes, weighted
+from hetero_mpi.planning.memory import (
+    fits_memory,
+    host_state_bytes,
+    memory_of,
+    predict_hosts,
+    stage_holdings,
+    state_on_device,
+    usable_bytes,
+    weighted,
+)
 from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 ROUNDING = 1e-9
@@ -108,6 +117,29 @@ class Fitter:
                     plan = found
                     break
         return plan
+
+    def with_files(self, plan: Plan) -> Plan:
+        """``plan`` with as many layers on disk as its hosts have no memory for: of frozen weights, where disks were measured."""
+        layers = dict.fromkeys((number for number, _, stage in plan.numbered if stage.streamed), 0)
+        frozen = layers and not self.profile.model.trained_whole
+        for host in self.profile.hosts if frozen else ():
+            here = [n for n in layers if self.profile.devices[plan.numbered[n][2].ranks[0]].host == host.name]
+            left = {number: len(plan.numbered[number][2].blocks(plan.layers)) for number in here}
+            while host.disk_bytes_per_s and self._lacks(host, _with_files(plan, layers)) and any(left.values()):
+                number = max(here, key=lambda one: left[one] / max(1, left[one] + layers[one]))
+                layers[number], left[number] = layers[number] + 1, left[number] - 1
+        return _with_files(plan, layers)
+
+    def _lacks(self, host: HostProfile, plan: Plan) -> bool:
+        """Whether a host has no memory for all of the plan that is not on disk. All layers of ranks that compute in it are in
+        files, whose pages are to stay there."""
+        model, reserve = self.profile.model, self.request.memory_reserve
+        needed = sum(one.peak_bytes for one in predict_hosts(plan, self.profile) if one.host == host.name)
+        for _, _, stage in plan.numbered:
+            device = self.profile.devices[stage.ranks[0]]
+            if stage.streamed and device.host == host.name and device.shares_host_memory:
+                needed += host_state_bytes(model, stage.first, stage.last, stage.disk_layers(plan.layers))
+        return needed > usable_bytes(host.memory_bytes, reserve)
 
     def _repeating_otherwise(self, plan: Plan) -> Iterator[Plan]:
         """One stage repeats its forwards, or ceases to, where the state is dealt by what ranks leave free."""
@@ -233,6 +265,16 @@ class Fitter:
 def _with_stage(pipeline: PipelinePlan, place: int, **changed: Any) -> PipelinePlan:
     stage = replace(pipeline.stages[place], **changed)
     return replace(pipeline, stages=(*pipeline.stages[:place], stage, *pipeline.stages[place + 1 :]))
+
+
+def _with_files(plan: Plan, layers: Mapping[int, int]) -> Plan:
+    """``layers``: number of a stage -> how many are on disk."""
+    numbers = itertools.count()
+    pipelines = (
+        replace(one, stages=tuple(replace(stage, on_disk=layers.get(next(numbers), 0)) for stage in one.stages))
+        for one in plan.pipelines
+    )
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def with_recompute(plan: Plan, recompute: bool) -> Plan:

@@ -25,7 +25,7 @@ EIGHT_BIT_SAVING = 8 - 2 - 8 / MOMENT_BLOCK
 """Bytes per parameter whose two moments take a byte each and share scales, in place of two fp32 numbers."""
 STREAMED_LAYERS = 2
 """Layers of a streamed stage whose weights are on the device: the one that computes and the next one. Of gradients: the one that
-computes, and the one whose gradients leave or come."""
+computes, and the one whose gradients leave or come. Of layers on disk, in host memory: one that leaves, and one that is read."""
 EMBEDDING = "embedding"
 HEAD = "head"
 

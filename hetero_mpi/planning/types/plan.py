@@ -10,6 +10,8 @@ from functools import cached_property
 
 SCHEMA_VERSION = 3
 """Version of the plan file's layout."""
+FROM_DISK = "read from the disk in every pass"
+"""Words of a reason that is told before a run in any case."""
 WARM_UP = "warm_up"
 """The order that the planner makes plans for (``orders.warm_up``)."""
 
@@ -32,6 +34,9 @@ class StagePlan:
     """A micro-batch is computed in slices of so many sequences; None: at once."""
     kept_slices: int = 0
     """Of a streamed stage: so many slices of every micro-batch, the first ones, keep their activations and are not repeated."""
+    on_disk: int = 0
+    """Of a streamed stage: so many blocks, evenly spread, for whose frozen weights host memory has no room. Each pass reads them
+    from files."""
     state_weight: float = 1.0
     """The part of the optimizer's state, of layers that several ranks hold, that each owns is in proportion to this
     (``owners``)."""
@@ -45,6 +50,16 @@ class StagePlan:
     def grouped(self) -> bool:
         """True where several ranks hold it."""
         return len(self.ranks) > 1
+
+    def disk_layers(self, layers: int) -> tuple[int, ...]:
+        """Which layers of a chain of so many are ``on_disk``."""
+        blocks = self.blocks(layers)
+        count = min(self.on_disk, len(blocks))
+        return tuple(blocks[(2 * i + 1) * len(blocks) // (2 * count)] for i in range(count))
+
+    def blocks(self, layers: int) -> range:
+        """Its layers but for both ends of that chain."""
+        return range(max(1, self.first), min(self.last, layers - 1))
 
     @property
     def idles(self) -> bool:

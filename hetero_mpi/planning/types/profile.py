@@ -159,6 +159,8 @@ class HostProfile:
     """Cores on which its CPU ranks compute, together; None: one for each of their threads."""
     other_threads: float = 0.0
     """Threads of other programs that want these cores, too: not of the machine, but of the hour."""
+    disk_bytes_per_s: float | None = None
+    """Reads of frozen weights that its memory has no room for, from files; None: not measured, so that no plan has such files."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hetero_mpi.emulation.emulated_cluster import emulated_profile
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_micro_batches, with_memory, within_timed
 from hetero_mpi.model.group.refusals import require_divisible
+from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of
@@ -59,8 +60,15 @@ def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
         context.threads,
         job.cluster.memory_bytes,
         job.plan.groups and job.plan.schedule == "auto" and _can_sum_in_groups(context),
+        None if job.plan.stream is False or context.tuning.full else stream_folder(context),
     )
     return subject, reason
+
+
+def stream_folder(context: RunContext) -> Path:
+    """Where this rank keeps frozen weights of streamed stages in files."""
+    cache = context.job.model.shard_cache
+    return context.loaded.resolve(cache) if cache is not None else large_files_folder()
 
 
 def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
