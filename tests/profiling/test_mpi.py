@@ -24,6 +24,9 @@ def test_a_rank_that_joins_makes_nobody_else_measure_again(tmp_path: Path) -> No
     # A second rank on host b shares it with the first: both are measured anew, together; a's table is kept.
     assert shared["measured"] == [[], ["together"], ["together"]]
     assert fresh["measured"] == [["together"], ["together"], ["together"]]
+    # Disks are timed where a host has no memory for the weights, by one rank each.
+    assert first["disks"] == [None, None] and len(fresh["disks"]) == 2 and all(speed > 1e6 for speed in fresh["disks"])
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["p.toml"]
     assert any("device times of rank 0, 1 were measured" in note for note in joined["notes"])
     assert not any("were measured" in note for note in fresh["notes"])
 

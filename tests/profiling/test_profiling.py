@@ -30,7 +30,7 @@ from hetero_mpi.profiling.bench import Bench
 from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec, DeviceTimes, cold_by_itself, layer_groups, sampled_rows
 from hetero_mpi.profiling.cluster import _model_cost
 from hetero_mpi.profiling.device import DeviceBenchmark
-from hetero_mpi.profiling.host_profiles import MeasuredMemory, host_profiles
+from hetero_mpi.profiling.host_profiles import MeasuredMemory, _read_per_s, host_profiles
 from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
 from tests.support.planning_samples import make_device, make_profile
 
@@ -151,6 +151,11 @@ def test_memory_of_a_host_counts_once() -> None:
     assert {(device.memory_bytes, device.memory_reason) for device in profile.devices} == {(5, given)}
     memories = [(host.memory_bytes, host.memory_reason) for host in profile.hosts]
     assert memories == [(10, f"{given} to each of 2"), (5, given), (8, "free")], "on c only a GPU's is given"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder in memory here")
+def test_a_folder_in_memory_is_no_disk() -> None:
+    assert _read_per_s(Path("/dev/shm")) is None
 
 
 def test_the_clock_gives_every_layer_its_own_time(subject: BenchmarkSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
@@ -23,10 +25,10 @@ with eager_imports():  # as a rank of ``profile`` does
     import torch
     from transformers import AutoConfig
 
-    from hetero_mpi.device.backend import Backend
+    from hetero_mpi.device.backend import Backend, Memory
     from hetero_mpi.model.transformers.chain import TransformersChain
     from hetero_mpi.model.tuning import full_training
-    from hetero_mpi.profiling import cluster
+    from hetero_mpi.profiling import cluster, host_profiles
     from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec, DeviceTimes
     from hetero_mpi.profiling.device import DeviceBenchmark
 
@@ -55,7 +57,9 @@ def main(world: World) -> int:
 
     DeviceBenchmark.run = noted  # type: ignore[method-assign]
 
-    def profiled(hosts: tuple[str, ...], fresh: bool = False) -> ClusterProfile | None:
+    def profiled(
+        hosts: tuple[str, ...], fresh: bool = False, subject: BenchmarkSpec = subject
+    ) -> ClusterProfile | None:
         measured.clear()
         said: list[str] = []
         members = world.subset(range(len(hosts)))
@@ -65,13 +69,16 @@ def main(world: World) -> int:
             with MpiTransport(members.comm) as transport:
                 profile = cluster.profile_cluster(members, transport, Backend(), subject, SETTINGS, said.append, fresh)
         notes = list(profile.notes) if profile else []
-        lines.append({"measured": world.all_gather_json(measured), "notes": notes, "said": said})
+        disks = [one.disk_bytes_per_s for one in profile.hosts] if profile else []
+        lines.append({"measured": world.all_gather_json(measured), "notes": notes, "said": said, "disks": disks})
         return profile
 
     profiled(("a", "b"))
     profiled(("a", "b", "c"))
     profile = profiled(("a", "b", "b"))
-    profiled(("a", "b", "b"), fresh=True)
+    larger = replace(subject, stream_folder=Path(sys.argv[1]).parent / "to be made")
+    with mock.patch.object(host_profiles, "host_memory", lambda: Memory(1000, "less than the model")):
+        profiled(("a", "b", "b"), fresh=True, subject=larger)
     if world.rank == 0:
         assert profile is not None
         save_profile(profile, sys.argv[1])

@@ -217,8 +217,8 @@ BLOCKS, DEEP_MEMORY, STEPS = 20, 4_000_000, 60
 class LongStreamed(LongRun):
     """An adapter on that model."""
 
-    def __init__(self, directory: Path, ranks: int) -> None:
-        super().__init__(directory, ranks)
+    def __init__(self, directory: Path, ranks: int, *module: str) -> None:
+        super().__init__(directory, ranks, *module)
         values = self.values(self.model("deep", BLOCKS, hidden_size=128, intermediate_size=384))
         tables = {"train": {"steps": 100_000}, "cluster": {"memory_bytes": DEEP_MEMORY}}
         self.file = self.job("deep", values, adapter=ADAPTER, checkpoint={"every": 0}, **tables)
@@ -282,6 +282,36 @@ def test_one_of_two_neighbours_streams_and_one_dies_np3(
         assert running.end() == 0, running.text()
         assert running.text().count("streamed") == 1, running.text()
     assert losses_of(run) == resident_losses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_gpus_with_layers_on_disk_dies_np2(tmp_path: Path, victim: int) -> None:
+    """The other one goes on with layers on disk, by its own plan."""
+    if (reason := build.missing()) is not None:
+        pytest.skip(reason)
+    card, run = LongStreamed(tmp_path, 2, THROUGH[1]), tmp_path / "run"
+    stages = (StagePlan((0,), 0, BLOCKS // 2, 1), StagePlan((1,), BLOCKS // 2, BLOCKS + 2, 0))
+    stages = tuple(replace(stage, streamed=True, on_disk=6) for stage in stages)
+    save_plan(Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, BLOCKS + 2), card.plan)
+    fp32 = "--set", "train.dtype=fp32"
+    words, environment = card.outliving(run, *fp32, "--set", "cluster.memory_bytes=14000000", planned=False)
+    path = small_box(tmp_path / "box.toml", card.file)
+    profile = load_profile(path)
+    save_profile(replace(profile, hosts=(replace(profile.hosts[0], memory_bytes=9_000_000),)), path)
+    words += ["--plan", str(card.plan), "--profile", str(path)]
+    with card.started(words, environment, run) as running:
+        running.wait_for_steps(5)
+        kill(running, victim)
+        assert running.end() == 0, running.text()
+        assert running.text().count("read from the disk") >= 2, running.text()
+    whole = tmp_path / "whole"
+    plan = Plan(
+        (PipelinePlan((StagePlan((0,), 0, BLOCKS + 2, 0),), 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, BLOCKS + 2
+    )
+    save_plan(plan, card.plan)
+    assert card.finish(whole, STEPS, *fp32, "--set", "cluster.memory_bytes=1000000000").returncode == 0
+    assert losses_of(run) == losses_of(whole)
 
 
 @pytest.mark.long

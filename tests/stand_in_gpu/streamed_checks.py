@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -16,7 +17,10 @@ import torch
 
 from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.disk import SPARE_BYTES
+from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
+from hetero_mpi.model import host_weights
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.host_weights import HostLayer
 from hetero_mpi.model.model_cost import model_cost
@@ -272,6 +276,25 @@ def test_layers_are_read_ahead_and_a_file_that_fails_ends_the_pass(
     with pytest.raises(OSError, match="a streamed layer's file ends after 0 of"):
         for index in range(3):
             stage.forward(MicroBatch(index, 0, 0, ROWS * TOKENS), tokens, tokens)
+
+
+def test_a_disk_too_small_for_all_layers_is_refused_before_one_is_written(
+    chain: TransformersChain, gpu: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, False)
+    each = streamed_stage_of(*given).weights.layers[1].bytes
+    written: list[int] = []
+    fsync, room = os.fsync, 4
+    monkeypatch.setattr(os, "fsync", lambda file: (written.append(file), fsync(file))[1])
+    monkeypatch.setattr(host_weights, "free_bytes", lambda _: (room - len(written)) * each + SPARE_BYTES)
+    for count in (3, 4, 5):
+        written.clear()
+        refused = pytest.raises(
+            UserError, match=f"{count * each:,} bytes, and {room * each + SPARE_BYTES:,} bytes are free"
+        )
+        with refused if count > room else contextlib.nullcontext():
+            streamed_stage_of(*given, on_disk=range(1, 1 + count), folder=tmp_path)
+        assert len(written) == (0 if count > room else count)
 
 
 def test_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:
