@@ -195,7 +195,7 @@ class PlanTable(JobTable):
     pipelines: Positive | Literal["auto"] = "auto"
     """Pipelines that may hold the model side by side, at most, and share the global batch; "auto": as many as help."""
     stream: bool | Literal["auto"] = "auto"
-    """Stream weights from host memory, layer by layer, so that a stage may hold more than its device has room for
+    """Stream weights from host memory (or disk), layer by layer, so that a stage may hold more than its device has room for
     (docs/planning.md). "auto": where nothing fits otherwise, or a step gets 2 % shorter; true: wherever it gets shorter; false:
     never."""
     rebalance: bool = True

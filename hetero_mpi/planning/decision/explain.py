@@ -129,7 +129,7 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
 
 
 def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
-    """What is read from the disk in every step, and how long the step waits for it; empty: nothing."""
+    """Words on what each pass reads from the disk, and how long a step waits for it; none where it reads nothing."""
     _, index, stage = plan.numbered[number]
     if not stage.on_disk:
         return ""
