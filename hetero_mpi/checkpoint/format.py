@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from hetero_mpi.errors import UserError
 
 FORMAT = "hetero_mpi checkpoint"
-FORMAT_VERSION = 2
-"""1: without the groups ``absmax1`` and ``absmax2``."""
+FORMAT_VERSION = 3
 LIBVER = ("v110", "v110")
 """Lowest and highest HDF5 layout used in the file: HDF5 1.10 (2016) and everything since can read it."""
 
@@ -35,9 +34,13 @@ PIECE_BYTES = 8 << 20
 Piece = tuple[tuple[int, ...], tuple[int, ...]]
 """(first index, lengths) of a block of an array."""
 
-KINDS = ("parameters", "moments1", "moments2", "absmax1", "absmax2")
-"""Moments are fp32, or uint8: bitsandbytes' codes, with the scale of every block of ``MOMENT_BLOCK`` of them in ``absmax``."""
+STALE = "stale"
+KINDS = ("parameters", "moments1", "moments2", "absmax1", "absmax2", STALE)
+"""Moments are fp32, or uint8: bitsandbytes' codes, with the scale of every block of ``MOMENT_BLOCK`` of them in ``absmax``. Stale:
+what the next step computes with, where that is not the parameters yet."""
 SCALES = ("absmax1", "absmax2")
+SINCE = {**dict.fromkeys(SCALES, 2), STALE: 3}
+"""Kind -> the format in which files began to have its group, where that is not 1."""
 METADATA = "metadata"
 
 STORAGE: dict[str, np.dtype[Any]] = {

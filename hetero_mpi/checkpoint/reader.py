@@ -22,6 +22,8 @@ from hetero_mpi.checkpoint.format import (
     MOST_BYTES,
     PIECE_BYTES,
     SCALES,
+    SINCE,
+    STALE,
     STORAGE,
     CheckpointError,
     Summary,
@@ -152,6 +154,8 @@ class CheckpointReader:
             ]
             if packed != [names[kind] for kind in SCALES]:
                 raise ValueError("the scales are not those of the moments in 8 bits")
+            if {*names[STALE]} != ({*names["moments1"], *names["moments2"]} if told.get("stale_step") else set()):
+                raise ValueError("the stale values are not those of the parameters that are trained")
         left, found = self._file_bytes, dict[tuple[str, str], Stored]()
         for kind, of_kind in names.items():
             for name in of_kind:
@@ -161,8 +165,8 @@ class CheckpointReader:
                     if left < 0:
                         raise ValueError("the datasets together are larger than the file")
                     own = found["parameters", name].shape
-                    fitting = [moments.kept(way, own).get(kind) for way in ways]
-                    if kind != "parameters" and stored.shape not in [one[0] for one in fitting if one is not None]:
+                    fitting = [moments.kept(way, own).get(kind, (own if kind == STALE else None, "")) for way in ways]
+                    if kind != "parameters" and stored.shape not in [shape for shape, _ in fitting]:
                         raise ValueError("its shape is not that of the parameter")
         for (kind, name), stored in found.items():
             with damage_named(self.path, f"{kind}/{name}"):
@@ -205,7 +209,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path}: the checkpoint was never finished. Resume from an older one.")
         opening.names(place)
         self._groups = {
-            name: opening.open_group(place, name) for name in (*KINDS, METADATA) if version > 1 or name not in SCALES
+            name: opening.open_group(place, name) for name in (*KINDS, METADATA) if version >= SINCE.get(name, 1)
         }
         self._file_bytes = place.get_filesize()
 

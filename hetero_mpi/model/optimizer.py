@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -68,6 +69,10 @@ class Optimizer:
     them, the fp32 masters are stepped, and the parameters are rounded from these. Where the stage keeps its parameters in host
     memory beside a device of its own, all of that is there, too.
 
+    Where the step is stale (Ren et al. 2021, arXiv:2101.06840, section 5), there are masters in fp32 as well, and the parameters
+    are rounded from them before the next step in place of after this one. So the masters of streamed layers can be stepped while
+    their device computes with the parameters.
+
     Attributes:
         targets: name -> what is stepped, of each parameter that this rank owns.
         flat: what several ranks hold -> its gradients.
@@ -79,7 +84,7 @@ class Optimizer:
         self._added: dict[str, torch.nn.Parameter | SimpleNamespace] = {}
         """name -> what has the gradient that is added up (``grad``)."""
         self._tied: torch.nn.Parameter | SimpleNamespace | None = stage.tied_head
-        narrow, offloaded = stage.dtype != torch.float32, stage.offloaded
+        narrow, offloaded = stage.dtype != torch.float32 or stage.tuning.stale, stage.offloaded
         for name, parameter in stage.parameters.items():
             apart = narrow or offloaded is not None
             if name not in stage.foreign:
@@ -99,15 +104,29 @@ class Optimizer:
         for name, view in self._views.items():
             self._added[name].grad = view
         tuning = stage.tuning
-        listed = [
-            (t, stage.chain.decays(n), tuning.moments.get(n, TWO), tuning.shares.get(n, 1.0))
-            for n, t in self.targets.items()
-        ]
-        self.library = LibraryOptimizers(train, stage.backend.fused_optimizer(), listed)
+        self._running: dict[int, Future[None]] = {}
+        """Steps of layers beside what the device computes; none where other ranks wait for the values."""
+        self._beside: ThreadPoolExecutor | None = None
+        if tuning.stale and offloaded is not None and not self.flat:
+            self._beside = ThreadPoolExecutor(1, "optimizer")
+            offloaded.readers.append(self._stepped)
+        listed: dict[int, list[tuple[torch.nn.Parameter, bool, str, float]]] = {}
+        for name, target in self.targets.items():
+            settings = stage.chain.decays(name), tuning.moments.get(name, TWO), tuning.shares.get(name, 1.0)
+            listed.setdefault(self._part(name), []).append((target, *settings))
+        fused = stage.backend.fused_optimizer()
+        # The last layer first, as backward needs the memory of their gradients.
+        self.libraries = {part: LibraryOptimizers(train, fused, listed[part]) for part in sorted(listed, reverse=True)}
+
+    def _part(self, name: str) -> int:
+        """The number of what is stepped together: a layer, or everything."""
+        return self.stage.chain.layer_of(name) if self._beside is not None else 0
 
     def end_step(self, step: int, scale: float | None) -> None:
         """Step (None: do not), and leave gradients of zero: what is saved or evaluated next has their memory."""
         with self.stage.updating():
+            if self.stage.tuning.stale:
+                self.show()
             if scale is not None:
                 self.step(step, scale)
             self.zero()
@@ -156,22 +175,49 @@ class Optimizer:
         return dict(zip(self.targets, norms.square().tolist(), strict=True))
 
     def step(self, step: int, scale: float) -> None:
-        """One step with gradients multiplied by ``scale`` (1: not clipped)."""
-        if not self.targets:
-            return
-        if scale != 1.0:
-            torch._foreach_mul_([self.gradient(name) for name in self.targets], scale)
-        self.library.step(learning_rate(self.train, step))
+        """One step with gradients multiplied by ``scale`` (1: not clipped). The parameters have its values at once, or (``stale``)
+        after ``show``."""
+        gradients: dict[int, list[torch.Tensor]] = {part: [] for part in self.libraries}
+        for name in self.targets:
+            gradients[self._part(name)].append(self.gradient(name))
+        for part, library in self.libraries.items():
+            arguments = library, gradients[part], scale, learning_rate(self.train, step)
+            if self._beside is None:
+                _step(*arguments)
+            else:
+                self._running[part] = self._beside.submit(_step, *arguments)
+        if not self.stage.tuning.stale:
+            self.show()
+
+    def show(self) -> None:
+        """Round the parameters from the masters as they are after all updates."""
+        self.finish()
         if self.stage.masters:
             self.stage.overwrite(self.targets)
 
+    def finish(self) -> None:
+        """Return when masters and moments have all updates. Raises what went wrong with one beside."""
+        for part in tuple(self._running):
+            self._stepped(part)
+        self._running.clear()
+
+    def _stepped(self, part: int) -> None:
+        if part in self._running:
+            self._running[part].result()
+
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """The moments of a parameter, by their kinds in a checkpoint (``LibraryOptimizers.state``); zeros before its first step."""
-        return self.library.state(self.targets[name])
+        return self.libraries[self._part(name)].state(self.targets[name])
 
     def restore(self, name: str, moments: dict[str, torch.Tensor], steps: int) -> None:
         """Put back the moments of a parameter after ``steps`` optimizer steps."""
-        self.library.restore(self.targets[name], moments, steps)
+        self.libraries[self._part(name)].restore(self.targets[name], moments, steps)
+
+
+def _step(library: LibraryOptimizers, gradients: list[torch.Tensor], scale: float, rate: float) -> None:
+    if scale != 1.0:
+        torch._foreach_mul_(gradients, scale)
+    library.step(rate)
 
 
 def _short(gradient: torch.Tensor) -> torch.Tensor:

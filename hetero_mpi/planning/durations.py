@@ -21,6 +21,8 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, Lay
 
 _STEP_BYTES = 46
 """Bytes of memory that a step reads and writes per parameter: norm 4, clipping 8, AdamW 28, rounding 6."""
+_BESIDE = 36 / _STEP_BYTES
+"""The share of a stale step that no rank waits for: all but norm and rounding."""
 
 
 def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int, op: Op) -> float:
@@ -88,7 +90,23 @@ def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
         seconds = (optimizer_s(profile, one, member_trained(profile.model, stage, place)) for place, one in members)
         return whole_sums_s(profile, stage) + max(seconds)
     owned = sum(owned_share(plan, profile.model, one) for one in plan.of_rank(stage.ranks[0]))
-    return optimizer_s(profile, profile.devices[stage.ranks[0]], owned, stage.streamed)
+    stepping_s = optimizer_s(profile, profile.devices[stage.ranks[0]], owned, stage.streamed)
+    return stepping_s - _beside_s(number, plan, profile, stepping_s)
+
+
+def _beside_s(number: int, plan: Plan, profile: ClusterProfile, stepping_s: float) -> float:
+    """Seconds of a stage's optimizer that pass while it computes: where the step is stale, until the first backward's gradients
+    need the memory."""
+    _, index, stage = plan.numbered[number]
+    in_host_memory = profile.model.trained_whole and not profile.devices[stage.ranks[0]].shares_host_memory
+    if not (profile.model.stale and stage.streamed and in_host_memory) or len(plan.pipelines) > 1:
+        return 0.0
+    pipeline = plan.pipelines[index]
+    forwards = min(stage.warm_up + 1, pipeline.micro_batches)
+    there_s, back_s = (
+        stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B)
+    )
+    return min(_BESIDE * stepping_s, forwards * there_s + back_s)
 
 
 def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:

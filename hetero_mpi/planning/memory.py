@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.schedule import holdings, schedule_of
-from hetero_mpi.planning.types.cost import COPY_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import (
+    COPY_BYTES,
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    STREAMED_LAYERS,
+    LayerCost,
+    ModelCost,
+)
 from hetero_mpi.planning.types.plan import WARM_UP, HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -209,7 +216,7 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
         return _without_room_for_copies(profile, copies * model.copy_bytes_per_trainable_parameter, streams)
     saving = [layer.moments_saving_bytes * (1 + copies) for layer in model.layers]
     layers = (replace(x, moments_saving_bytes=s) if s else x for x, s in zip(model.layers, saving, strict=True))
-    state = model.state_bytes_per_trainable_parameter + more
+    state = model.state_bytes_per_trainable_parameter + more + copies * MASTER_BYTES * model.stale
     return replace(profile, model=replace(model, state_bytes_per_trainable_parameter=state, layers=tuple(layers)))
 
 

@@ -59,7 +59,7 @@ LATEST = "latest"
 """``--resume latest``: from the newest state in the run directory."""
 ANY = "any"
 """Like ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
-_KEPT = ("seed", "global_batch", "last_batch", "dtype", "optimizer", "freeze", "preference")
+_KEPT = ("seed", "global_batch", "last_batch", "dtype", "optimizer", "freeze", "preference", "stale_step")
 """Keys of ``[train]`` that a resumed run has as it began with them."""
 _OF_ADAPTER = ("start", "alpha", "rslora", "alpha_pattern", "tokens")
 """The same of ``[adapter]``: what shapes and names of tensors do not tell."""

@@ -265,7 +265,7 @@ def test_inspection_reads_everything_and_names_damage(tmp_path: Path) -> None:
         "fingerprint f00d",
         "7 trained tensors",
         "bfloat16, float16, float32",
-        f"hetero_mpi {hetero_mpi.__version__}, format 2; all {len(TENSORS)} checksums match",
+        f"hetero_mpi {hetero_mpi.__version__}, format 3; all {len(TENSORS)} checksums match",
     ):
         assert part in text, (part, text)
     with h5py.File(path) as file:

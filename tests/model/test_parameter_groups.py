@@ -55,8 +55,9 @@ def test_each_parameter_has_its_share_of_the_learning_rate() -> None:
     own = chain()
     stage = stage_of(own, 0, own.layer_count, Backend(), "fp32", SeededStart(1), tuning=tuned(train.model_dump()))
     optimizer = Optimizer(stage, train)
-    optimizer.library.step(2e-3)
-    found = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.library.groups for p in group["params"]}
+    (library,) = optimizer.libraries.values()
+    library.step(2e-3)
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in library.groups for p in group["params"]}
     layer = "model.layers.1."
     for name, expected in {f"{layer}self_attn.q_proj.weight": (2e-4, 0.5), f"{layer}self_attn.v_proj.weight": (4e-3, 0.5),
                            f"{layer}mlp.up_proj.weight": (2e-3, 0.5),

@@ -49,6 +49,7 @@ KEYS: dict[str, dict[str, object]] = {
     "rates": {"learning_rates": {"q_proj": 1e-3, "_proj|lm_head": 2e-3}},
     "plus": {"lora_plus_ratio": 16.0},
     "noise": {"neftune_noise_alpha": 5.0},
+    "stale": {"stale_step": True, "warmup_steps": 0},
 }
 """Further keys of ``[train]``, by what they do."""
 
@@ -331,6 +332,56 @@ NORMAL = (
     Case("qwen3-tied-nf4-saved-V", "qwen3", True, 0.0, True, 2, "V", tuning="nf4-saved", schedule="zbv"),
     Case("llama-lora-saved-groups", "llama", False, 0.0, True, 2, "even", tuning="lora-saved", pipelines="groups"),
     Case("llama-bf16-group", "llama", False, 0.0, True, 2, "even", pipelines="group", dtype="bf16"),
+    Case("qwen3-tied-stale", "qwen3", True, 0.1, True, 2, "uneven", further=("stale",)),
+    Case(
+        "llama-tied-stale-two-streamed",
+        "llama",
+        True,
+        0.0,
+        True,
+        1,
+        "even",
+        pipelines="two",
+        shares="unequal",
+        streamed=True,
+        further=("stale",),
+    ),
+    Case(
+        "llama-lora-stale-groups",
+        "llama",
+        True,
+        0.0,
+        True,
+        2,
+        "even",
+        tuning="lora",
+        pipelines="groups",
+        further=("stale",),
+    ),
+    Case(
+        "llama-stale-8bit-V",
+        "llama",
+        False,
+        0.0,
+        True,
+        2,
+        "V",
+        schedule="zbv",
+        optimizer="adamw_8bit",
+        further=("stale",),
+    ),
+    Case(
+        "gemma2-stale-bf16-split",
+        "gemma2",
+        True,
+        0.0,
+        True,
+        2,
+        "even",
+        schedule="split",
+        dtype="bf16",
+        further=("stale",),
+    ),
     Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
 )
 """Pairwise: every value of every field meets most values of the others."""
@@ -440,7 +491,7 @@ def model_directory(directory: Path, case: Case) -> Path:
 def in_toml(value: object) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f'"{key}" = {inner}' for key, inner in value.items()) + " }"
-    return repr(value).replace("'", '"')
+    return json.dumps(value)
 
 
 def job_text(case: Case, model: Path, tokenizer: Path, text: Path, adapter: Path | None) -> str:

@@ -22,6 +22,7 @@ from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copie
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep, outlined
+from hetero_mpi.planning.types.cluster_changes import STALE_STEP
 from hetero_mpi.planning.types.cost import COPY_BYTES
 from hetero_mpi.planning.types.plan import (
     HostMemory,
@@ -134,8 +135,10 @@ def _short(who: str, one: RankMemory | HostMemory) -> str:
 
 
 def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """Sentences on what the user has given up for shorter messages and for memory."""
+    """Sentences on what the user has given up for shorter steps and for memory."""
     model = profile.model
+    if model.stale:
+        yield STALE_STEP
     if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
     saved = math.floor(sum(layer.moments_saving_bytes for layer in model.layers))

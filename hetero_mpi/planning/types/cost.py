@@ -16,6 +16,7 @@ SCALE_BYTES = 4
 """Bytes of the scale that goes with each row that travels as int8."""
 GRADIENT_BYTES = 4
 """Gradients are added up and exchanged in fp32, whatever the compute dtype."""
+MASTER_BYTES = 4
 INT8 = "int8"
 COPY_BYTES = 12
 """Bytes of a copy of the trained state, per trained parameter: itself and AdamW's two moments, fp32."""
@@ -126,6 +127,8 @@ class ModelCost:
     """As ``[train] optimizer`` names it."""
     wire: str | None = None
     """``int8``: so activations and gradients travel from stage to stage; None: as they are computed."""
+    stale: bool = False
+    """Ranks compute with the parameters of before the latest update (``train.stale_step``)."""
 
     @cached_property
     def trained_whole(self) -> bool:
@@ -135,10 +138,8 @@ class ModelCost:
 
     def state_bytes(self, first: int, last: int) -> float:
         """Gradients, moments and master weights of the layers [first, last)."""
-        return sum(
-            layer.trainable_parameters * self.state_bytes_per_trainable_parameter - layer.moments_saving_bytes
-            for layer in self.layers[first:last]
-        )
+        each = self.state_bytes_per_trainable_parameter + MASTER_BYTES * (self.stale and self.dtype == "fp32")
+        return sum(layer.trainable_parameters * each - layer.moments_saving_bytes for layer in self.layers[first:last])
 
     def owned_bytes(self, first: int, last: int) -> float:
         """The moments and master weights of these, which one of the ranks that hold a parameter keeps."""
@@ -149,7 +150,8 @@ class ModelCost:
     def copy_bytes_per_trainable_parameter(self) -> float:
         """Bytes of a copy of the trained state, on average."""
         trained = sum(layer.trainable_parameters for layer in self.layers)
-        return COPY_BYTES - sum(layer.moments_saving_bytes for layer in self.layers) / max(1, trained)
+        saved = sum(layer.moments_saving_bytes for layer in self.layers) / max(1, trained)
+        return COPY_BYTES + MASTER_BYTES * self.stale - saved
 
     def sent_bytes_per_token(self, layer: int) -> int:
         """Bytes of a layer's output per token on its way to another rank; the gradient coming back is as large."""

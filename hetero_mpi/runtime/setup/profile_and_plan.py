@@ -16,7 +16,7 @@ from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of
-from hetero_mpi.planning.types.cluster_changes import with_wire
+from hetero_mpi.planning.types.cluster_changes import with_stale_step, with_wire
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -112,7 +112,7 @@ def plan_run(context: RunContext, options: TrainOptions, pending: Pending) -> Pl
         keep(context, pending, "profile.toml", partial(save_profile, profile, context.run_dir / "profile.toml"))
     else:
         profile = _obtain_profile(context, subject, options, pending)
-    profile = with_wire(profile, context.job.train.wire)
+    profile = with_stale_step(with_wire(profile, context.job.train.wire), context.job.train.stale_step)
     say(*(profile_lines if options.verbose or options.dry_run else measured_lines)(profile))
     begin = time.perf_counter()
     report = obtain_plan(context, profile, planning_request(context, profile), pending, options.plan)
