@@ -15,29 +15,29 @@ import pytest
 from tests.test_house import imported
 
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
-CLOSURES = {"model.stage": 3_500, "engine.executor": 6_740, "engine.trainer": 9_270}
+CLOSURES = {"model.stage": 3_500, "engine.executor": 6_770, "engine.trainer": 9_360}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"runtime.loop": 19_820}
+LOADED = {"runtime.loop": 19_990}
 """The same of what is loaded when the module is imported."""
 LINES = {
     "beside the packages": 1_820,
-    "checkpoint": 1_240,
+    "checkpoint": 1_250,
     "comm": 2_910,
     "commands": 2_570,
     "data": 3_770,
     "device": 1_690,
     "emulation": 770,
-    "engine": 2_110,
+    "engine": 2_120,
     "job": 1_300,
     "launch": 4_520,
-    "model": 8_620,
-    "planning": 10_470,
-    "profiling": 1_370,
+    "model": 8_750,
+    "planning": 10_620,
+    "profiling": 1_420,
     "report": 4_960,
-    "runtime": 8_460,
-    "state": 1_870,
+    "runtime": 8_470,
+    "state": 1_880,
     "web": 440,
-    "in all": 58_810,
+    "in all": 59_200,
 }
 """Lines of each package, and in all."""
 SLACK = 40
