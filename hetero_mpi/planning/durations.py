@@ -12,7 +12,7 @@ import numpy as np
 
 from hetero_mpi.comm.group_paths import ring_of
 from hetero_mpi.planning.contention import while_running
-from hetero_mpi.planning.group_costs import broadcast_s, device_of, group_device, member_trained, whole_sums_s
+from hetero_mpi.planning.group_costs import broadcast_s, device_of, group_device, whole_sums_s
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, ModelCost
@@ -83,11 +83,14 @@ def host_optimizer_s(device: DeviceProfile) -> float:
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
     """Seconds of the optimizer step of the rank that holds a stage: over the parameters that it owns. Of a group: of its slowest
-    member, after the sums of what all of them hold."""
+    member, over its parts of what its leader owns, after the sums of what all of them hold."""
     stage = plan.numbered[number][2]
     if stage.grouped:
-        members = enumerate(profile.devices[rank] for rank in stage.ranks)
-        seconds = (optimizer_s(profile, one, member_trained(profile.model, stage, place)) for place, one in members)
+        parts = (profile.model.part(stage.share(one), stage.expert_share(one)) for one in range(len(stage.ranks)))
+        seconds = (
+            optimizer_s(profile, profile.devices[rank], owned_share(plan, part, number))
+            for rank, part in zip(stage.ranks, parts, strict=True)
+        )
         return whole_sums_s(profile, stage) + max(seconds)
     owned = sum(owned_share(plan, profile.model, one) for one in plan.of_rank(stage.ranks[0]))
     stepping_s = optimizer_s(profile, profile.devices[stage.ranks[0]], owned, stage.streamed)
@@ -198,7 +201,8 @@ def value_bytes(model: ModelCost, layer: int) -> int:
 
 
 def _exchange_s(plan: Plan, profile: ClusterProfile, layer: int, size_bytes: int) -> float:
-    """Seconds among a layer's holders: who owns more than others has more to receive, and to send."""
+    """Seconds among a layer's holders: who owns more than others has more to receive, and to send. Of a group, as if its leader
+    exchanged all: its members exchange their parts beside each other, through the NIC that their host has for all of them."""
     weights = [plan.state_weights[rank] for rank in held_by(plan, layer)]
     return exchange_s(profile, held_by(plan, layer), size_bytes) * (len(weights) * max(weights) / sum(weights))
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.orders import computed_by_rank
-from hetero_mpi.planning.owners import owned_state_bytes
+from hetero_mpi.planning.owners import owned_units
 from hetero_mpi.planning.schedule import holdings, schedule_of
 from hetero_mpi.planning.types.cost import (
     COPY_BYTES,
@@ -250,16 +250,18 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
     peaks: dict[int, int] = {}
     for pipeline in plan.pipelines:
         for rank, places in pipeline.held.items():
+            stage = pipeline.stages[places[0]]
+            member = stage.ranks.index(rank)
             if len(places) == 1:
-                stage = pipeline.stages[places[0]]
-                member = stage.ranks.index(rank)
                 needs = [
                     memory_of(profile, pipeline, stage, plan.sequence_length, holding, member).total
                     for holding in stage_holdings(pipeline, stage, profile.model)
                 ]
             else:
                 needs = [_together_bytes(profile, pipeline, rank, plan.sequence_length)]
-            peaks[rank] = max(needs) - _elsewhere(plan, profile, [pipeline.stages[place] for place in places])
+            held = [pipeline.stages[place] for place in places]
+            peaks[rank] = max(needs) - _elsewhere(plan, profile, held, member)
+            peaks[rank] += sum(_regrouped_bytes(plan, profile.model, one, member) for one in held)
     return tuple(
         RankMemory(rank, peaks[rank], usable_bytes(profile.devices[rank].memory_bytes, reserve))
         for rank in sorted(peaks)
@@ -298,14 +300,25 @@ def _together_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, 
     )
 
 
-def _elsewhere(plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan]) -> int:
-    """Bytes of masters and moments of a rank's stages that other ranks own, where they would be in its device's memory."""
-    if len(plan.pipelines) == 1:
+def _elsewhere(plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan], member: int) -> int:
+    """Bytes of masters and moments of a rank's stages that other pipelines' ranks own, where they would be in its device's memory.
+    What the leader of a group owns, each member keeps for its own part."""
+    if len(plan.pipelines) == 1 or not state_on_device(profile, held[0]):
         return 0
-    if not state_on_device(profile, held[0]):
-        return 0
-    owned = owned_state_bytes(plan, profile.model)[held[0].ranks[0]]
-    return math.floor(sum(profile.model.owned_bytes(stage.first, stage.last) for stage in held) - owned)
+    model, leader = profile.model, held[0].ranks[0]
+    own = model.part(held[0].share(member), held[0].expert_share(member))
+    each = [own.owned_bytes(i, i + 1) / max(1, layer.trainable_parameters) for i, layer in enumerate(model.layers)]
+    units = owned_units(plan, model).items()
+    owned = sum(count * each[layer] for (layer, _), (rank, count) in units if rank == leader)
+    return math.floor(sum(own.owned_bytes(stage.first, stage.last) for stage in held) - owned)
+
+
+def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int) -> int:
+    """Bytes of the buffers in which a rank exchanges the gradients of layers that another pipeline divides otherwise."""
+    others = [other for _, _, other in plan.numbered if (other.shares, other.experts) != (stage.shares, stage.experts)]
+    layers = {layer for other in others for layer in range(other.first, other.last)}
+    held = model.part(stage.share(member), stage.expert_share(member)).layers
+    return GRADIENT_BYTES * sum(held[i].trainable_parameters for i in range(stage.first, stage.last) if i in layers)
 
 
 def state_on_device(profile: ClusterProfile, stage: StagePlan) -> bool:

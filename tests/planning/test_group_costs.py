@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_mpi.planning.durations import duration
+from hetero_mpi.planning.durations import duration, update_s
 from hetero_mpi.planning.group_costs import busiest
 from hetero_mpi.planning.memory import predict_hosts, predict_memory
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.types.cluster_changes import restricted, with_free_links, with_slowness
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, ModelCost
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
 
@@ -132,6 +132,64 @@ def test_a_member_holds_its_share_of_what_is_divided_and_all_of_the_rest() -> No
         workspace, staging = SEQUENCE * 50, 4 * SEQUENCE * 100 + 3 * SEQUENCE * 100
         assert held[rank] == pytest.approx((4 + 12) * parameters + kept + workspace + staging)
     assert held.keys() == {0, 1, 2}
+
+
+def side_by_side(*shares: tuple[int, ...]) -> tuple[Plan, ClusterProfile]:
+    """A pipeline of one stage, one micro-batch and a host of its own for each of these shares; none: of one rank."""
+    pipelines: list[PipelinePlan] = []
+    hosts: list[str] = []
+    for own in shares:
+        ranks = tuple(range(len(hosts), len(hosts) + max(1, len(own))))
+        pipelines.append(PipelinePlan((StagePlan(ranks, 0, LAYERS, 0, shares=own),), 1, 1))
+        hosts += [f"box{len(pipelines)}"] * len(ranks)
+    profile = make_profile((1.0,) * len(hosts), divisible(make_model(BLOCKS)), latency_s=LATENCY_S, bytes_per_s=SPEED)
+    devices = tuple(replace(one, host=host) for one, host in zip(profile.devices, hosts, strict=True))
+    return Plan(tuple(pipelines), len(shares), SEQUENCE, LAYERS), replace(profile, devices=devices)
+
+
+def held_by_member(share: float, owned: float, exchanged: bool) -> float:
+    """Bytes of the whole model on a member. Of all trained numbers it holds its share or all; a value and a gradient of each, two
+    moments of ``owned``, and where parts are ``exchanged`` one more gradient."""
+    kept, workspace = SEQUENCE * (4 * 300 * (0.5 + 0.5 * share) + 2 * 300), SEQUENCE * 50
+    summing = 3 * SEQUENCE * 100 if share < 1 else 0
+    return (8 + 4 * exchanged) * trained_by(share) + 8 * owned + kept + workspace + summing
+
+
+def trained_by(share: float) -> float:
+    return 4 * (100 + 300 * share) + 2 * 1000 * share
+
+
+def test_members_of_groups_in_several_pipelines_own_their_parts_of_what_their_pipeline_owns() -> None:
+    """The first pipeline owns the embedding and half of the blocks, the other the head and the other half."""
+    plan, profile = side_by_side((6, 2), (2, 6))
+    held = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile)}
+    for rank, share in enumerate((6 / 8, 2 / 8, 2 / 8, 6 / 8)):
+        assert held[rank] == pytest.approx(held_by_member(share, trained_by(share) / 2, exchanged=True))
+
+
+def test_members_need_no_further_buffer_where_all_pipelines_divide_alike_and_a_rank_alone_never_does() -> None:
+    plan, profile = side_by_side((6, 2), (6, 2))
+    held = [memory.peak_bytes for memory in predict_memory(plan, profile)]
+    alike = [held_by_member(share, trained_by(share) / 2, exchanged=False) for share in (6 / 8, 2 / 8)]
+    assert held == pytest.approx([*alike, *alike])
+    plan, profile = side_by_side((6, 2), ())
+    held = [memory.peak_bytes for memory in predict_memory(plan, profile)]
+    own = [held_by_member(share, trained_by(share) / 2, share < 1) for share in (6 / 8, 2 / 8, 1)]
+    assert held == pytest.approx(own)
+
+
+def test_groups_in_two_pipelines_sum_all_gradients_between_their_hosts_and_step_their_parts_of_half_of_them() -> None:
+    plan, profile = side_by_side((6, 2), (2, 6))
+    devices = tuple(replace(device, optimizer_s_per_parameter=0.01) for device in profile.devices)
+    profile = replace(profile, devices=devices)
+    # Half of a layer goes to its owner, either way at once.
+    for layer, count in ((0, 1000), (1, 400)):
+        assert duration(Action(Op.REDUCE, 0, layer=layer), plan, profile) == pytest.approx(
+            LATENCY_S + 4 * count / 2 / SPEED
+        )
+    common_s = BLOCKS * (2 * LATENCY_S + 400 / SPEED)  # of each block's 100 numbers that both members hold
+    for number, share in ((0, 6 / 8), (1, 6 / 8)):
+        assert update_s(number, plan, profile) == pytest.approx(0.01 * trained_by(share) / 2 + common_s)
 
 
 def test_ranks_of_a_group_that_share_their_hosts_memory_are_counted_together() -> None:

@@ -117,16 +117,31 @@ def test_a_rank_with_experts_needs_no_heads(changed: dict[str, Any]) -> None:
     completed(grouped_plan(**changed), with_experts())
 
 
-def test_beside_groups_in_several_pipelines_no_stage_is_streamed() -> None:
-    """Its gradients lie in one buffer of host memory; theirs are summed in segments."""
-    plan = grouped_plan()
-    other = replace(make_plan_of([0, LAYERS], [3], 4).pipelines[0])
-    profile = make_profile([1.0] * 4, replace(make_model(LAYERS - 2), heads=HEADS))
-    profile = replace(profile, devices=tuple(replace(device, host="box") for device in profile.devices))
-    both = replace(plan, pipelines=(*plan.pipelines, other), global_batch=8)
-    assert completed(both, profile).plan == both
-    streamed = replace(other, stages=tuple(replace(stage, streamed=True) for stage in other.stages))
-    with pytest.raises(
-        UserError, match=r"stage \d is streamed: in a plan of 2 pipelines with stages of several ranks none is"
-    ):
-        completed(replace(both, pipelines=(*plan.pipelines, streamed)), profile)
+def two_pipelines(**changed: Any) -> tuple[Plan, ClusterProfile]:
+    """Ranks 0 and 1 and rank 2 as above, beside ranks 3 and 4 with shares of their own; ``changed``: rank 2's stage."""
+    plan, other = grouped_plan(), make_plan_of([0, LAYERS], [3], 3).pipelines[0]
+    first, second = plan.pipelines[0].stages
+    one = replace(plan.pipelines[0], stages=(first, replace(second, **changed)))
+    other = replace(other, stages=(replace(other.stages[0], ranks=(3, 4), shares=(1, 7)),))
+    profile = make_profile([1.0, 1.0, 1.0, 2.0, 0.5], replace(make_model(LAYERS - 2), heads=HEADS))
+    devices = tuple(replace(d, host=h) for d, h in zip(profile.devices, ("a", "a", "b", "c", "c"), strict=True))
+    return replace(plan, pipelines=(one, other), global_batch=7), replace(profile, devices=devices)
+
+
+def test_groups_of_two_pipelines_compute_side_by_side_and_are_told_of_each_by_its_stage() -> None:
+    plan, profile = two_pipelines()
+    report = complete_plan(plan, profile, PlanRequest(7, SEQUENCE, (1,)))
+    simulated, quick = simulate(plan, profile), outlined(plan, profile)
+    assert report.predicted_step_s == quick.step_s == pytest.approx(simulated.step_s)
+    assert set(quick.busy_s) == {0, 1, 2, 3, 4} and quick.busy_s == pytest.approx(simulated.busy_s)
+    told = [reason for reason in report.reasons if "together" in reason]
+    assert told == [
+        "ranks 0 and 1 hold stage 0 of pipeline 0 together, 5 and 3 of 8 key/value heads",
+        "ranks 3 and 4 hold stage 2 of pipeline 1 together, 1 and 7 of 8 key/value heads",
+    ]
+
+
+def test_a_streamed_stage_beside_groups_in_several_pipelines_is_refused() -> None:
+    plan, profile = two_pipelines(streamed=True)
+    with pytest.raises(UserError, match="stage 1 is streamed in a plan of 2 pipelines with stages of several ranks"):
+        complete_plan(plan, profile, PlanRequest(7, SEQUENCE, (1,)))

@@ -62,9 +62,10 @@ def reasons(
 
 def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float | None) -> Iterator[str]:
     """Which ranks hold a stage together, and what that is good for. ``without_s``: of the best plan without; None: not known."""
-    for number, _, stage in plan.numbered:
+    for number, index, stage in plan.numbered:
         if stage.grouped:
-            text = f"ranks {_listed(stage.ranks)} hold stage {number} together, {_listed(stage.shares)} of "
+            where = f"stage {number} of pipeline {index}" if len(plan.pipelines) > 1 else f"stage {number}"
+            text = f"ranks {_listed(stage.ranks)} hold {where} together, {_listed(stage.shares)} of "
             text += f"{profile.model.heads} key/value heads"
             experts = f", {_listed(stage.experts)} of {profile.model.experts} experts" if stage.experts else ""
             yield text + experts

@@ -105,6 +105,11 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
     named elsewhere."""
     where, ranks = f"stage {number}", list(stage.ranks)
     if not stage.grouped:
+        if stage.streamed and plan.leader_of and len(plan.pipelines) > 1:
+            yield (
+                f"{where} is streamed in a plan of {len(plan.pipelines)} pipelines with stages of several ranks: streamed stages "
+                f"beside groups need one pipeline"
+            )
         if stage.shares:
             yield f"{where} has shares = {list(stage.shares)} and one rank: shares are for several ranks; leave them out"
         if stage.experts is not None:
@@ -118,12 +123,6 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
         yield f"{where} names ranks {ranks} of the hosts {', '.join(hosts)}: the ranks of a stage are of one host"
     if ranks != sorted(ranks):
         yield f"{where} names ranks {ranks}: the ranks of a stage are listed in increasing order"
-    beside = [other for other, _, one in plan.numbered if one.streamed]
-    if len(plan.pipelines) > 1 and beside:
-        yield (
-            f"{where} names ranks {ranks}, and stage {beside[0]} is streamed: in a plan of {len(plan.pipelines)} pipelines with "
-            f"stages of several ranks none is; leave out streamed = true, or groups"
-        )
     if stage.streamed or stage.slice_sequences is not None:
         what = "streamed = true" if stage.streamed else f"slice_sequences = {stage.slice_sequences}"
         yield f"{where} names ranks {ranks} and has {what}: only a stage of one rank has; leave it out"
