@@ -315,6 +315,8 @@ def _elsewhere(plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan], m
 
 def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int) -> int:
     """Bytes of the buffers in which a rank exchanges the gradients of layers that another pipeline divides otherwise."""
+    if not plan.leader_of:
+        return 0
     others = [other for _, _, other in plan.numbered if (other.shares, other.experts) != (stage.shares, stage.experts)]
     layers = {layer for other in others for layer in range(other.first, other.last)}
     held = model.part(stage.share(member), stage.expert_share(member)).layers

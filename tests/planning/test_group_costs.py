@@ -167,14 +167,14 @@ def test_members_of_groups_in_several_pipelines_own_their_parts_of_what_their_pi
         assert held[rank] == pytest.approx(held_by_member(share, trained_by(share) / 2, exchanged=True))
 
 
-def test_members_need_no_further_buffer_where_all_pipelines_divide_alike_and_a_rank_alone_never_does() -> None:
+def test_ranks_need_no_further_buffer_where_all_pipelines_divide_alike_and_a_rank_beside_a_group_does() -> None:
     plan, profile = side_by_side((6, 2), (6, 2))
     held = [memory.peak_bytes for memory in predict_memory(plan, profile)]
     alike = [held_by_member(share, trained_by(share) / 2, exchanged=False) for share in (6 / 8, 2 / 8)]
     assert held == pytest.approx([*alike, *alike])
     plan, profile = side_by_side((6, 2), ())
     held = [memory.peak_bytes for memory in predict_memory(plan, profile)]
-    own = [held_by_member(share, trained_by(share) / 2, share < 1) for share in (6 / 8, 2 / 8, 1)]
+    own = [held_by_member(share, trained_by(share) / 2, exchanged=True) for share in (6 / 8, 2 / 8, 1)]
     assert held == pytest.approx(own)
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from hetero_mpi.planning.analysis.correction import Measured, Pair
 from hetero_mpi.planning.fit import median_error
 from hetero_mpi.planning.owners import owned_units
-from hetero_mpi.planning.schedule import holders
+from hetero_mpi.planning.schedule import held_by, holders
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -307,15 +307,16 @@ def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
 
 
 def _parts(plan: Plan, model: ModelCost) -> dict[_Way, float]:
-    """Bytes that members of groups give their first rank: their share of what is cut."""
-    found = {}
+    """Bytes that members of groups give their first rank: their share of what is cut, and of several pipelines theirs owns."""
+    found, weight = {}, plan.state_weights
     for _, _, stage in plan.numbered:
         for place, rank in enumerate(stage.ranks[1:], 1):
             for number in range(stage.first, stage.last):
-                layer = model.layers[number]
+                layer, leader = model.layers[number], stage.ranks[0]
+                owned = weight[leader] / sum(weight[other] for other in held_by(plan, number))
                 experts = layer.expert_trainable * stage.expert_share(place)
                 cut = (layer.divided_trainable - layer.expert_trainable) * stage.share(place) + experts
-                found[rank, stage.ranks[0], number] = cut * (_VALUE_BYTES + _moments_bytes(layer))
+                found[rank, leader, number] = owned * cut * (_VALUE_BYTES + _moments_bytes(layer))
     return found
 
 
