@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hetero_mpi.engine.rank_setup import RankSetup
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
+from hetero_mpi.model.head_slices import HeadSlices
 from hetero_mpi.model.held_layers import Kept, Shared
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.stage import Stage, StageSpec
@@ -51,6 +53,7 @@ class StageBuilder:
             own.slice_sequences,
             own.kept_slices,
             own.disk_layers(setup.chain.layer_count),
+            None if own.head_tokens is None else partial(HeadSlices, language(setup.chain), own.head_tokens),
             shared,
             foreign,
         )

@@ -81,6 +81,7 @@ class Stage(StageLayers):
                 module.register_forward_pre_hook(partial(self._seed, layer))
         if self.tuning.noise is not None and self.is_first:
             self.model.get_input_embeddings().register_forward_hook(partial(self._noisy, self.tuning.noise))
+        self._head = spec.sliced_head(self.model, self.divided) if spec.sliced_head is not None else None
         self._input: torch.Tensor | None = None
         if not self.is_first:
             entrance = self.model.get_submodule(chain.module_names(first)[0])
@@ -196,22 +197,24 @@ class Stage(StageLayers):
         """Own layers ``[first, last)`` on a slice; after the model's last one the loss."""
         self._position = part
         self._input = x = x if self.routers is None else self.routers.enter(x)
-        y = self.chain.run(self.model, first, last, x, **self.chain.isolation(x, part.positions))
+        until = last - (self._head is not None and last == self.chain.layer_count)
+        y = self.chain.run(self.model, first, until, x, **self.chain.isolation(x, part.positions))
         if last == self.chain.layer_count:
             return self._loss(part, y)
         return y if self.routers is None else self.routers.leave(y)
 
     def _loss(self, part: MicroBatch, y: torch.Tensor) -> torch.Tensor:
-        """The share of the loss, of the last layer's output."""
+        """The share of the loss, of the last layer's output; where the head computes in slices, of the last norm's."""
         assert part.targets is not None
-        of_targets = target_losses if self.divided is None else self.divided.target_losses
+        own = self.divided if self._head is None else self._head
+        of_targets = target_losses if own is None else own.target_losses
         if part.comparison is None:
             if part.weights is not None:
                 loss = (of_targets(y, part.targets) * part.weights).sum()
             else:
-                loss = (self.chain.loss if self.divided is None else self.divided.loss)(y, part.targets)
+                loss = (self.chain.loss if own is None else own.loss)(y, part.targets)
             if not self.model.training and self.chain.logits is not None:
-                count = likeliest if self.divided is None else self.divided.likeliest
+                count = likeliest if own is None else own.likeliest
                 self.rewards[part.index, part.first_sample] = count(y, part.targets).reshape(1)
         else:
             assert part.positions is not None

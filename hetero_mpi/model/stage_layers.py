@@ -25,7 +25,20 @@ from hetero_mpi.model.token_rows import use_rows
 from hetero_mpi.model.tuning import ROWS, Tuning, full_training, inject, start_value
 
 
-class LayerShare(Protocol):
+class HeadLosses(Protocol):
+    """Losses of what a stage's head gives."""
+
+    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The summed loss of logits, of a member of a group those of its words."""
+
+    def target_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of every target."""
+
+    def likeliest(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """How many targets have the largest logit."""
+
+
+class LayerShare(HeadLosses, Protocol):
     """Which part of a tensor is a member's own, where its share begins and ends, and what the loss is."""
 
     @property
@@ -56,15 +69,6 @@ class LayerShare(Protocol):
     def start_magnitudes(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Adapted layer of which each member has some columns -> DoRA's start. Collective."""
 
-    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The summed loss of logits of the member's words."""
-
-    def target_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of every target."""
-
-    def likeliest(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """How many targets have the largest logit."""
-
 
 @dataclass(frozen=True)
 class StageSpec:
@@ -89,6 +93,8 @@ class StageSpec:
     """Of a streamed stage: slices of every micro-batch whose forward is not repeated."""
     on_disk: Collection[int] = ()
     """Of a streamed stage: layers whose frozen weights host memory has no room for."""
+    sliced_head: Callable[[Any, LayerShare | None], HeadLosses] | None = None
+    """(model, share) -> the losses of what the last norm gives, some tokens at a time; None: all at once."""
     shared: Shared = field(default_factory=dict)
     """What several ranks hold -> the segments of trained parameters that each of them owns."""
     foreign: Collection[str] = ()

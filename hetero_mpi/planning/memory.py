@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_units
@@ -145,11 +146,31 @@ def memory_of(
     model = model.part(stage.share(member), stage.expert_share(member))
     tokens, (in_flight, deferred) = pipeline.size(0) * sequence_length, holding
     at_once = min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
+    if stage.head_tokens is not None:
+        model = sliced_costs(model, min(stage.head_tokens, at_once))
     if stage.streamed:
         kept = min(tokens, stage.kept_slices * at_once)
         return streamed_memory(model, stage.first, stage.last, tokens, in_flight, at_once, shares, kept)
     own = stage_memory(model, stage.first, stage.last, tokens, in_flight, stage.recompute, deferred, at_once)
     return replace(own, staging=own.staging + group_sum_bytes(model, tokens)) if stage.grouped else own
+
+
+@lru_cache(maxsize=256)
+def sliced_costs(model: ModelCost, tokens: int) -> ModelCost:
+    """The costs where the head computes so many tokens at once; ``model`` itself where it cannot."""
+    head = model.layers[-1]
+    if head.logits_bytes_per_token == 0:
+        return model
+    at_once = head.logits_bytes_per_token + head.workspace_bytes_per_token
+    sliced = replace(
+        head,
+        activation_bytes_per_token=max(0.0, head.activation_bytes_per_token - head.logits_bytes_per_token),
+        divided_activations=0.0,
+        workspace_bytes_per_token=0.0,
+        workspace_bytes=head.workspace_bytes + math.ceil(at_once * tokens),
+        logits_bytes_per_token=0.0,
+    )
+    return replace(model, layers=(*model.layers[:-1], sliced))
 
 
 def group_sum_bytes(model: ModelCost, tokens: int) -> int:

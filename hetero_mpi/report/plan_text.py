@@ -230,7 +230,8 @@ def stage_table(
 def _again(pipeline: PipelinePlan, stage: StagePlan) -> str:
     """The cell of the column ``recompute``: does backward repeat all of the stage, none, or some slices?"""
     if not stage.streamed:
-        return "yes" if stage.recompute else ""
+        head = "head" * (stage.head_tokens is not None)
+        return f"yes, {head}".removesuffix(", ") if stage.recompute else head
     slices = -(-pipeline.micro_batch // (stage.slice_sequences or pipeline.micro_batch))
     if stage.kept_slices >= slices:
         return "no, streamed"

@@ -6,9 +6,11 @@ from functools import partial
 from typing import Any
 
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.model.head_slices import HeadSlices
 from hetero_mpi.model.layer.interface import LayerChain, Start
 from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
+from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning
 
 _BUILT_WITH = ("kept", "beginning", "divided", "folder")
@@ -29,6 +31,11 @@ def stage_of(
     """A stage of this kind. ``options``: further fields of ``StageSpec``, and arguments of the stage."""
     built_with = {name: options.pop(name) for name in _BUILT_WITH if name in options}
     return kind(StageSpec(chain, first, last, backend, dtype, seed, tuning, **options), start, **built_with)
+
+
+def sliced_head(chain: TransformersChain, tokens: int | None) -> Any:
+    """``StageSpec.sliced_head``; None: the head's tokens are computed at once."""
+    return None if tokens is None else partial(HeadSlices, chain, tokens)
 
 
 streamed_stage_of = partial(stage_of, kind=StreamedStage)

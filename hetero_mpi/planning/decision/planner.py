@@ -141,6 +141,11 @@ def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
         yield STALE_STEP
     if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
+    sliced = [stage for _, _, stage in plan.numbered if stage.head_tokens is not None]
+    if sliced:
+        ranks = ", ".join(str(rank) for stage in sliced for rank in stage.ranks)
+        tokens = ", ".join(f"{count:,}" for count in dict.fromkeys(stage.head_tokens or 0 for stage in sliced))
+        yield f"memory: logits and losses are computed {tokens} tokens at a time, and again in backward (ranks {ranks})"
     saved = math.floor(sum(layer.moments_saving_bytes for layer in model.layers))
     if saved:
         what = "moments in 8 bits take" if model.optimizer == "adamw_8bit" else f"what {model.optimizer} keeps takes"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from hetero_mpi import units
 from hetero_mpi.planning.decision.decide import decide, fits, streamable
+from hetero_mpi.planning.decision.head_slices import head_sliced
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
 from hetero_mpi.planning.memory import host_state_bytes, memory_of, usable_bytes
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
@@ -44,7 +45,7 @@ NOTHING_HELPS = (
 
 def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     """The message for a model that fits nowhere."""
-    divided = next(with_hosts_divided(profile))
+    divided = next(with_hosts_divided(head_sliced(profile, request)))
     (pipeline,) = closest(divided, request).plan.pipelines
     count = len(pipeline.stages)
     lines = [

@@ -252,7 +252,7 @@ class Fitter:
         lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
         device = self.profile.devices[stage.ranks[0]]
         kind = device.activation_ratio, device.shares_host_memory
-        way = stage.recompute, stage.streamed, stage.slice_sequences, stage.kept_slices
+        way = stage.recompute, stage.streamed, stage.slice_sequences, stage.kept_slices, stage.head_tokens
         key = (stage.first, stage.last, way, pipeline.micro_batch, lists, kind)
         if key not in self._needs:
             self._needs[key] = max(

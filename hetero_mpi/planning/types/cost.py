@@ -75,6 +75,9 @@ class LayerCost:
     divided_scale_bytes: int = 0
     """Bytes by which the members' parts of NF4 weights, all together, are larger than the whole: they keep in fp32 the scales that
     double quantisation left."""
+    logits_bytes_per_token: float = 0.0
+    """Those of ``activation_bytes_per_token`` that need not be kept of a head whose tokens are computed some at a time; 0: they
+    cannot be."""
     group_sums: int = 0
     """How often a group adds up as many numbers as the layer's hidden states have, in forward and in backward each; an embedding's
     in forward only, a head's in backward only."""
@@ -92,6 +95,7 @@ class LayerCost:
             activation_bytes_per_token=kept * self.activation_bytes_per_token,
             workspace_bytes_per_token=used * self.workspace_bytes_per_token,
             workspace_bytes=self._part_of_workspace(used, experts),
+            logits_bytes_per_token=used * self.logits_bytes_per_token,
             moments_saving_bytes=trained * self.moments_saving_bytes,
         )
 

@@ -37,6 +37,9 @@ class StagePlan:
     on_disk: int = 0
     """Of a streamed stage: so many blocks, evenly spread, for whose frozen weights host memory has no room. Each pass reads them
     from files."""
+    head_tokens: int | None = None
+    """Where it holds the head: so many tokens' logits and losses are computed at once, forward and again in backward; None: all of
+    a slice's."""
     state_weight: float = 1.0
     """The part of the optimizer's state, of layers that several ranks hold, that each owns is in proportion to this
     (``owners``)."""

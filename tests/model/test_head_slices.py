@@ -1,0 +1,144 @@
+"""A head that computes some tokens at a time gives the loss and the gradients of one that computes all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.job.training_tables import TrainTable
+from hetero_mpi.model.layer.comparison import Comparison
+from hetero_mpi.model.layer.loss import Routed
+from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
+from hetero_mpi.model.tuning import Tuning
+from tests.model.test_all_families import UNLIKE
+from tests.model.test_group import require_equal, same_bits
+from tests.support.family_configs import VOCABULARY, tiny_keys
+from tests.support.group_cases import NamedStart, batch, group_chain, lora, run, set_adapters, whole_stages, widen
+from tests.support.stages import sliced_head, stage_of, streamed_stage_of
+from tests.support.thread_group import ThreadGroup, gradients_of
+
+FAMILIES = [
+    pytest.param(family, marks=() if family in (*UNLIKE, "cohere", "phi") else pytest.mark.long)
+    for family in PROVEN_FAMILIES
+]
+TOKENS = 7
+"""Of a slice; of 48 the last is short, and slices reach over the ends of sequences."""
+WIDTH = 24
+
+
+def alone(
+    chain: TransformersChain,
+    head_tokens: int | None,
+    build: Any = stage_of,
+    tuning: Tuning | None = None,
+    **options: Any,
+) -> Stage:
+    head = sliced_head(chain, head_tokens)
+    given: Any = chain, 0, chain.layer_count, Backend(), "fp32", NamedStart(0.05)
+    stage: Stage = build(*given, tuning=tuning, sliced_head=head, **options)
+    return stage
+
+
+def trained(stage: Stage, **changed: Any) -> list[torch.Tensor]:
+    """The loss of a micro-batch that goes there and back, that of an evaluation, and what this counts."""
+    tokens, targets = batch()
+    routed = Routed(torch.tensor([24, 9]), 0.5) if stage.chain.routers is not None else None  # type: ignore[attr-defined]
+    position = MicroBatch(0, 0, 0, 33, routed=routed, **changed)
+    loss = stage.forward(position, tokens, targets)
+    stage.backward(0)
+    return [loss, stage.evaluate(tokens, targets), stage.rewards[0, 0].float()]
+
+
+def require_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for own, other in zip(found, expected, strict=True):
+        assert (own - other).norm() <= 1e-6 * other.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slices_change_no_number(family: str) -> None:
+    """Of any family: what a class makes of a head's output (caps, scales, biases) it makes of a slice's."""
+    chain = TransformersChain(read_config(tiny_keys(family)))
+    sliced, whole = alone(chain, TOKENS), alone(chain, None)
+    require_alike(trained(sliced), trained(whole))
+    # Sums of rounded numbers in another order.
+    require_equal(gradients_of([sliced]), gradients_of([whole]), 1e-4)
+
+
+def test_slices_of_weighted_targets_and_of_pairs() -> None:
+    chain = group_chain("llama")
+    tokens, targets = batch()
+    targets[1, 9:] = 5
+    positions, weights = (torch.arange(24) % 6).expand(2, 24), torch.rand((2, 24))
+    answers, references = (positions > 2).int(), torch.tensor([[0.3, -0.2, 0, 0], [0.1, 0, 0, 0.5]])
+    comparison = Comparison(TrainTable(preference="dpo", preference_beta=0.5), answers, references, 0.7, 0.2)
+    for given in ({"weights": weights}, {"positions": positions, "comparison": comparison}):
+        found = []
+        for head_tokens in (TOKENS, None):
+            stage = alone(chain, head_tokens, recompute=True)
+            loss = stage.forward(MicroBatch(0, 0, 0, 4, **given), tokens, targets)  # type: ignore[arg-type]
+            stage.backward(0)
+            found.append(([loss, *stage.rewards.values()], gradients_of([stage])))
+        require_alike(found[0][0], found[1][0])
+        require_equal(found[0][1], found[1][1], 1e-5)
+
+
+def test_a_streamed_stage_slices_its_head() -> None:
+    chain = group_chain("llama")
+    for tuning in (None, lora(chain)):
+        stages = [
+            alone(chain, count, build, tuning, slice_sequences=1)
+            for build, count in ((streamed_stage_of, TOKENS), (stage_of, None))
+        ]
+        for stage in stages:
+            if tuning is not None:
+                set_adapters([stage], 0.05)
+        found, expected = map(trained, stages)
+        require_alike(found, expected)
+        require_equal(gradients_of(stages[:1]), gradients_of(stages[1:]), 1e-5)
+
+
+@pytest.mark.parametrize(("family", "shares"), [("cohere", (4, 2)), ("llama", (3, 2, 1)), ("phi", (4, 2))])
+def test_a_groups_head_computes_in_slices(family: str, shares: tuple[int, ...]) -> None:
+    chain = group_chain(family)
+    cuts = [(0, 3), (3, chain.layer_count)]
+    whole, group = whole_stages(chain, cuts=cuts), ThreadGroup(chain, cuts, shares, NamedStart(), head_tokens=TOKENS)
+    widen([*whole, *(stage for own in group.members for stage in own)])
+    expected, results = run(whole), group.together(run)
+    assert same_bits(results)
+    require_alike(results[0], expected)
+    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+
+
+class _Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that is made, of those with a place for every word but the head's matrix."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple) else (made,):
+            if isinstance(one, torch.Tensor) and one.shape[-1:] == (VOCABULARY,) and one.shape[:-1].numel() != WIDTH:
+                self.numbers = max(self.numbers, one.numel())
+        return made
+
+
+def test_logits_of_all_tokens_never_exist() -> None:
+    chain = group_chain("llama", hidden_size=WIDTH)
+    tokens, targets = batch()
+    seen = {}
+    for head_tokens in (TOKENS, None):
+        stage, largest = alone(chain, head_tokens, tuning=lora(chain)), _Largest()
+        with largest:
+            stage.forward(MicroBatch(0, 0, 0, 33), tokens, targets)
+            stage.backward(0)
+            stage.evaluate(tokens, targets)
+        seen[head_tokens] = largest.numbers
+    assert seen == {TOKENS: TOKENS * VOCABULARY, None: targets.numel() * VOCABULARY}
