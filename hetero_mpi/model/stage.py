@@ -85,7 +85,7 @@ class Stage(StageLayers):
         self._input: torch.Tensor | None = None
         if not self.is_first:
             entrance = self.model.get_submodule(chain.module_names(first)[0])
-            entrance.register_forward_pre_hook(self._enter, with_kwargs=True)
+            entrance.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before a group divides it
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Forward of one micro-batch; what backward needs is kept until ``backward`` of the same index.

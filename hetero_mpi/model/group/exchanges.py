@@ -35,11 +35,15 @@ class GroupLink(Protocol):
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the members: the contiguous ``tensor`` itself, overwritten, or another one of its shape."""
-        ...
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """Likewise the maximum of each element."""
-        ...
+
+    def scattered(self, rows: Tensor) -> Tensor:
+        """The sum over the members of the row for this one, of a row for each: (members, ...)."""
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """(members, ...): what each of them gives."""
 
 
 class StageLink(GroupLink, Protocol):
@@ -53,16 +57,13 @@ class StageLink(GroupLink, Protocol):
 
     def shared(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """The leader's tensor on every member's device; the others give None."""
-        ...
 
     def apart(self) -> AbstractContextManager[None]:
         """A block in which this member computes by itself: sums take the memory that they take, but nothing is exchanged."""
-        ...
 
     def assembled(self, own: Tensor | None, division: Division, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """On the leader: the whole of a tensor, in host memory, of which every other member gives its part. ``own``: the leader's
         part; None: it has none."""
-        ...
 
     def give(self, part: Tensor) -> None:
         """On another member: its part of a tensor that the leader puts together."""
@@ -75,43 +76,46 @@ class StageGroup:
     Attributes:
         shares: whole key/value heads of each member.
         experts: whole experts of each member, of each layer that has some; None: in proportion to the shares.
+        divide_tokens: between attention and MLPs each has a range of every sequence.
     """
 
     shares: tuple[int, ...]
     link: GroupLink
     experts: tuple[int, ...] | None = None
+    divide_tokens: bool = False
 
 
-def entered(x: torch.Tensor, link: GroupLink) -> torch.Tensor:
+Exchange = Callable[[Tensor], Tensor]
+
+
+class Exchanged(torch.autograd.Function):
+    """``there`` of a tensor, whose gradient is ``back`` of what comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def entered(x: Tensor, link: GroupLink) -> Tensor:
     """``x``, which is the same on all members; its gradient is the sum of theirs."""
-    return _Entered.apply(x, link) if x.requires_grad and torch.is_grad_enabled() else x
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    return Exchanged.apply(x, lambda x: x.view_as(x), lambda gradient: link.sum(gradient.contiguous()))
 
 
-def left(x: torch.Tensor, link: GroupLink) -> torch.Tensor:
+def left(x: Tensor, link: GroupLink) -> Tensor:
     """The sum of the members' ``x``, which no earlier computation needs for its backward; its gradient is the same on all."""
-    return _Left.apply(x, link)
 
+    def summed(x: Tensor) -> Tensor:
+        total = link.sum(x.contiguous())
+        return total.clone() if total.data_ptr() == x.data_ptr() else total  # autograd wants a tensor of its own
 
-class _Entered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, link: GroupLink) -> torch.Tensor:
-        ctx.link = link
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.link.sum(gradient.contiguous()), None
-
-
-class _Left(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, link: GroupLink) -> torch.Tensor:
-        summed = link.sum(x.contiguous())
-        return summed.clone() if summed.data_ptr() == x.data_ptr() else summed  # autograd wants a tensor of its own
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+    return Exchanged.apply(x, summed, lambda gradient: gradient)
 
 
 def replace_forward(module: nn.Module, zeros: Callable[[torch.Tensor], torch.Tensor], pair: bool = False) -> None:

@@ -17,10 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
-from hetero_mpi.planning.decision.rules import group_problems
+from hetero_mpi.planning.decision.rules import group_problems, may_divide_tokens
 from hetero_mpi.planning.group_costs import contracted, member_chain_s
 from hetero_mpi.planning.memory import predict_memory
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_recompute
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -286,6 +287,7 @@ class _Search:
         plans = [plan, with_recompute(plan, True)] if True in self.request.recompute_choices else [plan]
         if self.fitter.holds(plan):
             return plan
+        plans += [_with_ranges(one, self.profile.model) for one in plans]
         return self._shortest(_lightened(one, self.fitter) for one in plans)
 
     def _shortest(self, plans: Iterable[Plan | None]) -> Plan | None:
@@ -313,6 +315,12 @@ def _lightened(plan: Plan, fitter: Fitter) -> Plan | None:
             return None
         _, lacking, plan = best
     return plan if fitter.holds(plan) else None
+
+
+def _with_ranges(plan: Plan, model: ModelCost) -> Plan:
+    """``plan`` with tokens divided by all groups that may."""
+    stages = [replace(stage, divide_tokens=may_divide_tokens(stage, model)) for _, _, stage in plan.numbered]
+    return _with_stages(plan, stages)
 
 
 def _near(plan: Plan) -> Iterator[Plan]:
@@ -344,7 +352,7 @@ def _shared_otherwise(plan: Plan) -> Iterator[Plan]:
         for step in dict.fromkeys((sum(stage.experts or ()) // COARSE, 1)):
             found += [replace(stage, experts=experts) for experts in _moved(stage.experts or (), step) if step]
         for changed in found:
-            if not changed.idles:
+            if not changed.idles and not (changed.divide_tokens and 0 in changed.shares):
                 yield _with_stages(plan, (*stages[:place], changed, *stages[place + 1 :]))
 
 

@@ -38,8 +38,7 @@ class StagePlan:
     """Of a streamed stage: so many blocks, evenly spread, for whose frozen weights host memory has no room. Each pass reads them
     from files."""
     head_tokens: int | None = None
-    """Where it holds the head: so many tokens' logits and losses are computed at once, forward and again in backward; None: all of
-    a slice's."""
+    """The head computes logits and losses of so many tokens at once, forward and again in backward; None: of all."""
     state_weight: float = 1.0
     """The part of the optimizer's state, of layers that several ranks hold, that each owns is in proportion to this
     (``owners``)."""
@@ -48,6 +47,8 @@ class StagePlan:
     of the vocabulary are divided in the same proportion. Of one rank: empty."""
     experts: tuple[int, ...] | None = None
     """How many experts each rank of a group holds, where layers have some, perhaps none; None: in proportion to the shares."""
+    divide_tokens: bool = False
+    """Between attention and MLPs each rank of a group has a range of every sequence, in proportion to its share."""
 
     @property
     def grouped(self) -> bool:
