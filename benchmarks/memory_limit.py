@@ -33,8 +33,8 @@ from harness import parser_of  # noqa: E402
 
 from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
 from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
-from hetero_mpi.planning.types.toml_files import save_plan  # noqa: E402
+from hetero_mpi.planning.types.plan import FROM_DISK, PipelinePlan, Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -74,7 +74,9 @@ def main() -> int:
         code, text, anon_bytes, file_bytes, dirty_bytes = _run(job, folder / "run", group, *plan)
         seconds = time.monotonic() - began
         steps = read_metrics(folder / "run" / "metrics.jsonl").steps if code == 0 else []
-    streamed = ("layer by layer" if arguments.full else "from mapped files") in text
+        report = load_report(folder / "run" / "plan.toml") if code == 0 else None
+    streamed = report is not None and any(stage.streamed for _, _, stage in report.plan.numbered)
+    predicted = f", {report.predicted_step_s:.1f} predicted" if report is not None else ""
     if code != 0 or not streamed:
         print(text)
     row = {
@@ -93,8 +95,11 @@ def main() -> int:
         f"model {model_bytes / 1e9:.2f} GB, limit {limit_bytes / 1e9:.2f} GB: exit code {code}, {len(steps)} steps, streamed: "
         f"{streamed}; RssAnon at most {anon_bytes / 1e9:.2f} GB, mapped files at most {file_bytes / 1e9:.2f} GB, "
         f"to be written at most {dirty_bytes / 1e9:.2f} GB; {seconds:.0f} s in all, "
-        f"steps of {', '.join(f'{step.step_s:.1f}' for step in steps)} s"
+        f"steps of {', '.join(f'{step.step_s:.1f}' for step in steps)} s{predicted}"
     )
+    for reason in report.reasons if report is not None else ():
+        if FROM_DISK in reason:
+            print(reason)
     if arguments.json:
         arguments.json.write_text(json.dumps(row, indent=1) + "\n")
     return int(arguments.check and (code != 0 or not streamed or anon_bytes > limit_bytes))

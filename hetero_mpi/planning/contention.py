@@ -23,14 +23,9 @@ def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
     streaming = [stage.ranks[0] for _, _, stage in plan.numbered if stage.streamed]
     reading = Counter(profile.devices[stage.ranks[0]].host for _, _, stage in plan.numbered if stage.on_disk)
     running = with_copying(while_computing(profile, plan.ranks), streaming)
-    parts = (
-        (host, host.disk_bytes_per_s and host.disk_bytes_per_s / max(1, reading[host.name])) for host in running.hosts
-    )
-    return (
-        replace(running, hosts=tuple(replace(host, disk_bytes_per_s=own) for host, own in parts))
-        if reading
-        else running
-    )
+    parts = ((one, (one.disk_bytes_per_s or 0.0) / max(1, reading[one.name])) for one in running.hosts)
+    hosts = tuple(replace(host, disk_bytes_per_s=own or None) for host, own in parts)
+    return replace(running, hosts=hosts) if reading else running
 
 
 def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:

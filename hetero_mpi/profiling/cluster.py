@@ -110,10 +110,10 @@ def profile_cluster(
 
 
 def _exceeds_memory(subject: BenchmarkSpec, memories: Sequence[MeasuredMemory]) -> bool:
-    """Might some host have no room for the frozen weights?"""
+    """Might some host have no room for the frozen weights beside all else?"""
     each = 0.5 if subject.tuning.nf4 else DTYPE_BYTES[subject.train.dtype]
     count = sum(spec.count for spec in subject.chain.specs(0, subject.chain.layer_count))
-    return count * each > min(memory.host_bytes for memory in memories)
+    return 2 * count * each > min(memory.host_bytes for memory in memories)
 
 
 def _now() -> str:

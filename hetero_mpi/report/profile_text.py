@@ -196,6 +196,7 @@ def _host_table(profile: ClusterProfile) -> Table:
         Column("NIC", left=True),
         Column("all flows out", units.bandwidth),  # of its ranks to other hosts
         Column("all copies in", units.bandwidth),  # of its memory to its devices
+        Column("disk reads", units.bandwidth),  # of weights for which there is no memory
         Column("why so much memory", left=True),
     )
     rows = []
@@ -207,7 +208,7 @@ def _host_table(profile: ClusterProfile) -> Table:
             value if math.isfinite(value) else None for value in (host.flows_bytes_per_s, host.copies_bytes_per_s)
         )
         ranks = [device.rank for device in own]
-        rows.append((host.name, ranks, sharing, memory[0], nic(host), *speeds, memory[1]))
+        rows.append((host.name, ranks, sharing, memory[0], nic(host), *speeds, host.disk_bytes_per_s, memory[1]))
     return Table(columns, rows)
 
 

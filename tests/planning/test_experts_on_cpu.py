@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.mpi import ROOT
@@ -34,3 +36,18 @@ def test_experts_are_on_a_processor_that_is_faster_at_them_than_copies_are(proce
     # Streaming is counted among what is beaten.
     alone = cluster.planned(cluster.profile_of(cluster.QWEN3_30B, cluster.WIDE, None), 2)
     assert alone is not None and alone.predicted_step_s > 5 * report.predicted_step_s
+
+
+@pytest.mark.parametrize(
+    ("sequences", "share", "has_experts"), [(2, 1 / 8, True), (2, 1 / 16, False), (16, 1 / 8, False)]
+)
+def test_a_processor_without_amx_has_experts_where_copies_would_take_longer(
+    sequences: int, share: float, has_experts: bool
+) -> None:
+    """Copies of all experts take 4.75 s a step, whatever its tokens: those of two sequences are computed in less at an eighth of
+    AMX's rate, 2.3e12 operations per second."""
+    import experts_on_cpu as cluster
+
+    processor = replace(cluster.XEON, name="another", peak=share * cluster.XEON.peak)
+    report = cluster.planned(cluster.profile_of(cluster.QWEN3_30B, cluster.WIDE, processor), sequences)
+    assert report is not None and cluster.grouped(report) is has_experts
