@@ -283,9 +283,13 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> LongStreamed:
 
 @pytest.fixture(scope="module")
 def resident_losses(deep: LongStreamed) -> list[float]:
-    """Of a run in one process that holds its weights."""
-    run = deep.directory / "one-process" / "run"
-    program = deep.command(run, "--set", f"train.steps={STEPS}", planned=False)[0]
+    return losses_in_one_process(deep, "one-process")
+
+
+def losses_in_one_process(deep: LongStreamed, name: str, *more: str) -> list[float]:
+    """Of a run that holds its weights."""
+    run = deep.directory / name / "run"
+    program = deep.command(run, "--set", f"train.steps={STEPS}", *more, planned=False)[0]
     words = [*program[program.index("-m") - 1 :], "--set", "cluster.memory_bytes=1000000000"]
     result = run_bounded(words, deep.environment(), 300)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -308,6 +312,19 @@ def test_any_streaming_ranks_die_until_one_is_left_np3(
         assert running.text().count("streamed") >= 3, running.text()  # the plan and both that followed
     assert losses_of(run) == resident_losses
     assert not list((run / "mapped").glob("*")), "mapped files have no names that could be left"
+
+
+@pytest.mark.long
+def test_streaming_ranks_die_whose_steps_are_stale_np3(deep: LongStreamed) -> None:
+    """Copies are of any step. The masters of adapters take memory that they have not where steps are not stale."""
+    run, stale = deep.directory / "stale", ("--set", "train.stale_step=true")
+    expected = losses_in_one_process(deep, "stale-process", *stale)
+    memory = "--set", "cluster.memory_bytes=4600000"
+    words, environment = deep.outliving(run, *stale, *memory, "--set", "checkpoint.replicate_every=1", planned=False)
+    with deep.started(words, environment, run) as running:
+        kill_until_one_is_left(running, 3, random.Random(1), steps_between=20)
+        assert running.end() == 0, running.text()
+    assert losses_of(run) == expected
 
 
 @pytest.mark.long
