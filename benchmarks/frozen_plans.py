@@ -37,7 +37,7 @@ from clusters import Case, generate  # noqa: E402
 
 from hetero_mpi.commands.plan_commands import ask  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
-from hetero_mpi.planning.memory import predict_hosts, predict_memory, with_copies  # noqa: E402
+from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory, with_copies  # noqa: E402
 from hetero_mpi.planning.simulator import outlined  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 

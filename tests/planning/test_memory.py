@@ -12,13 +12,9 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
 from hetero_mpi.job.plan_request import request_of
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.memory import (
-    predict_hosts,
-    predict_memory,
-    stage_memory,
-    with_copies,
-)
+from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.owners import owned_state_bytes
+from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.schedule import Action, Op, holdings, parse_action, schedule_of
 from hetero_mpi.planning.types.plan import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile

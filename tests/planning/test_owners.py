@@ -9,8 +9,9 @@ import pytest
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.memory import predict_memory, stage_memory, stage_trainable
+from hetero_mpi.planning.memory import stage_memory, stage_trainable
 from hetero_mpi.planning.owners import owned_state_bytes, owners
+from hetero_mpi.planning.plan_memory import predict_memory
 from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

@@ -18,14 +18,8 @@ from hetero_mpi.planning.decision import decide
 from hetero_mpi.planning.decision.explain import streamed_texts
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import Durations, duration, finished_layers_s
-from hetero_mpi.planning.memory import (
-    STREAMED_LAYERS,
-    predict_hosts,
-    predict_memory,
-    stage_memory,
-    streamed_memory,
-    with_copies,
-)
+from hetero_mpi.planning.memory import STREAMED_LAYERS, stage_memory, streamed_memory
+from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import STALE_STEP, with_stale_step

@@ -14,15 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.durations import duration, finished_layers_s, sum_s, tied_s
-from hetero_mpi.planning.memory import (
-    hosts_suffice,
-    predict_hosts,
-    predict_memory,
-    state_on_device,
-    usable_bytes,
-    weighted,
-)
+from hetero_mpi.planning.memory import state_on_device, usable_bytes
 from hetero_mpi.planning.owners import owned_state_bytes
+from hetero_mpi.planning.plan_memory import hosts_suffice, predict_hosts, predict_memory, weighted
 from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, tied_heads
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD

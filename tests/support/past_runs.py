@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi import toml
-from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.plan_memory import predict_memory
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import IdleRank, Plan, PlanReport

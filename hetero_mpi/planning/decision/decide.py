@@ -18,14 +18,10 @@ from hetero_mpi.planning.decision.head_slices import head_sliced, with_sliced_he
 from hetero_mpi.planning.decision.several_stages import SeveralStages
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
 from hetero_mpi.planning.durations import optimizer_s, whole_model_s
-from hetero_mpi.planning.memory import (
-    fits_memory,
-    predict_memory,
-    stage_trainable,
-    with_copies,
-)
+from hetero_mpi.planning.memory import stage_trainable
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
+from hetero_mpi.planning.plan_memory import fits_memory, predict_memory, with_copies
 from hetero_mpi.planning.search import layouts
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise
 from hetero_mpi.planning.search.rounds import always_split

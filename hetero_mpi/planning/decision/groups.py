@@ -19,7 +19,7 @@ from dataclasses import replace
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.rules import group_problems, may_divide_tokens
 from hetero_mpi.planning.group_costs import contracted, member_chain_s
-from hetero_mpi.planning.memory import predict_memory
+from hetero_mpi.planning.plan_memory import predict_memory
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_recompute
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

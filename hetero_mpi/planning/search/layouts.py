@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_mpi.planning.memory import hosts_suffice
+from hetero_mpi.planning.plan_memory import hosts_suffice
 from hetero_mpi.planning.search.columns import (
     Chains,
     Column,

@@ -7,18 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetero_mpi.planning.memory import (
-    fits_memory,
-    host_state_bytes,
-    memory_of,
-    predict_hosts,
-    stage_holdings,
-    state_on_device,
-    usable_bytes,
-    weighted,
-)
+from hetero_mpi.planning.memory import host_state_bytes, memory_of, stage_holdings, state_on_device, usable_bytes
 from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.owners import owned_state_bytes
+from hetero_mpi.planning.plan_memory import fits_memory, predict_hosts, weighted
 from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

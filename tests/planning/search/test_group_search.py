@@ -16,8 +16,8 @@ from hetero_mpi.planning.decision import groups as group_search
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.decision.groups import GAIN
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
-from hetero_mpi.planning.memory import hosts_suffice, predict_memory
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
+from hetero_mpi.planning.plan_memory import hosts_suffice, predict_memory
 from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile, LayerTimes

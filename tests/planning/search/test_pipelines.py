@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.planning.memory import predict_hosts, predict_memory
+from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory
 from hetero_mpi.planning.search.columns import Chains, along_hosts, in_columns, in_hosts
 from hetero_mpi.planning.search.costs import Costs, levels, tabulated
 from hetero_mpi.planning.search.layouts import _dealt, _Found, _Layout
