@@ -30,6 +30,7 @@ from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 
 _ALIGNMENT = 256
 """Bytes: tensors start where every kernel reads well."""
+_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,14 @@ class HostLayer:
             place.attach(block)
 
     def prefetch(self) -> None:
-        """Have the system read the mapped file, since the layer is needed soon."""
-        if self._file is not None and hasattr(mmap, "MADV_WILLNEED"):
-            self._file.madvise(mmap.MADV_WILLNEED)
+        """Have a thread read the mapped file, since the layer is needed soon: the system's own advice reads but its beginning."""
+        if self._file is not None:
+            Background("reading a layer", self._into_memory)
+
+    def _into_memory(self) -> None:
+        at = 0
+        while data := os.pread(self._descriptor, _PIECE_BYTES, at):
+            at += len(data)
 
     def read(self, to: torch.Tensor) -> None:
         """Fill the beginning of ``to`` from the file. From any thread. Raises OSError."""
@@ -188,8 +194,8 @@ class ReadAhead:
 
 
 class HostWeights:
-    """The layers of a streamed stage; ``layers``: number of the layer -> its block in host memory. ``on_disk``: those that a device
-    copies from their files."""
+    """The layers of a streamed stage; ``layers``: number of the layer -> its block in host memory. ``on_disk``: those for which
+    there is no memory."""
 
     def __init__(self, layers: Mapping[int, HostLayer], backend: Backend, on_disk: Collection[int] = ()) -> None:
         self.layers = layers
@@ -205,6 +211,7 @@ class HostWeights:
             self._slots = [
                 torch.empty(largest, dtype=torch.uint8, device=backend.device) for _ in range(STREAMED_LAYERS)
             ]
+        self._on_disk = frozenset(on_disk)
         filed = {layer: layers[layer] for layer in on_disk if self._copying is not None}
         self._reading = ReadAhead(filed, backend) if filed else None
 
@@ -226,9 +233,9 @@ class HostWeights:
 
     def prefetch(self, layer: int, keeping: int) -> None:
         """The layer is needed after ``keeping``, which computes now."""
-        if layer in self.layers and self._copying is None:
+        if layer in self._on_disk and self._copying is None:
             self.layers[layer].prefetch()
-        elif layer in self.layers and layer not in self._in_slot:
+        elif layer in self.layers and self._copying is not None and layer not in self._in_slot:
             self._begin_copy(layer, keeping)
         if self._reading is not None:
             order = range(min(self.layers), 1 + max(self.layers))[:: layer - keeping]

@@ -18,7 +18,7 @@ from hetero_mpi.planning.decision import decide
 from hetero_mpi.planning.decision.explain import streamed_texts
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import Durations, duration, finished_layers_s
-from hetero_mpi.planning.memory import STREAMED_LAYERS, stage_memory, streamed_memory
+from hetero_mpi.planning.memory import STREAMED_LAYERS, host_state_bytes, stage_memory, streamed_memory
 from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
@@ -287,6 +287,22 @@ def test_a_processors_files_are_read_again_where_memory_does_not_keep_them() -> 
         assert streamed_in(report.plan) > 0 and bool(on_disk) == (speed is not None)
         found.append(report.predicted_step_s)
     assert found[0] == pytest.approx(found[1], rel=0.01) and found[2] > 1.5 * found[0]
+
+
+@pytest.mark.parametrize("speed", [None, 1e9])
+def test_a_processor_keeps_slices_beside_the_pages_that_it_reads_only(speed: float | None) -> None:
+    streamed = 0
+    for memory in range(110_000, 270_000, 10_000):
+        profile = small_host(memory, speed, 1, shares_host_memory=True, backend="cpu", memory_bytes=memory)
+        small = (replace(one, parameter_bytes=min(one.parameter_bytes, 32_000)) for one in profile.model.layers)
+        profile = replace(profile, model=replace(profile.model, layers=tuple(small)))
+        report = make_plan(profile, request(micro_batch_choices=(2,)))
+        (stage,) = report.plan.pipelines[0].stages
+        if stage.streamed and stage.kept_slices:
+            pages = host_state_bytes(profile.model, 0, 10, tuple(range(1, 9)))
+            assert report.hosts[0].peak_bytes + pages <= report.hosts[0].usable_bytes
+        streamed += stage.streamed
+    assert streamed
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def _streamed(profile: ClusterProfile, request: PlanRequest, resident: Decision 
     plan = plan and fitter.with_files(plan)
     if plan is None or not fitter.holds(plan):
         return None
-    plan = min(plan, fitter.with_files(fitter.keeping(plan)), key=fitter.step_s)
+    plan = fitter.with_files(fitter.keeping(plan))
     if not any(stage.on_disk for _, _, stage in plan.numbered):
         return Decision(plan, fitter.step_s(plan))
     return Decision(

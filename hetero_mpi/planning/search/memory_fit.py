@@ -97,15 +97,17 @@ class Fitter:
         return self.descended(plan, self.step_s(plan), self._repeating_otherwise)[0]
 
     def keeping(self, plan: Plan) -> Plan:
-        """``plan`` with as many slices kept by each streamed stage as its memory holds."""
+        """``plan`` with as many slices kept by each streamed stage as its memory holds; where ranks compute in their host's
+        memory only beside the blocks that are read."""
         for index, place in [(i, k) for i, one in enumerate(plan.pipelines) for k in range(len(one.stages))]:
             own = plan.pipelines[index]
             stage = own.stages[place]
             slices = -(-own.micro_batch // (stage.slice_sequences or own.micro_batch)) if stage.streamed else 0
-            for count in range(slices, stage.kept_slices, -1):
+            least = 0 if self.profile.devices[stage.ranks[0]].shares_host_memory else stage.kept_slices
+            for count in range(slices, least - 1, -1):
                 fuller = _with_stage(own, place, kept_slices=count)
                 found = replace(plan, pipelines=(*plan.pipelines[:index], fuller, *plan.pipelines[index + 1 :]))
-                if self.holds(found):
+                if count == least or (self.holds(found) and self._can_read(found)):
                     plan = found
                     break
         return plan
@@ -121,6 +123,12 @@ class Fitter:
                 number = max(here, key=lambda one: left[one] / max(1, left[one] + layers[one]))
                 layers[number], left[number] = layers[number] + 1, left[number] - 1
         return _with_files(plan, layers)
+
+    def _can_read(self, plan: Plan) -> bool:
+        """Whether hosts have room for the files' pages that are needed at once, were all blocks on disk."""
+        every = {number: len(stage.blocks(plan.layers)) for number, _, stage in plan.numbered if stage.streamed}
+        filed = _with_files(plan, every)
+        return self.profile.model.trained_whole or not any(self._lacks(host, filed) for host in self.profile.hosts)
 
     def _lacks(self, host: HostProfile, plan: Plan) -> bool:
         """Whether a host has no memory for all of the plan that is not on disk. All layers of ranks that compute in it are in
