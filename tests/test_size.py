@@ -30,14 +30,14 @@ LINES = {
     "engine": 2_150,
     "job": 1_300,
     "launch": 4_520,
-    "model": 8_910,
+    "model": 8_920,
     "planning": 10_840,
     "profiling": 1_430,
     "report": 4_960,
     "runtime": 8_470,
     "state": 1_880,
     "web": 440,
-    "in all": 59_610,
+    "in all": 59_620,
 }
 """Lines of each package, and in all."""
 SLACK = 40
