@@ -2,22 +2,24 @@
 
 That pays where ranks would wait for each other (a batch of one or two long sequences leaves nothing to overlap), and where a layer
 is larger than a device. The searches know ranks only: they are given a cluster in which a group is one rank, as fast as its
-members are together (``group_costs.group_device``), with one pipeline. What they find is written out with groups, timed and counted
-as it is, and its shares and cuts are then improved one by one.
+members are together (``group_costs.group_device``). What they find is written out with groups, timed and counted as it is, and
+its shares and cuts are then improved one by one.
 
-Groups are looked at only where the fluid bound of such a cluster leaves room for the gain that is asked for: where pipelines side
-by side have nothing to wait for, it does not, and no search is made.
+Groups are looked at only where the bounds of such a cluster leave room for the gain that is asked for, with no more pipelines than
+they leave it for: where ranks by themselves have nothing to wait for, they do not, and no search is made.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
+from hetero_mpi.planning.bounds import SHORTEST_S, fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.rules import group_problems, may_divide_tokens
+from hetero_mpi.planning.durations import summed_bytes
 from hetero_mpi.planning.group_costs import contracted, member_chain_s
 from hetero_mpi.planning.plan_memory import predict_memory
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_recompute
@@ -33,6 +35,8 @@ LARGEST = 64
 SEARCHES = 4
 """So many clusters with groups are searched at the most, those with the lowest bounds; where nothing fits otherwise, all of them
 until something fits."""
+SEVERAL = 2
+"""Of so many, beside or among these, several pipelines are looked at, which takes longer."""
 NEAR = 1.05
 """Plans that take up to so many times as long as they should are improved."""
 ROOMS = (1.0, 0.85, 0.7)
@@ -96,14 +100,24 @@ def _by_host(profile: ClusterProfile, crowded: Collection[int]) -> list[list[Dev
     return [devices for devices in found.values() if len(devices) > 1]
 
 
-def filling_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
-    """No plan of one pipeline takes less, were layers divisible at will and messages free.
+def filling_bounds_s(profile: ClusterProfile, request: PlanRequest) -> dict[int, float]:
+    """Number of pipelines -> no plan of so many, whose micro-batches are alike, takes less, were layers divisible at will and
+    messages from stage to stage free.
 
     A stage has its first micro-batch when all stages before it have computed it forward, and these go on for as long as it takes
     them backward after its last one. So with M micro-batches in a step of T seconds the first stage computes T / M of each at the
-    most, and every further one 1 - 1 / M times as much as the one before.
+    most, and every further one 1 - 1 / M times as much as the one before. There are as many first stages as pipelines.
+
+    Each has a micro-batch at least. Several sum gradients when a stage's last backward has begun: it has T less these seconds for
+    all but one of M. They pass between hosts where no host has a rank for each.
     """
-    model, found = profile.model, math.inf
+    model, devices, least = profile.model, usable_devices(profile), min(request.micro_batch_choices)
+    most = min(request.max_pipelines, len(devices), request.global_batch // least)
+    links = [(a.host == b.host, profile.link(a.rank, b.rank)) for a, b in itertools.permutations(devices, 2)]
+    near, far = (max((x.bytes_per_s for here, x in links if here <= some), default=math.inf) for some in (True, False))
+    gradients = sum(summed_bytes(model, layer) for layer in range(len(model.layers)))
+    together = max(Counter(device.host for device in devices).values())
+    found = dict.fromkeys(range(1, most + 1), math.inf)
     for size in request.micro_batch_choices:
         tokens, count = size * request.sequence_length, -(-request.global_batch // size)
         chains = sorted(
@@ -111,10 +125,16 @@ def filling_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
                 device.layers[layer.kind].forward_s.at(tokens) + device.layers[layer.kind].backward_s.at(tokens)
                 for layer in model.layers
             )
-            for device in usable_devices(profile)
+            for device in devices
         )
-        per_s = sum((1 - 1 / count) ** place / chain_s for place, chain_s in enumerate(chains) if chain_s > 0)
-        found = min(found, count / per_s if per_s else 0.0)
+        speeds = [1 / max(chain_s, SHORTEST_S) for chain_s in chains]
+        for number in range(1, min(most, count) + 1):
+            later = 1 - 1 / (count - number + 1)
+            filled = count / sum(later ** (place // number) * speed for place, speed in enumerate(speeds))
+            sums_s = (1 - 1 / number) * gradients / (near if number <= together else far)
+            summed = number * max(0.0, sums_s * speeds[-1] - 1)
+            least_s = max(filled, 1 / speeds[number - 1], (count + summed) / sum(speeds))
+            found[number] = min(found[number], least_s)
     return found
 
 
@@ -134,30 +154,45 @@ class _Search:
 
     def shorter_than(self, limit_s: float) -> Timed | None:
         """The best plan with groups that is found below ``limit_s``."""
-        promising: list[tuple[float, Groups]] = []
+        known = {}
         for ranks in dict.fromkeys(self._groupings()):
             groups = tuple(map(self._quickest, ranks))
-            bound_s = self._bound_s(groups)
-            if bound_s < limit_s or limit_s == math.inf:
-                promising.append((bound_s, groups))
-        promising.sort(key=lambda one: one[0])
+            known[groups] = self._bounds_s(groups, limit_s)
+        several = self._for_several(known)
+        first = sorted(known, key=lambda groups: known[groups].get(1, math.inf))[:SEARCHES]
+        promising = []
+        for groups, bounds_s in known.items():
+            wanted = [number for number in bounds_s if number == 1 or groups in several]
+            if wanted:
+                promising.append((min(bounds_s[number] for number in wanted), max(wanted), groups))
         best: Timed | None = None
-        for place, (bound_s, groups) in enumerate(promising):
+        for bound_s, most, groups in sorted(promising, key=lambda one: one[0]):
             sought_s = limit_s if best is None else best[1]
-            if sought_s < math.inf and (bound_s >= sought_s or place >= SEARCHES):
-                break
-            for plan in self._plans(groups):
+            if sought_s < math.inf and (bound_s >= sought_s or groups not in (*several, *first)):
+                continue
+            for plan in self._plans(groups, most):
                 step_s = self.fitter.step_s(plan)
                 if step_s < NEAR * sought_s:
                     better = self.fitter.descended(plan, step_s, _near)
                     best = better if better[1] < sought_s and (best is None or better[1] < best[1]) else best
         return best
 
-    def _bound_s(self, groups: Groups) -> float:
-        """No plan of one pipeline with these groups takes less, their heads being shared so."""
+    def _bounds_s(self, groups: Groups, limit_s: float) -> dict[int, float]:
+        """Number of pipelines -> no plan of so many with these groups, heads shared so, takes less; those below ``limit_s``."""
         small, asked = contracted(self.profile, groups, self.tokens), self._asked(groups)
         by_itself = replace(asked, micro_batch_choices=tuple(sorted(self._sizes(groups))))
-        return max(fluid_bound_s(small, by_itself), filling_bound_s(small, by_itself))
+        fluid_s, known = fluid_bound_s(small, by_itself), filling_bounds_s(small, by_itself)
+        return {number: max(fluid_s, own_s) for number, own_s in known.items() if max(fluid_s, own_s) < limit_s}
+
+    def _for_several(self, known: Mapping[Groups, Mapping[int, float]]) -> list[Groups]:
+        """The groups that are most promising in several pipelines, by their bounds; of those that like hosts would form, one."""
+        unlike: dict[object, tuple[float, Groups]] = {}
+        for groups, bounds_s in known.items():
+            least_s = min((its_s for number, its_s in bounds_s.items() if number > 1), default=math.inf)
+            memory = [[self.profile.devices[rank].memory_bytes for rank in group.ranks] for group in groups]
+            if least_s < math.inf:
+                unlike.setdefault(f"{bounds_s} {sorted(memory)}", (least_s, groups))
+        return [groups for _, groups in sorted(unlike.values(), key=lambda one: one[0])[:SEVERAL]]
 
     def _groupings(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Ways to form groups: on all hosts in the same way, and on one host alone."""
@@ -176,10 +211,8 @@ class _Search:
         if count <= most:
             found["all"] = (tuple(sorted(ranks)),)
         for size in sorted({*SIZES, count - 1}):
-            if not 2 <= size <= min(count - 1, most):
-                continue
-            found[f"{size} fastest"] = (tuple(sorted(ordered[:size])),)
-            if count >= 2 * size:
+            if 2 <= size <= min(count, most):
+                found[f"{size} fastest"] = (tuple(sorted(ordered[:size])),)
                 begins = range(0, count - size + 1, size)
                 found[f"each {size}"] = tuple(tuple(sorted(ordered[begin : begin + size])) for begin in begins)
         kinds: dict[str, list[int]] = {}
@@ -229,7 +262,6 @@ class _Search:
         return replace(
             request,
             micro_batch_choices=tuple(sorted({*request.micro_batch_choices, *larger})),
-            max_pipelines=1,
             split_choices=(False,),
             stages_per_rank=1,
             streaming="never",
@@ -240,20 +272,28 @@ class _Search:
         """Micro-batches of a group by itself, and of the cluster with groups."""
         return {*self.request.alone_micro_batch_choices, *self._asked(groups).micro_batch_choices}
 
-    def _plans(self, groups: Groups) -> Iterator[Plan]:
-        """Plans with these groups that fit: one stage on each group by itself, and what the search finds of the whole cluster."""
+    def _plans(self, groups: Groups, pipelines: int) -> Iterator[Plan]:
+        """Plans with these groups that fit: one stage on each group by itself, and what the search finds of the whole cluster, of
+        so many pipelines at the most, and where some of several are too large of one."""
         alone = len(groups) == 1 and len(groups[0].ranks) == len(self.profile.devices)
         if self.request.allow_idle or alone:
             yield from (plan for group in groups if (plan := self._by_itself(group)) is not None)
         roomy = tuple(self._roomiest(group.ranks) for group in groups)
-        for shared, room in itertools.product(dict.fromkeys((groups, roomy)), ROOMS):
-            found = self.search(contracted(self.profile, shared, self.tokens, room), self._asked(shared))
-            written = None if found is None else self._written(found, shared)
-            if written is None or not written.leader_of or self._problems(written):
-                continue
-            fitting = self._fitted(written)
-            if fitting is not None:
-                yield fitting
+        some = dict.fromkeys((groups, roomy))
+        for most in dict.fromkeys((pipelines, 1)):
+            too_large = False
+            for shared, room in itertools.product(some, ROOMS):
+                asked = replace(self._asked(shared), max_pipelines=most)
+                found = self.search(contracted(self.profile, shared, self.tokens, room), asked)
+                written = None if found is None else self._written(found, shared)
+                if written is None or not written.leader_of or self._problems(written):
+                    continue
+                fitting = self._fitted(written)
+                if fitting is not None:
+                    yield fitting
+                    break
+                too_large |= len(written.pipelines) > 1
+            if not too_large:
                 return
 
     def _by_itself(self, group: StagePlan) -> Plan | None:
@@ -329,10 +369,11 @@ def _near(plan: Plan) -> Iterator[Plan]:
     yield from cut_otherwise(plan)
 
 
-def _with_stages(plan: Plan, stages: Sequence[StagePlan]) -> Plan:
-    """A plan of one pipeline with other stages."""
-    (pipeline,) = plan.pipelines
-    return replace(plan, pipelines=(replace(pipeline, stages=tuple(stages)),))
+def _with_stages(plan: Plan, stages: Iterable[StagePlan]) -> Plan:
+    """``plan`` with other stages, as many in each pipeline."""
+    left = iter(stages)
+    pipelines = (replace(one, stages=tuple(itertools.islice(left, len(one.stages)))) for one in plan.pipelines)
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def _dealt(count: int, least: Sequence[int], cost: Cost) -> tuple[int, ...]:
@@ -345,15 +386,22 @@ def _dealt(count: int, least: Sequence[int], cost: Cost) -> tuple[int, ...]:
 
 
 def _shared_otherwise(plan: Plan) -> Iterator[Plan]:
-    """A head moved, or some experts."""
-    stages = plan.pipelines[0].stages
+    """A head moved, or some experts: in one stage, or in all those that hold the same layers in the same shares."""
+    stages = [stage for _, _, stage in plan.numbered]
+    alike = [(stage.first, stage.last, stage.shares, stage.experts) for stage in stages]
     for place, stage in enumerate(stages):
         found = [replace(stage, shares=shares) for shares in _moved(stage.shares, 1)]
         for step in dict.fromkeys((sum(stage.experts or ()) // COARSE, 1)):
             found += [replace(stage, experts=experts) for experts in _moved(stage.experts or (), step) if step]
+        twins = [one for one in range(len(stages)) if alike[one] == alike[place]]
         for changed in found:
-            if not changed.idles and not (changed.divide_tokens and 0 in changed.shares):
-                yield _with_stages(plan, (*stages[:place], changed, *stages[place + 1 :]))
+            for chosen in ([place], twins)[
+                : 0 if changed.idles or (changed.divide_tokens and 0 in changed.shares) else len(twins)
+            ]:
+                other = list(stages)
+                for one in chosen:
+                    other[one] = replace(stages[one], shares=changed.shares, experts=changed.experts)
+                yield _with_stages(plan, other)
 
 
 def _moved(numbers: Sequence[int], step: int) -> Iterator[tuple[int, ...]]:
