@@ -87,10 +87,8 @@ def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
     stage = plan.numbered[number][2]
     if stage.grouped:
         parts = (profile.model.part(stage.share(one), stage.expert_share(one)) for one in range(len(stage.ranks)))
-        seconds = (
-            optimizer_s(profile, profile.devices[rank], owned_share(plan, part, number))
-            for rank, part in zip(stage.ranks, parts, strict=True)
-        )
+        each = zip(stage.ranks, (owned_share(plan, part, number) for part in parts), strict=True)
+        seconds = (optimizer_s(profile, profile.devices[rank], count) for rank, count in each)
         return whole_sums_s(profile, stage) + max(seconds)
     owned = sum(owned_share(plan, profile.model, one) for one in plan.of_rank(stage.ranks[0]))
     stepping_s = optimizer_s(profile, profile.devices[stage.ranks[0]], owned, stage.streamed)

@@ -14,6 +14,7 @@ from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision import groups as group_search
 from hetero_mpi.planning.decision.decide import decide
+from hetero_mpi.planning.decision.group_bounds import filling_bounds_s
 from hetero_mpi.planning.decision.groups import GAIN
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
@@ -261,7 +262,7 @@ def test_no_plan_of_some_pipelines_is_below_the_bound_of_that_many(seed: int) ->
         draw.choice(("aabb", "abcd", "aaaa")), slowness, draw.randint(2, 5), bytes_per_s=draw.choice((500, 1e3, 1e5))
     )
     batch, layers = draw.choice((2, 3, 5, 8)), len(profile.model.layers)
-    bounds_s = group_search.filling_bounds_s(profile, asked(batch))
+    bounds_s = filling_bounds_s(profile, asked(batch))
     for _ in range(300):
         number = draw.choice(list(bounds_s))
         ranks = draw.sample(range(4), draw.randint(number, 4))
@@ -289,7 +290,7 @@ def test_the_bound_of_as_many_pipelines_as_like_ranks_is_a_rank_s_time_or_that_o
     """A sequence takes 13.8 s; three quarters of 3,600 gradients leave and reach every rank."""
     for bytes_per_s, least_s in ((1e6, 13.8), (500.0, 4 * 3600 * 3 / 4 / 500)):
         profile = boxes("abcd", (1.0,) * 4, bytes_per_s=bytes_per_s)
-        assert group_search.filling_bounds_s(profile, asked(4))[4] == pytest.approx(least_s)
+        assert filling_bounds_s(profile, asked(4))[4] == pytest.approx(least_s)
 
 
 def test_a_layer_larger_than_every_rank_of_a_host_is_held_by_two_of_them() -> None:
