@@ -17,6 +17,7 @@ from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.decision.group_bounds import filling_bounds_s
 from hetero_mpi.planning.decision.groups import GAIN
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
+from hetero_mpi.planning.decision.rules import plan_problems
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
 from hetero_mpi.planning.plan_memory import hosts_suffice, predict_memory
 from hetero_mpi.planning.simulator import outlined
@@ -229,15 +230,14 @@ def test_hosts_on_a_slow_network_whose_ranks_lack_memory_train_side_by_side_each
     hosts = [device.host for device in profile.devices]
     near = (replace(x, bytes_per_s=1e6 if hosts[x.source] == hosts[x.destination] else 2e4) for x in profile.links)
     profile, request = replace(profile, links=tuple(near)), asked(4, recompute_choices=(False, True))
-    report = make_plan(profile, request)
-    assert sorted(held(report.plan)) == [((0, 1), (4, 4)), ((2, 3), (4, 4))]
-    assert [pipeline.sequences for pipeline in report.plan.pipelines] == [2, 2]
-    assert all(one.peak_bytes <= one.usable_bytes for one in report.memory)
-    others = (replace(request, groups=False), replace(request, max_pipelines=1))
-    without, one_pipeline = (decide(profile, other) for other in others)
-    assert without is not None and one_pipeline is not None and one_pipeline.plan.leader_of
-    assert report.predicted_step_s < (1 - GAIN) * min(without.step_s, one_pipeline.step_s)
-    complete_plan(report.plan, profile, request)
+    found = decide(profile, request)
+    assert found is not None and sorted(held(found.plan)) == [((0, 1), (4, 4)), ((2, 3), (4, 4))]
+    assert [pipeline.sequences for pipeline in found.plan.pipelines] == [2, 2]
+    assert all(one.peak_bytes <= one.usable_bytes for one in predict_memory(found.plan, profile, 0.05))
+    assert not [*plan_problems(found.plan, profile)]
+    one_pipeline = decide(profile, replace(request, max_pipelines=1))
+    assert one_pipeline is not None and one_pipeline.plan.leader_of and found.without_groups_s is not None
+    assert found.step_s < (1 - GAIN) * min(found.without_groups_s, one_pipeline.step_s)
 
 
 def test_a_fast_rank_by_itself_takes_more_sequences_than_a_group_beside_it() -> None:
