@@ -324,7 +324,7 @@ def test_never_a_group_across_hosts() -> None:
 
 @pytest.mark.slow
 def test_layers_move_from_a_group_that_has_become_slow_and_no_group_is_formed_while_a_run_goes_on() -> None:
-    profile, request = boxes("aabb", (1.0,) * 4), asked(2)
+    profile, request = boxes("aabb", (1.0,) * 4), replace(asked(2), max_pipelines=1)
     report = make_plan(profile, request)
     first = report.plan.pipelines[0].stages[0]
     # Of all ranks a ratio is kept, but a group is measured by the first of its ranks.
@@ -336,7 +336,7 @@ def test_layers_move_from_a_group_that_has_become_slow_and_no_group_is_formed_wh
     groups = {GroupSums(stage.ranks): 1e5 for _, _, stage in report.plan.numbered if stage.grouped}
     reply = answer(ReplanQuestion(profile, as_measured(dict(groups)), request, report, 1000, 0.1))
     assert groups and not reply.report.plan.leader_of, "groups that have become slow are left"
-    apart = make_plan(profile, replace(request, groups=False, max_pipelines=1))
+    apart = make_plan(profile, replace(request, groups=False))
     reply = answer(ReplanQuestion(profile, as_measured({0: 3.0}), request, apart, 1000, 0.1))
     assert not reply.report.plan.leader_of
 
