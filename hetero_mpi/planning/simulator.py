@@ -16,10 +16,9 @@ from itertools import pairwise
 from hetero_mpi.planning.dry_run import awaited, validate
 from hetero_mpi.planning.durations import Durations, finished_layers_s
 from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op, Schedule, busy, held_by, schedule_of
-from hetero_mpi.planning.tables import shares_nics
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import THREADED, Network, Resource, resources
+from hetero_mpi.planning.types.request import THREADED, Network, Resource, resources, shares_nics
 
 SETTLED, PERIODS = 24, 12
 """Micro-batches after which a full pipeline does the same again and again, and those that are looked at then."""

@@ -110,12 +110,6 @@ def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[in
     return found
 
 
-def shares_nics(profile: ClusterProfile) -> bool:
-    """True where messages between hosts may queue for a NIC."""
-    names = {device.host for device in profile.devices}
-    return len(names) > 1 and any(host.shared_nic and host.name in names for host in profile.hosts)
-
-
 def may_split(profile: ClusterProfile, rank: int) -> bool:
     """True where a split backward was measured on ``rank``, for all kinds of layers but the embedding (which has no input)."""
     layers = profile.devices[rank].layers

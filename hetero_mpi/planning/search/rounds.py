@@ -19,9 +19,9 @@ from hetero_mpi.planning.orders.warm_up import scheduled_depths
 from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.search.moves import Moves, nearest, with_rank
 from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, Lines, used
-from hetero_mpi.planning.tables import shared_memories, shares_nics
+from hetero_mpi.planning.tables import shared_memories
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
 ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)
 """For which depths are guessed: see ``Costs.paced``."""

@@ -21,10 +21,10 @@ from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.search.orders import Candidates, Found, Orders
 from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, Lines, used
 from hetero_mpi.planning.search.rounds import Clock, Rounds, Start, always_split, is_plain
-from hetero_mpi.planning.tables import in_classes, shares_nics
+from hetero_mpi.planning.tables import in_classes
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
 SEARCHED = 64
 """Up to so many ranks are searched."""

@@ -35,8 +35,7 @@ class StagePlan:
     kept_slices: int = 0
     """Of a streamed stage: so many slices of every micro-batch, the first ones, keep their activations and are not repeated."""
     on_disk: int = 0
-    """Of a streamed stage: so many blocks, evenly spread, for whose frozen weights host memory has no room. Each pass reads them
-    from files."""
+    """Of a streamed stage: so many blocks, evenly spread, which host memory has no room for: each pass reads them from files."""
     head_tokens: int | None = None
     """The head computes logits and losses of so many tokens at once, forward and again in backward; None: of all."""
     state_weight: float = 1.0

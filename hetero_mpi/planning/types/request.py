@@ -91,6 +91,12 @@ def with_shared_nics(profile: ClusterProfile) -> ClusterProfile:
     return replace(profile, hosts=tuple(replace(host, shared_nic=True) for host in hosts))
 
 
+def shares_nics(profile: ClusterProfile) -> bool:
+    """True where messages between hosts may queue for a NIC."""
+    names = {device.host for device in profile.devices}
+    return len(names) > 1 and any(host.shared_nic and host.name in names for host in profile.hosts)
+
+
 def resources(profile: ClusterProfile, source: int, destination: int) -> tuple[Resource, ...]:
     """The resources that a message from rank ``source`` to rank ``destination`` occupies from its start to its end."""
     found: list[Resource] = [("link", source, destination)]
