@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -109,7 +110,8 @@ class Optimizer:
         self._beside: ThreadPoolExecutor | None = None
         if tuning.stale and offloaded is not None and not self.flat:
             self._beside = ThreadPoolExecutor(1, "optimizer")
-            offloaded.readers.append(self._stepped)
+            # Not of this object: torch's hooks refer to the gradients, and its collector does not see that.
+            offloaded.readers.append(partial(_ended, self._running))
         listed: dict[int, list[tuple[torch.nn.Parameter, bool, str, float]]] = {}
         for name, target in self.targets.items():
             settings = stage.chain.decays(name), tuning.moments.get(name, TWO), tuning.shares.get(name, 1.0)
@@ -198,12 +200,7 @@ class Optimizer:
     def finish(self) -> None:
         """Return when masters and moments have all updates. Raises what went wrong with one beside."""
         for part in tuple(self._running):
-            self._stepped(part)
-        self._running.clear()
-
-    def _stepped(self, part: int) -> None:
-        if part in self._running:
-            self._running[part].result()
+            _ended(self._running, part)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """The moments of a parameter, by their kinds in a checkpoint (``LibraryOptimizers.state``); zeros before its first step."""
@@ -212,6 +209,11 @@ class Optimizer:
     def restore(self, name: str, moments: dict[str, torch.Tensor], steps: int) -> None:
         """Put back the moments of a parameter after ``steps`` optimizer steps."""
         self.libraries[self._part(name)].restore(self.targets[name], moments, steps)
+
+
+def _ended(running: dict[int, Future[None]], part: int) -> None:
+    if part in running:
+        running.pop(part).result()
 
 
 def _step(library: LibraryOptimizers, gradients: list[torch.Tensor], scale: float, rate: float) -> None:

@@ -153,6 +153,8 @@ def test_a_stale_step_goes_on_until_its_gradients_make_room(
     monkeypatch.setattr(LibraryOptimizers, "step", slow)
     for one, other in zip(expected, steps(streamed_stage_of(*given, trained), gpu, 2, 3), strict=True):
         assert torch.equal(one, other)
+    gc.collect()
+    assert module.device.used(1) == 0, "what another plan needs no more is freed"
     assert "MainThread" not in threads and len(threads) == 1
 
 
