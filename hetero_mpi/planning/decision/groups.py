@@ -356,9 +356,9 @@ def _shared_otherwise(plan: Plan) -> Iterator[Plan]:
             found += [replace(stage, experts=experts) for experts in _moved(stage.experts or (), step) if step]
         twins = [one for one in range(len(stages)) if alike[one] == alike[place]]
         for changed in found:
-            for chosen in ([place], twins)[
-                : 0 if changed.idles or (changed.divide_tokens and 0 in changed.shares) else len(twins)
-            ]:
+            if changed.idles or (changed.divide_tokens and 0 in changed.shares):
+                continue
+            for chosen in [[place], twins][: len(twins)]:
                 other = list(stages)
                 for one in chosen:
                     other[one] = replace(stages[one], shares=changed.shares, experts=changed.experts)
