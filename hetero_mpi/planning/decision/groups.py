@@ -131,7 +131,8 @@ class _Search:
             sought_s = limit_s if best is None else best[1]
             if sought_s < math.inf and (bound_s >= sought_s or groups not in (*several, *first)):
                 continue
-            for plan in self._plans(groups, most):
+            numbers = tuple(dict.fromkeys((most, 1))) if 1 in known[groups] else (most,)
+            for plan in self._plans(groups, numbers):
                 step_s = self.fitter.step_s(plan)
                 if step_s < NEAR * sought_s:
                     better = self.fitter.descended(plan, step_s, _near)
@@ -233,15 +234,15 @@ class _Search:
         """Micro-batches of a group by itself, and of the cluster with groups."""
         return {*self.request.alone_micro_batch_choices, *self._asked(groups).micro_batch_choices}
 
-    def _plans(self, groups: Groups, pipelines: int) -> Iterator[Plan]:
+    def _plans(self, groups: Groups, pipelines: Sequence[int]) -> Iterator[Plan]:
         """Plans with these groups that fit: one stage on each group by itself, and what the search finds of the whole cluster, of
-        so many pipelines at the most, and where some of several are too large of one."""
+        so many pipelines at the most; where some of several are too large, of the next number."""
         alone = len(groups) == 1 and len(groups[0].ranks) == len(self.profile.devices)
         if self.request.allow_idle or alone:
             yield from (plan for group in groups if (plan := self._by_itself(group)) is not None)
         roomy = tuple(self._roomiest(group.ranks) for group in groups)
         some = dict.fromkeys((groups, roomy))
-        for most in dict.fromkeys((pipelines, 1)):
+        for most in pipelines:
             too_large = False
             for shared, room in itertools.product(some, ROOMS):
                 asked = replace(self._asked(shared), max_pipelines=most)
