@@ -243,12 +243,17 @@ class _Search:
         roomy = tuple(self._roomiest(group.ranks) for group in groups)
         some = dict.fromkeys((groups, roomy))
         for most in pipelines:
-            too_large = False
+            too_large, unused = False, set[Groups]()
             for shared, room in itertools.product(some, ROOMS):
+                if shared in unused:  # nor would they be with less room
+                    continue
                 asked = replace(self._asked(shared), max_pipelines=most)
                 found = self.search(contracted(self.profile, shared, self.tokens, room), asked)
                 written = None if found is None else self._written(found, shared)
-                if written is None or not written.leader_of or self._problems(written):
+                if written is None or not written.leader_of:
+                    unused.add(shared)
+                    continue
+                if self._problems(written):
                     continue
                 fitting = self._fitted(written)
                 if fitting is not None:
