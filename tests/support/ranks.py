@@ -235,7 +235,7 @@ class ThreadWorld:
         return total
 
 
-class ThreadLink:
+class ThreadStageLink:
     """A ``StageLink`` between threads."""
 
     def __init__(self, member: int, meeting: Meeting) -> None:
@@ -289,7 +289,7 @@ class Threads:
         groups = [stage.ranks for _, _, stage in plan.numbered if stage.grouped]
         self._meetings = [meeting, *(Meeting(len(ranks)) for ranks in groups)]
         links = {
-            rank: ThreadLink(member, own)
+            rank: ThreadStageLink(member, own)
             for ranks, own in zip(groups, self._meetings[1:], strict=True)
             for member, rank in enumerate(ranks)
         }
