@@ -44,11 +44,12 @@ SHORT = (
 FAMILIES = [pytest.param(one, marks=() if one in SHORT else pytest.mark.long) for one in DIVIDED_FAMILIES]
 
 
-def plan_with_groups(*, tied: bool = False) -> Plan:
-    """A group of two with some layers behind a rank by itself (all layers of a tied model); one of three; and a rank by itself."""
+def plan_with_groups(*, tied: bool = False, **more: Any) -> Plan:
+    """A group of two with some layers behind a rank by itself (all layers of a tied model); one of three; and a rank by itself.
+    ``more``: of the group of three."""
     group = StagePlan((0, 1), 0, LAYERS, 0, shares=(4, 2))
     stages = (group,) if tied else (StagePlan((6,), 0, 2, 1), StagePlan((0, 1), 2, LAYERS, 0, shares=(4, 2)))
-    three = StagePlan((2, 3, 4), 0, LAYERS, 0, shares=(1, 2, 3), state_weight=2.0)
+    three = StagePlan((2, 3, 4), 0, LAYERS, 0, shares=(1, 2, 3), state_weight=2.0, **more)
     alone = StagePlan((5,), 0, LAYERS, 0, state_weight=0.5)
     return Plan(
         (PipelinePlan(stages, 1, 2), PipelinePlan((three,), 1, 1), PipelinePlan((alone,), 1, 1)), BATCH, LENGTH, LAYERS
@@ -98,8 +99,10 @@ def whole(
     return found
 
 
-def require_the_step_of_one_rank(monkeypatch: pytest.MonkeyPatch, chain: TransformersChain, tuning: Tuning) -> None:
-    plan = plan_with_groups(tied=chain.tied is not None)
+def require_the_step_of_one_rank(
+    monkeypatch: pytest.MonkeyPatch, chain: TransformersChain, tuning: Tuning, **more: Any
+) -> None:
+    plan = plan_with_groups(tied=chain.tied is not None, **more)
     one = Plan((PipelinePlan((StagePlan((0,), 0, LAYERS, 0),), 1, BATCH),), BATCH, LENGTH, LAYERS)
     expected, (plain,), _ = stepped(monkeypatch, chain, one, tuning)
     found, gradients, threads = stepped(monkeypatch, chain, plan, tuning)
@@ -134,6 +137,14 @@ def test_a_step_over_unlike_groups_is_that_of_one_rank(monkeypatch: pytest.Monke
 def test_adapters_are_stepped_over_unlike_groups_as_by_one_rank(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     chain = group_chain(family)
     require_the_step_of_one_rank(monkeypatch, chain, lora(chain))
+
+
+def test_ranges_of_tokens_and_a_head_in_slices_are_stepped_beside_groups_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Norms of the one group have partial gradients on each member, those of the other the leader's alone."""
+    chain = group_chain("llama")
+    require_the_step_of_one_rank(monkeypatch, chain, full_training(chain), divide_tokens=True, head_tokens=4)
 
 
 def test_devices_with_memory_of_their_own_sum_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
