@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from planner_quality import cases  # noqa: E402
 
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
-from hetero_mpi.planning.durations import compute_s  # noqa: E402
+from hetero_mpi.planning.device_times import compute_s  # noqa: E402
 from hetero_mpi.planning.memory import predict_memory  # noqa: E402
 from hetero_mpi.planning.orders.warm_up import with_classic_depths  # noqa: E402
 from hetero_mpi.planning.schedule import Op  # noqa: E402

@@ -33,7 +33,8 @@ from noisy_clusters import Case, Noise, generated, measured, request_of  # noqa:
 
 from hetero_mpi.planning.analysis.correction import Measured, corrected  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
-from hetero_mpi.planning.durations import compute_s, exchange_s, recompute_s  # noqa: E402
+from hetero_mpi.planning.device_times import compute_s, recompute_s  # noqa: E402
+from hetero_mpi.planning.durations import exchange_s  # noqa: E402
 from hetero_mpi.planning.fit import pooled  # noqa: E402
 from hetero_mpi.planning.group_costs import member_times, sum_s  # noqa: E402
 from hetero_mpi.planning.schedule import Op  # noqa: E402

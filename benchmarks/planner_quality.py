@@ -49,7 +49,7 @@ from random_plans import random_search_s  # noqa: E402
 from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
-from hetero_mpi.planning.durations import whole_model_s  # noqa: E402
+from hetero_mpi.planning.device_times import whole_model_s  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.orders.warm_up import classic_depths  # noqa: E402
 from hetero_mpi.planning.search.memory_fit import Fitter  # noqa: E402

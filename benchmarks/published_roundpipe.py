@@ -38,7 +38,7 @@ from make_profiles import RTX_4090  # noqa: E402
 from moe_parts import MEMORY_EFFICIENCY  # noqa: E402
 from profile_parts import GIB  # noqa: E402
 
-from hetero_mpi.planning.durations import layer_s, repeated_s, weights_s  # noqa: E402
+from hetero_mpi.planning.device_times import layer_s, repeated_s, weights_s  # noqa: E402
 from hetero_mpi.planning.schedule import Op  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
 from hetero_mpi.planning.types.cluster_changes import with_stale_step  # noqa: E402

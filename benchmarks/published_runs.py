@@ -35,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hetero_mpi.planning.durations import optimizer_s  # noqa: E402
+from hetero_mpi.planning.device_times import optimizer_s  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory  # noqa: E402
 from hetero_mpi.planning.schedule import Op, Schedule, holdings, schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import SimulatedStep, simulate  # noqa: E402

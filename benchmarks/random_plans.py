@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from hetero_mpi.planning.durations import whole_model_s
+from hetero_mpi.planning.device_times import whole_model_s
 from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile

@@ -17,7 +17,7 @@ from tests.test_house import imported
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
 CLOSURES = {"model.stage": 3_500, "engine.executor": 6_790, "engine.trainer": 9_380}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"runtime.loop": 19_510}
+LOADED = {"runtime.loop": 19_530}
 """The same of what is loaded when the module is imported."""
 LINES = {
     "beside the packages": 1_820,
@@ -31,13 +31,13 @@ LINES = {
     "job": 1_300,
     "launch": 4_520,
     "model": 8_920,
-    "planning": 10_910,
+    "planning": 10_920,
     "profiling": 1_430,
     "report": 4_960,
     "runtime": 8_470,
     "state": 1_880,
     "web": 440,
-    "in all": 59_690,
+    "in all": 59_700,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -12,73 +12,27 @@ import numpy as np
 
 from hetero_mpi.comm.group_paths import ring_of
 from hetero_mpi.planning.contention import while_running
+from hetero_mpi.planning.device_times import (
+    STEP_BYTES,
+    compute_s,
+    disk_s,
+    layer_s,
+    offload_s,
+    optimizer_s,
+    overhead_s,
+    recompute_s,
+    repeated_s,
+    weights_s,
+)
 from hetero_mpi.planning.group_costs import broadcast_s, device_of, group_device, whole_sums_s
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, HEAD, STREAMED_LAYERS, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 
-_STEP_BYTES = 46
-"""Bytes of memory that a step reads and writes per parameter: norm 4, clipping 8, AdamW 28, rounding 6."""
-_BESIDE = 36 / _STEP_BYTES
+_BESIDE = 36 / STEP_BYTES
 """The share of a stale step that no rank waits for: all but norm and rounding."""
-
-
-def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int, op: Op) -> float:
-    """Seconds of forward, backward or a part of it (``F``, ``B``, ``I``, ``W``) through the layers [first, last)."""
-    of_kind = {kind: layer_s(times, op, tokens) for kind, times in device.layers.items()}
-    return reduce(add, (of_kind[layer.kind] for layer in profile.model.layers[first:last]), _overhead_s(device, op))
-
-
-def whole_model_s(profile: ClusterProfile, device: DeviceProfile, tokens: int | None = None) -> float:
-    """Seconds of forward and backward of so many tokens (one sequence) through the whole chain on ``device``: how fast it is."""
-    tokens = profile.model.sequence_length if tokens is None else tokens
-    return sum(compute_s(profile, device, 0, len(profile.model.layers), tokens, op) for op in (Op.F, Op.B))
-
-
-def layer_s(times: LayerTimes, op: Op, tokens: int) -> float:
-    """Seconds of one layer. Without a measured split, I stands for the whole backward and W for nothing."""
-    if op is Op.F:
-        return times.forward_s.at(tokens)
-    if op is Op.W:
-        return times.weight_s.at(tokens) if times.weight_s is not None else 0.0
-    curve = times.input_s if op is Op.I and times.input_s is not None else times.backward_s
-    return curve.at(tokens)
-
-
-def _overhead_s(device: DeviceProfile, op: Op) -> float:
-    if op is Op.F:
-        return device.forward_overhead_s
-    return 0.0 if op is Op.W else device.backward_overhead_s
-
-
-def repeated_s(times: LayerTimes, tokens: int) -> float:
-    """Seconds that backward takes longer when it repeats a layer's forward: as measured, or as long as the forward."""
-    if times.recompute_s is None:
-        return times.forward_s.at(tokens)
-    return max(0.0, times.recompute_s.at(tokens) - times.backward_s.at(tokens))
-
-
-def recompute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int) -> float:
-    """Seconds of the forward that backward repeats: of the blocks among the layers [first, last)."""
-    layers = profile.model.layers
-    of_kind = {kind: repeated_s(times, tokens) for kind, times in device.layers.items()}
-    return reduce(add, (of_kind[layer.kind] for layer in layers[max(1, first) : min(last, len(layers) - 1)]), 0.0)
-
-
-def optimizer_s(profile: ClusterProfile, device: DeviceProfile, parameters: float, streamed: bool = False) -> float:
-    """Seconds of one optimizer step over so many parameters: in host memory, where they are streamed and trained whole."""
-    in_host_memory = streamed and profile.model.trained_whole and not device.shares_host_memory
-    each_s = host_optimizer_s(device) if in_host_memory else device.optimizer_s_per_parameter
-    return device.optimizer_fixed_s + each_s * parameters
-
-
-def host_optimizer_s(device: DeviceProfile) -> float:
-    """Seconds of the optimizer in host memory per parameter: as measured, else as fast as the device copies from that memory."""
-    if device.host_optimizer_s_per_parameter is not None:
-        return device.host_optimizer_s_per_parameter
-    return _STEP_BYTES / device.host_to_device_bytes_per_s
 
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
@@ -331,14 +285,14 @@ def _copying_pass_s(
     """
     model, device, back = profile.model, profile.devices[stage.ranks[0]], op is not Op.F
     order = range(stage.last - 1, stage.first - 1, -1) if back else range(stage.first, stage.last)
-    overhead_s, again = _overhead_s(device, op), slices[stage.kept_slices :] if back else ()
+    calls_s, again = overhead_s(device, op), slices[stage.kept_slices :] if back else ()
 
     def computing_s(layer: int) -> float:
         times = device.layers[model.layers[layer].kind]
         repeats_s = sum(device.forward_overhead_s + repeated_s(times, tokens) for tokens in again)
         if back and layer == len(model.layers) - 1 and _slices_head(profile, stage):
             repeats_s += sum(times.forward_s.at(tokens) for tokens in slices)
-        return sum(overhead_s + layer_s(times, op, tokens) for tokens in slices) + repeats_s
+        return sum(calls_s + layer_s(times, op, tokens) for tokens in slices) + repeats_s
 
     there = STREAMED_LAYERS * weights_there
     copies = [
@@ -353,26 +307,6 @@ def _copying_pass_s(
     filed = {*stage.disk_layers(len(model.layers))}.difference(order[:there])
     late_s = sum(disk_s(profile, device, model.streamed_bytes(layer)) for layer in filed) - sum(found)
     return [one_s + max(0.0, late_s) / len(found) for one_s in found] if filed else found
-
-
-def disk_s(profile: ClusterProfile, device: DeviceProfile, size_bytes: int) -> float:
-    """Seconds to read so many bytes from the disk of the device's host; 0 where that was not measured."""
-    host = profile.host(device.rank)
-    return size_bytes / host.disk_bytes_per_s if host is not None and host.disk_bytes_per_s else 0.0
-
-
-def offload_s(device: DeviceProfile, model: ModelCost, layer: int) -> float:
-    """Seconds in which the gradients of a layer of a streamed stage leave the device, where all weights are trained."""
-    if device.shares_host_memory or not model.trained_whole:
-        return 0.0
-    return device.copy_latency_s + model.gradient_bytes(layer) / device.device_to_host_bytes_per_s
-
-
-def weights_s(device: DeviceProfile, size_bytes: int) -> float:
-    """Seconds to bring so many bytes of weights from host memory to the device; 0 on a rank that computes there."""
-    if device.shares_host_memory or not size_bytes:
-        return 0.0
-    return device.copy_latency_s + size_bytes / device.host_to_device_bytes_per_s
 
 
 def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> dict[int, float]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hetero_mpi import units
-from hetero_mpi.planning.durations import compute_s
+from hetero_mpi.planning.device_times import compute_s
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.profile import (
     ANY_HOST,

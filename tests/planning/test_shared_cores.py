@@ -16,7 +16,8 @@ from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing
 from hetero_mpi.planning.decision.decide import alone, best_alone, decide
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
-from hetero_mpi.planning.durations import Durations, whole_model_s
+from hetero_mpi.planning.device_times import whole_model_s
+from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import outlined, simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

@@ -10,7 +10,8 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.idle_time import Idling, idling
-from hetero_mpi.planning.durations import compute_s, duration, recompute_s
+from hetero_mpi.planning.device_times import compute_s, recompute_s
+from hetero_mpi.planning.durations import duration
 from hetero_mpi.planning.schedule import (
     Action,
     Event,

@@ -12,7 +12,7 @@ from functools import partial
 from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.decide import Decision, fastest
-from hetero_mpi.planning.durations import whole_model_s
+from hetero_mpi.planning.device_times import whole_model_s
 from hetero_mpi.planning.plan_memory import fits_memory
 from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.tables import rank_classes

@@ -17,7 +17,7 @@ from hetero_mpi.planning.decision.groups import with_groups
 from hetero_mpi.planning.decision.head_slices import head_sliced, with_sliced_heads
 from hetero_mpi.planning.decision.several_stages import SeveralStages
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
-from hetero_mpi.planning.durations import optimizer_s, whole_model_s
+from hetero_mpi.planning.device_times import optimizer_s, whole_model_s
 from hetero_mpi.planning.memory import stage_trainable
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths

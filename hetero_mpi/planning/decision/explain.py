@@ -11,7 +11,8 @@ from hetero_mpi import units
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.contention import slowness, while_computing, while_running
 from hetero_mpi.planning.decision.decide import Decision, decide
-from hetero_mpi.planning.durations import Durations, disk_s, pass_s, update_s, weights_s, whole_model_s
+from hetero_mpi.planning.device_times import disk_s, weights_s, whole_model_s
+from hetero_mpi.planning.durations import Durations, pass_s, update_s
 from hetero_mpi.planning.memory import host_state_bytes, streamed_bytes
 from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op

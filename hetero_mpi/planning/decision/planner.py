@@ -16,8 +16,8 @@ from hetero_mpi.planning.decision.decide import best_alone, decide, in_order, ne
 from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons, streamed_texts
 from hetero_mpi.planning.decision.remedies import explain_shortage
 from hetero_mpi.planning.decision.rules import batch_problems, plan_problems
+from hetero_mpi.planning.device_times import host_optimizer_s
 from hetero_mpi.planning.dry_run import validate
-from hetero_mpi.planning.durations import host_optimizer_s
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.schedule import schedule_of

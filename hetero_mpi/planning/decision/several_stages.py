@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_mpi.planning.durations import layer_s, repeated_s
+from hetero_mpi.planning.device_times import layer_s, repeated_s
 from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_recompute

@@ -18,14 +18,8 @@ from typing import Any
 import numpy as np
 
 from hetero_mpi.planning.bounds import cycle_bound_s
-from hetero_mpi.planning.durations import (
-    host_optimizer_s,
-    offload_s,
-    repeated_s,
-    summed_bytes,
-    value_bytes,
-    weights_s,
-)
+from hetero_mpi.planning.device_times import host_optimizer_s, offload_s, repeated_s, weights_s
+from hetero_mpi.planning.durations import summed_bytes, value_bytes
 from hetero_mpi.planning.memory import usable_bytes
 from hetero_mpi.planning.orders.warm_up import paced_each, period_s, scheduled_depths
 from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, LineTimes, falling
