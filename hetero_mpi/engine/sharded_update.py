@@ -20,7 +20,7 @@ Both ways lead through host memory that is kept, beside what the device computes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 
@@ -43,7 +43,7 @@ class ShardedUpdate:
         self,
         rank: int,
         last_layer: int,
-        shared: Iterable[SharedPart],
+        shared: Collection[SharedPart],
         tied: TiedMatrix | None,
         optimizer: Optimizer,
         transport: Transport,
@@ -54,6 +54,10 @@ class ShardedUpdate:
         self._parts = [
             _Exchanged(part, groups[part.ranks], rank, optimizer, out, back) for part in shared if rank in part.ranks
         ]
+        self._of: dict[int, list[_Exchanged]] = {}
+        """Layer -> those of it."""
+        for own in self._parts:
+            self._of.setdefault(own.layer, []).append(own)
         optimizer.stage.before_each_layer(self.take)
 
     def begin(self) -> None:
@@ -75,7 +79,7 @@ class ShardedUpdate:
     def reduce(self, layer: int) -> None:
         """Return when the gradients of what this rank owns of ``layer`` are those of all ranks that hold it."""
         self._start_down_to(0)  # backward is over: all are whole
-        for own in self._of(layer):
+        for own in self._of.get(layer, ()):
             self._complete(own)
 
     def end(self) -> None:
@@ -100,7 +104,7 @@ class ShardedUpdate:
 
     def take(self, layer: int) -> None:
         """The parameters of ``layer`` are about to be read: return when their new values are there."""
-        for own in self._of(layer):
+        for own in self._of.get(layer, ()):
             own.take(self.transport)
 
     def settle(self) -> None:
@@ -119,9 +123,6 @@ class ShardedUpdate:
         for own in self._parts:
             if own.layer >= layer and own.request is None:
                 self._start(own)
-
-    def _of(self, layer: int) -> list[_Exchanged]:
-        return [own for own in self._parts if own.layer == layer]
 
     def _start(self, own: _Exchanged) -> None:
         if own.layer == 0 and self.tied is not None:
@@ -230,7 +231,7 @@ class _Exchanged:
         self._copied = [self._back.copy(self._flat.gradients[one], self._host[one]) for one in ranges]
 
 
-def _groups(rank: int, shared: Iterable[SharedPart], transport: Transport) -> dict[tuple[int, ...], Group]:
+def _groups(rank: int, shared: Collection[SharedPart], transport: Transport) -> dict[tuple[int, ...], Group]:
     """A group for each set of ranks that this rank belongs to. Numbers follow the plan, so all members agree on them."""
     distinct = list(dict.fromkeys(part.ranks for part in shared))
     return {ranks: transport.group(ranks, number) for number, ranks in enumerate(distinct) if rank in ranks}

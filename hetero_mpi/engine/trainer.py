@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -140,7 +140,7 @@ class Trainer:
         beginning = self.stages[0] if ends else None
         return build(own, pipeline.split_backward and place.position > 0, shared, foreign, beginning)
 
-    def _build(self, held: HeldLayers, shared: Iterable[SharedPart], schedule: Schedule) -> None:
+    def _build(self, held: HeldLayers, shared: Collection[SharedPart], schedule: Schedule) -> None:
         assert self.pipeline is not None
         pipeline = self.plan.pipelines[self.pipeline]
         self.optimizer = Optimizer(held, self.setup.train)
