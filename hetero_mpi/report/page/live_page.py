@@ -58,13 +58,19 @@ class Parts:
 
     def __init__(self, directory: Path, shared: bool) -> None:
         self._directory, self._shared = directory, shared
-        self._asking, self._wanted = threading.Lock(), threading.Event()
+        self._asking, self._wanted, self._closed = threading.Lock(), threading.Event(), threading.Event()
         self._figures: dict[str, str] = {}
         self._version = int(time.time() * 1000)  # later than any that an earlier server of this run has told
         self._shown: dict[str, tuple[int, str]] = {}
         self.asked_s = self._next_s = float("-inf")
         self._run: PastRun | None = None
-        Background("drawing the figures", self._draw)
+        self._drawing = Background("drawing the figures", self._draw)
+
+    def close(self) -> None:
+        """Draw no more figures: a process that ends while the library draws one is killed by a signal."""
+        self._closed.set()
+        self._wanted.set()
+        self._drawing.finish()
 
     def since(self, version: int) -> dict[str, Any]:
         """The order of all parts, and the markup of those that have changed since ``version``."""
@@ -128,7 +134,7 @@ class Parts:
     def _draw(self) -> None:
         """Draw the figures of the newest run that was read, unless only its steps have changed."""
         before: object = None
-        while self._wanted.wait():
+        while self._wanted.wait() and not self._closed.is_set():
             self._wanted.clear()
             run, begin_s = self._run, time.monotonic()
             assert run is not None
@@ -139,7 +145,7 @@ class Parts:
                 self._figures, before = _markup(run, page_sections(run)), rest
             except Exception:  # a run of another version, or a defect: the numbers are shown all the same
                 logging.getLogger(__name__).exception("drawing the figures")
-            time.sleep(_REST * (time.monotonic() - begin_s))
+            self._closed.wait(_REST * (time.monotonic() - begin_s))
 
 
 def _markup(run: PastRun, found: Sequence[sections.Section]) -> dict[str, str]:
@@ -202,15 +208,22 @@ def watch(
     read_run(run_dir)
     token = (token or os.environ.get("HETERO_MPI_TOKEN", "")).strip() or secrets.token_urlsafe(12)
     server = LiveServer(_page_socket(port, host), run_dir, Names.of(host, allow_host), token)
-    yield f"Watch this run at {server.url}/#{token}"
-    if beside:
-        sys.stdin.buffer.read()
-        present = read_present(run_dir)  # a rank 0 that has died leaves the port to its successor at once
-        if present is not None and present.ended is not None and time.monotonic() - server.parts.asked_s < _WATCHED_S:
-            time.sleep(_LINGER_S)
-    else:
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+    try:
+        yield f"Watch this run at {server.url}/#{token}"
+        if beside:
+            sys.stdin.buffer.read()
+            present = read_present(run_dir)  # a rank 0 that has died leaves the port to its successor at once
+            if (
+                present is not None
+                and present.ended is not None
+                and time.monotonic() - server.parts.asked_s < _WATCHED_S
+            ):
+                time.sleep(_LINGER_S)
+        else:
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
+    finally:
+        server.parts.close()
 
 
 if __name__ == "__main__":  # beside rank 0: RUN [PORT]
