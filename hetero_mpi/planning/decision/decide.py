@@ -169,10 +169,11 @@ def streamable(profile: ClusterProfile) -> bool:
 
 
 def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> bool:
-    """Whether some rank's memory is nearly full, or a stage repeats forwards to spare it."""
+    """Whether some rank's memory is nearly full, or a stage is streamed or repeats forwards to spare it."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     memory = predict_memory(plan, profile, request.memory_reserve)
-    return any(stage.recompute for stage in stages) or any(one.peak_bytes > FULL * one.usable_bytes for one in memory)
+    spared = any(stage.recompute or stage.streamed for stage in stages)
+    return spared or any(one.peak_bytes > FULL * one.usable_bytes for one in memory)
 
 
 def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Decision | None:
