@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.support.rank_pool import run_pooled
 
 
@@ -14,6 +16,7 @@ def processes() -> dict[int, int]:
     return {int(rank): int(process) for rank, process in map(str.split, result.stdout.splitlines())}
 
 
+@pytest.mark.slow
 def test_programs_share_ranks_until_one_fails_np3() -> None:
     before = processes()
     assert sorted(before) == [0, 1, 2] and processes() == before

@@ -82,6 +82,7 @@ def test_all_others_compute_the_same_losses(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_contender_that_does_not_end_is_ended_with_all_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_caller_is_killed() -> None:
     caller = subprocess.Popen([sys.executable, "-c", IDLE], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None

@@ -182,6 +182,7 @@ def test_planning_counts_the_shorter_messages_and_says_what_is_given_up() -> Non
     assert not any("int8" in answer.change for answer in what_ifs(reports[1], short, request))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted_np2(tmp_path: Path) -> None:
     workshop = Workshop(tmp_path)
     values = workshop.values(workshop.model())

@@ -85,6 +85,7 @@ def test_the_readme_has_one_line_per_file() -> None:
     assert sorted(listed) == [path.name for path in PROFILES]
 
 
+@pytest.mark.slow
 def test_the_table_of_links_is_what_the_benchmark_prints() -> None:
     """The row of two machines; the others take a minute."""
     name = "homelab-5090-strix-halo"
@@ -93,6 +94,7 @@ def test_the_table_of_links_is_what_the_benchmark_prints() -> None:
     assert f"{shown}\n" in page
 
 
+@pytest.mark.slow
 def test_the_table_of_mixtures_is_what_the_benchmark_prints() -> None:
     """One cell; the others take half a minute."""
     cell = moe_machines.cell(HOMES["moe-two-old-boxes"], "gpt-oss-20b", moe_machines.WAYS["4 bits"])
