@@ -11,7 +11,6 @@ from dataclasses import replace
 from torch import nn
 
 from hetero_mpi.model.group.division import (
-    Holding,
     containers,
     divisions,
     experts_to_share,
@@ -150,7 +149,7 @@ def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelC
         return cost
     model = language(chain)
     cut = divisions(model, tuning, (1,) * heads, range(model.layer_count), _finest_experts(model, heads))
-    names = {name for name, division in cut.items() if division.held is Holding.CUT}
+    names = {name for name, division in cut.items() if division.cut}
     experts = experts_to_share(model) if needs_heads(model, tuning) is None else None
     layers = (_divided(layer, index, cost.dtype, model, tuning, names) for index, layer in enumerate(cost.layers))
     return replace(cost, layers=tuple(layers), heads=heads, experts=experts)

@@ -110,7 +110,7 @@ class Division:
 
     def part(self, whole: torch.Tensor, member: int) -> torch.Tensor:
         """A member's part of it: contiguous memory of its own, or all of it as it is."""
-        if self.held is not Holding.CUT:
+        if not self.cut:
             return whole
         found = self.place(whole, member).clone(memory_format=torch.contiguous_format)
         return found.flatten(self.dim, self.dim + 1)
@@ -118,7 +118,7 @@ class Division:
     def shape(self, whole: Sequence[int], member: int) -> tuple[int, ...]:
         """Shape of ``part``."""
         sizes = list(whole)
-        if self.held is Holding.CUT:
+        if self.cut:
             sizes[self.dim] = self.pieces * (self.bounds[member + 1] - self.bounds[member])
         return tuple(sizes)
 
@@ -140,11 +140,11 @@ class Division:
         """Whether a cut of a tensor of ``shape`` falls within a block of so many numbers that follow each other in memory."""
         inner = math.prod(shape[self.dim + 1 :])
         ends = self.bounds if self.dim or self.pieces > 1 else self.bounds[:-1]
-        return self.held is Holding.CUT and any(bound * inner % block for bound in ends)
+        return self.cut and any(bound * inner % block for bound in ends)
 
     def exists(self, member: int) -> bool:
         """Not where another member leads, or has all that is cut."""
-        if self.held is Holding.CUT:
+        if self.cut:
             return self.bounds[member] < self.bounds[member + 1]
         return self.held is not Holding.LEADER or member == 0
 

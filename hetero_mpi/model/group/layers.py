@@ -87,7 +87,7 @@ class DividedLayers:
         scales = {}
         for name, weight in packed_weights(module).items():
             division = self._divisions[f"{block}.{name}"]
-            if division.held is Holding.CUT and division.exists(self._link.member):
+            if division.cut and division.exists(self._link.member):
                 scales[name] = division.of_blocks.part(double_scales(weight, dtype), self._link.member)
         return scales
 

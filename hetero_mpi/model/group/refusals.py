@@ -10,7 +10,6 @@ from torch import nn
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.group.division import (
     Division,
-    Holding,
     Trained,
     containers,
     divisions,
@@ -148,7 +147,7 @@ def _refused_cuts(
 ) -> str | None:
     for name, division in divisions(chain, tuning, shares, range(chain.layer_count), experts).items():
         whole = chain.parameters[name].shape[division.dim] if name in chain.parameters else None
-        if division.held is Holding.CUT and whole is not None and division.pieces * division.bounds[-1] != whole:
+        if division.cut and whole is not None and division.pieces * division.bounds[-1] != whole:
             return (
                 f"NF4 packs {BLOCK} weights at a time, and {name} has {whole} columns or rows to divide, no multiple of that: give "
                 f'each rank a stage of its own, or set [model] quantization to "none"'
@@ -161,7 +160,7 @@ def _refused_cuts(
             )
         of_experts = is_of_experts(chain, name)
         # Only who asks for a rank without experts, or without heads, gets one.
-        asked = (of_experts and experts is not None) or division.held is not Holding.CUT
+        asked = (of_experts and experts is not None) or not division.cut
         if not asked and any(not division.exists(member) for member, share in enumerate(shares) if share > 0):
             return (
                 f"shares {', '.join(map(str, shares))} leave a rank without a part of {name}, which is cut at "
@@ -177,7 +176,7 @@ def _refused_cuts(
 def _refused_packing(chain: TransformersChain, name: str, division: Division, of_experts: bool) -> str | None:
     module, _, leaf = name.rpartition(".")
     linear = leaf == "weight" and isinstance(chain.model.get_submodule(module), nn.Linear)
-    if division.held is not Holding.CUT or not (linear or of_experts):
+    if not division.cut or not (linear or of_experts):
         return None
     shape = chain.parameters[name].shape
     row = math.prod(shape[1:])

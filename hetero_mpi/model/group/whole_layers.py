@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hetero_mpi.model.group.division import Division, Holding
+from hetero_mpi.model.group.division import Division
 from hetero_mpi.model.group.exchanges import GroupLink, entered, left
 from hetero_mpi.model.layer.interface import ADAPTER_NAME
 
@@ -20,7 +20,7 @@ def adapted_across(model: nn.Module, divisions: Mapping[str, Division]) -> Itera
     """(name, peft's layer, division) of the adapted layers of a stage's model of whose columns each member has some."""
     for path, module in model.named_modules():
         division = divisions.get(f"{path}.weight")
-        if hasattr(module, "lora_dropout") and division is not None and division.held is Holding.CUT and division.dim:
+        if hasattr(module, "lora_dropout") and division is not None and division.cut and division.dim:
             yield path, module, division
 
 
