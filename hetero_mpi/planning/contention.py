@@ -23,9 +23,11 @@ def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
     streaming = [stage.ranks[0] for _, _, stage in plan.numbered if stage.streamed]
     reading = Counter(profile.devices[stage.ranks[0]].host for _, _, stage in plan.numbered if stage.on_disk)
     running = with_copying(while_computing(profile, plan.ranks), streaming)
+    if not reading:
+        return running
     parts = ((one, (one.disk_bytes_per_s or 0.0) / max(1, reading[one.name])) for one in running.hosts)
     hosts = tuple(replace(host, disk_bytes_per_s=own or None) for host, own in parts)
-    return replace(running, hosts=hosts) if reading else running
+    return replace(running, hosts=hosts)
 
 
 def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:

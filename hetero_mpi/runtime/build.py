@@ -27,7 +27,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.runtime.setup.custom_model import start_values
 from hetero_mpi.runtime.setup.data_setup import model_directory
-from hetero_mpi.runtime.setup.profile_and_plan import stream_folder
+from hetero_mpi.runtime.setup.profile_and_plan import cache_root, stream_folder
 from hetero_mpi.state.file_supply import open_start
 from hetero_mpi.state.redistribute import Parcel, set_parameter
 from hetero_mpi.state.results import load_adapter, send_parameters
@@ -132,18 +132,13 @@ def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
     send_parameters(trainer, given)
 
 
-def _cache_root(context: RunContext) -> Path | None:
-    cache = context.job.model.shard_cache
-    return context.loaded.resolve(cache) if cache is not None else None
-
-
 def _checked_cache_root(context: RunContext, members: World) -> Path | None:
-    cache, cache_root = context.job.model.shard_cache, _cache_root(context)
-    if cache is not None and cache_root is not None and not Path(cache).expanduser().is_absolute():
+    cache, root = context.job.model.shard_cache, cache_root(context)
+    if cache is not None and root is not None and not Path(cache).expanduser().is_absolute():
         with members.together("looking for the shard cache"):
-            if leads_out(cache_root, context.loaded.directory):
+            if leads_out(root, context.loaded.directory):
                 raise UserError(
                     f"[model] shard_cache = {as_toml(cache)}: a link in it leads out of the job file's directory, to "
-                    f"{cache_root.resolve()}; {ELSEWHERE}"
+                    f"{root.resolve()}; {ELSEWHERE}"
                 )
-    return cache_root
+    return root

@@ -67,8 +67,13 @@ def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
 
 def stream_folder(context: RunContext) -> Path:
     """Where this rank keeps frozen weights of streamed stages in files."""
+    return cache_root(context) or large_files_folder()
+
+
+def cache_root(context: RunContext) -> Path | None:
+    """The shard cache that the job names."""
     cache = context.job.model.shard_cache
-    return context.loaded.resolve(cache) if cache is not None else large_files_folder()
+    return context.loaded.resolve(cache) if cache is not None else None
 
 
 def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
