@@ -15,9 +15,9 @@ import pytest
 from tests.test_house import imported
 
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
-CLOSURES = {"model.stage": 3_500, "engine.executor": 6_790, "engine.trainer": 9_380}
+CLOSURES = {"model.stage": 3_500, "engine.executor": 6_800, "engine.trainer": 9_390}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"runtime.loop": 19_530}
+LOADED = {"runtime.loop": 19_540}
 """The same of what is loaded when the module is imported."""
 LINES = {
     "beside the packages": 1_820,

@@ -159,7 +159,7 @@ def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
     def by_room(stage: StagePlan) -> StagePlan:
         return replace(stage, state_weight=max(_LEAST_WEIGHT, round(free[stage.ranks[0]] / most, 2)))
 
-    return replace(plan, pipelines=tuple(replace(p, stages=tuple(map(by_room, p.stages))) for p in plan.pipelines))
+    return plan.with_stages(by_room(stage) for _, _, stage in plan.numbered)
 
 
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:

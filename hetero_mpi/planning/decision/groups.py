@@ -281,7 +281,7 @@ class _Search:
             group = leads.get(rank, StagePlan((rank,), 0, 0, 0))
             return replace(stage, ranks=group.ranks, shares=group.shares, experts=group.experts)
 
-        return _with_stages(plan, [written(stage) for _, _, stage in plan.numbered])
+        return plan.with_stages([written(stage) for _, _, stage in plan.numbered])
 
     def _problems(self, plan: Plan) -> list[str]:
         return [
@@ -327,20 +327,13 @@ def _lightened(plan: Plan, fitter: Fitter) -> Plan | None:
 def _with_ranges(plan: Plan, model: ModelCost) -> Plan:
     """``plan`` with tokens divided by all groups that may."""
     stages = [replace(stage, divide_tokens=may_divide_tokens(stage, model)) for _, _, stage in plan.numbered]
-    return _with_stages(plan, stages)
+    return plan.with_stages(stages)
 
 
 def _near(plan: Plan) -> Iterator[Plan]:
     """Heads and experts moved from member to member, and layers from stage to stage."""
     yield from _shared_otherwise(plan)
     yield from cut_otherwise(plan)
-
-
-def _with_stages(plan: Plan, stages: Iterable[StagePlan]) -> Plan:
-    """``plan`` with other stages, as many in each pipeline."""
-    left = iter(stages)
-    pipelines = (replace(one, stages=tuple(itertools.islice(left, len(one.stages)))) for one in plan.pipelines)
-    return replace(plan, pipelines=tuple(pipelines))
 
 
 def _dealt(count: int, least: Sequence[int], cost: Cost) -> tuple[int, ...]:
@@ -368,7 +361,7 @@ def _shared_otherwise(plan: Plan) -> Iterator[Plan]:
                 other = list(stages)
                 for one in chosen:
                     other[one] = replace(stages[one], shares=changed.shares, experts=changed.experts)
-                yield _with_stages(plan, other)
+                yield plan.with_stages(other)
 
 
 def _moved(numbers: Sequence[int], step: int) -> Iterator[tuple[int, ...]]:

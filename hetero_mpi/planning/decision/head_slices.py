@@ -37,10 +37,8 @@ def head_sliced(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
 
 def with_sliced_heads(plan: Plan) -> Plan:
     """A plan for ``head_sliced`` as one for the cluster as it is."""
-    stages = ((*one.stages[:-1], replace(one.stages[-1], head_tokens=TOKENS)) for one in plan.pipelines)
-    return replace(
-        plan, pipelines=tuple(replace(one, stages=own) for one, own in zip(plan.pipelines, stages, strict=True))
-    )
+    stages = (stage for _, _, stage in plan.numbered)
+    return plan.with_stages(replace(one, head_tokens=TOKENS) if one.last == plan.layers else one for one in stages)
 
 
 def _repeating(layers: dict[str, LayerTimes]) -> dict[str, LayerTimes]:

@@ -269,21 +269,12 @@ def _with_stage(pipeline: PipelinePlan, place: int, **changed: Any) -> PipelineP
 
 def _with_files(plan: Plan, layers: Mapping[int, int]) -> Plan:
     """``layers``: number of a stage -> how many are on disk."""
-    numbers = itertools.count()
-    pipelines = (
-        replace(one, stages=tuple(replace(stage, on_disk=layers.get(next(numbers), 0)) for stage in one.stages))
-        for one in plan.pipelines
-    )
-    return replace(plan, pipelines=tuple(pipelines))
+    return plan.with_stages(replace(stage, on_disk=layers.get(number, 0)) for number, _, stage in plan.numbered)
 
 
 def with_recompute(plan: Plan, recompute: bool) -> Plan:
     """``plan`` with forwards repeated everywhere, or nowhere."""
-    pipelines = tuple(
-        replace(pipeline, stages=tuple(replace(stage, recompute=recompute) for stage in pipeline.stages))
-        for pipeline in plan.pipelines
-    )
-    return replace(plan, pipelines=pipelines)
+    return plan.with_stages(replace(stage, recompute=recompute) for _, _, stage in plan.numbered)
 
 
 def cut_otherwise(plan: Plan) -> Iterator[Plan]:

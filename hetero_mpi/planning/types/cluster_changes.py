@@ -114,8 +114,7 @@ def renumbered(plan: Plan, ranks: Sequence[int]) -> Plan:
     def changed(stage: StagePlan) -> StagePlan:
         return replace(stage, ranks=tuple(ranks[rank] for rank in stage.ranks))
 
-    pipelines = (replace(one, stages=tuple(map(changed, one.stages))) for one in plan.pipelines)
-    return replace(plan, pipelines=tuple(pipelines))
+    return plan.with_stages(changed(stage) for _, _, stage in plan.numbered)
 
 
 def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:

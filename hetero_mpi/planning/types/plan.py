@@ -5,8 +5,10 @@ Kept as TOML, accepted back with ``--plan``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 SCHEMA_VERSION = 3
 """Version of the plan file's layout."""
@@ -136,6 +138,12 @@ class Plan:
     sequence_length: int
     layers: int
     """Length of the chain: the embedding, the blocks, the head."""
+
+    def with_stages(self, stages: Iterable[StagePlan]) -> Plan:
+        """This plan with other stages, as many in each pipeline. ``stages``: in the order of ``numbered``."""
+        left = iter(stages)
+        pipelines = (replace(one, stages=tuple(islice(left, len(one.stages)))) for one in self.pipelines)
+        return replace(self, pipelines=tuple(pipelines))
 
     @cached_property
     def state_weights(self) -> dict[int, float]:
