@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +60,15 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ranks_leave(cache_of_its_own: None) -> Iterator[None]:
+def sessions_of_their_own() -> Iterator[None]:
+    """Launchers that tests start themselves do not find what killed ones of other runs have left under their process's number."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="hetero_mpi-tests-") as folder:
+        patch.setenv("PRTE_MCA_prte_local_tmpdir_base", folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_leave(cache_of_its_own: None, sessions_of_their_own: None) -> Iterator[None]:
     """Ranks that stay between tests leave at the end."""
     yield
     close_pools()

@@ -29,7 +29,7 @@ LINES = {
     "emulation": 770,
     "engine": 2_150,
     "job": 1_300,
-    "launch": 4_520,
+    "launch": 4_530,
     "model": 8_920,
     "planning": 10_930,
     "profiling": 1_430,

@@ -52,6 +52,17 @@ def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path) -> None:
     assert gone.returncode == 2 and "cannot be written" in gone.stderr, gone.stderr
 
 
+def test_what_a_killed_launcher_left_under_the_same_process_number_does_not_matter(tmp_path: Path) -> None:
+    launcher_or_skip()
+    for number in range(os.getpid() + 1, os.getpid() + 2000):
+        left = tmp_path / f"ompi.{number}"
+        left.mkdir()
+        (left / f"pmix.{os.uname().nodename}.tool").touch()
+    answer = launched("-np", "1", *CACHE, TMPDIR=str(tmp_path), PRTE_MCA_prte_local_tmpdir_base="")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert all(path.name.startswith("ompi.") for path in tmp_path.iterdir()), "and it leaves nothing itself"
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
     launcher_or_skip()

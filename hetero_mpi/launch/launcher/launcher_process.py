@@ -9,13 +9,16 @@ and the job with it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -120,7 +123,7 @@ def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Po
     Raises UserError: the launcher's folder for temporary files is full.
     """
     check_temporary_folder()
-    environment = {**with_home(os.environ), **command.environment}
+    environment = {**_session_folder(command.arguments), **with_home(os.environ), **command.environment}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         environment[UNWATCHED_VARIABLE] = "1"
     # The launcher ends the job when it can write no more, so this process reads for it; but a terminal is the ranks' to draw on.
@@ -137,6 +140,19 @@ def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Po
     )
     assert process.stderr is not None
     return process, ErrorStream(process.stderr, process.stdout, outlives="--with-ft" in command.arguments)
+
+
+def _session_folder(arguments: Sequence[str]) -> dict[str, str]:
+    """Environment variable that gives Open MPI's launcher a folder of its own, which goes when this process ends.
+
+    None where the user names one. The launcher calls its session directory by the number of its process, and does not begin where a
+    killed one has left one of that name: "The PMIx server's listener thread failed to start".
+    """
+    if any("tmpdir_base" in word for word in [*arguments, *os.environ]):
+        return {}
+    folder = tempfile.mkdtemp(prefix="hetero_mpi-launch-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return {"PRTE_MCA_prte_local_tmpdir_base": folder}
 
 
 def _asked_to_end_with_this_process() -> Callable[[], object] | None:
