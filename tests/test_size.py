@@ -37,7 +37,7 @@ LINES = {
     "runtime": 8_470,
     "state": 1_880,
     "web": 440,
-    "in all": 59_720,
+    "in all": 59_730,
 }
 """Lines of each package, and in all."""
 SLACK = 40

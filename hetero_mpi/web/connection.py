@@ -42,6 +42,8 @@ class Connection(BaseHTTPRequestHandler):
     _closed_at: float | None = None
     """When the client's closed side was seen."""
     _may_probe = True
+    _begun = False
+    """The answer is under way: no other can take its place."""
 
     def answer(self) -> None:
         """Send an answer to ``self.command`` (GET, HEAD or POST), ``self.headers``, ``self.route`` and ``self.body``.
@@ -137,7 +139,7 @@ class Connection(BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
         self._deadline = time.monotonic() + RECEIVE_S
         self._closed_at = None
-        self._may_probe = True
+        self._may_probe, self._begun = True, False
         super().handle_one_request()
 
     def parse_request(self) -> bool:
@@ -193,10 +195,15 @@ class Connection(BaseHTTPRequestHandler):
                 self.close_connection = True  # its body may not have been read
                 self.send(error.body(), error.status, {"Allow": error.allow} if error.allow else None)
                 return False
+            except Exception as error:  # a defect, which the server logs
+                self.close_connection = True
+                if not self._begun and not isinstance(error, OSError):
+                    self.send(HttpError(500, "this request met a defect of the server; its log has more").body(), 500)
+                raise
 
     def _head(self, status: int, kind: str, more: dict[str, str], content: bytes = b"") -> None:
         """Status and headers, and ``content`` with them: one write, one packet."""
-        self._may_probe = False
+        self._may_probe, self._begun = False, True
         if self.request_version == "HTTP/0.9":  # also what is no HTTP at all: it is told so
             self.request_version = "HTTP/1.0"
         lines = {"Content-Type": kind, **more, **({"Connection": "close"} if self.close_connection else {})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import socket
 import struct
 import threading
@@ -19,7 +20,8 @@ from hetero_mpi.web.server import HttpError, Names, WebServer, bound_socket
 
 
 class _Answers(Connection):
-    """Tells the size of what is posted; ``/slow`` answers once the gate is open, unless its client has gone."""
+    """Tells the size of what is posted; ``/slow`` answers once the gate is open, unless its client has gone; ``/defect`` has
+    one, and ``/late`` once its answer has begun."""
 
     gate = threading.Event()
     gone = threading.Event()
@@ -31,6 +33,10 @@ class _Answers(Connection):
             return
         if self.route == "/posted":
             raise HttpError(405, "by POST only", allow="POST")
+        if self.route == "/late":
+            self.begin_events()("begun")
+        if self.route in ("/defect", "/late"):
+            raise ZeroDivisionError("a defect")
         while self.route == "/slow" and not self.gate.wait(0.02):
             if not self.alive():
                 self.gone.set()
@@ -172,6 +178,18 @@ def test_head_has_the_status_and_headers_of_get_and_no_content(web: WebServer, p
     with connected(web) as client:
         client.sendall(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\nGET /next HTTP/1.0\r\nHost: localhost\r\n\r\n")
         assert read(client).count(b"HTTP/1.1 200") == 2, "the connection goes on"
+
+
+def test_a_defect_is_an_answer_unless_another_has_begun(web: WebServer, caplog: pytest.LogCaptureFixture) -> None:
+    head, _, body = asked(web, "GET /defect").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500 ") and "a defect of the server" in json.loads(body)["error"]["message"]
+    late = asked(web, "GET /late")
+    assert late.startswith(b"HTTP/1.1 200 ") and late.endswith(b"data: begun\n\n")
+    assert asked(web, "GET /").startswith(b"HTTP/1.1 200 ")
+    end = time.monotonic() + 60
+    while caplog.text.count("ZeroDivisionError: a defect") < 2:  # told once the client has its answer
+        assert time.monotonic() < end, caplog.text
+        time.sleep(0.02)
 
 
 def test_one_host_is_named(web: WebServer) -> None:
