@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -113,7 +114,12 @@ def test_the_width_of_a_real_terminal_counts() -> None:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 70, 0, 0))
     command = [sys.executable, "-m", "hetero_mpi", "plan", "--profile", HOMELAB]
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    process = subprocess.Popen(command, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=theirs)
+    process = subprocess.Popen(
+        command,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        stdout=theirs,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup nobody watches
+    )
     os.close(theirs)
     shown = b""
     try:
