@@ -78,6 +78,20 @@ def test_a_signal_while_the_run_recovers_is_noted_np2(tmp_path: Path) -> None:
     assert "after the last step" not in running.text() and step >= 4
 
 
+@pytest.mark.parametrize("dies", [False, True], ids=["calm", "outlives a death"])
+def test_a_run_that_could_outlive_deaths_ends_with_0_and_no_more_words_np2(tmp_path: Path, dies: bool) -> None:
+    outliving_or_skip()
+    job, run = LongRun(tmp_path, 2), tmp_path / "run"
+    more = ("--set", "train.steps=20", "--set", "checkpoint.replicate_every=2")
+    with job.started(launched(job, run, *more), job.environment(), run) as running:
+        running.wait_for_steps(4)
+        if dies:
+            running.ranks[1].kill()
+        assert running.end() == 0, running.text()
+    assert (run / "model" / "config.json").exists()
+    assert last_lines(running)[-1].startswith("  logs "), "the list of what was written"
+
+
 def test_launch_that_is_killed_alone_takes_the_run_to_an_orderly_end_np2(tmp_path: Path) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("only Linux tells a process that its parent has died")

@@ -148,7 +148,7 @@ def _world_of_program() -> World:
 def _leave(world: World, code: int) -> int:
     """End this process's part in MPI; returns ``code``, or does not return where ranks have died."""
     if world.rank == 0 and _LAUNCHED_BY_US:
-        write_text(f"{ENDED_LINE}\n", sys.stderr)
+        write_text(f"{ENDED_LINE}\n", sys.stderr, exact=True)
     if world.bereaved:
         leave_now(code)
     _finalize()
