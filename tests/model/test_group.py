@@ -141,17 +141,23 @@ def test_experts_are_shared_by_themselves(experts: tuple[int, ...]) -> None:
 
 
 HEADLESS = [
-    pytest.param(family, shares, marks=() if (family, shares) in HEADLESS_SHORT else pytest.mark.long)
+    pytest.param(family, shares, False, marks=() if (family, shares) in HEADLESS_SHORT else pytest.mark.long)
     for family, shares in itertools.product(WITH_EXPERTS, ((6, 0), (0, 6), (4, 0, 2)))
+]
+HEADLESS += [
+    pytest.param(family, shares, True, marks=() if family == "exaone_moe" and len(shares) == 2 else pytest.mark.long)
+    for family, shares in itertools.product(WITH_EXPERTS, ((6, 0), (4, 0, 2)))
 ]
 
 
-@pytest.mark.parametrize(("family", "shares"), HEADLESS)
-def test_a_member_with_experts_needs_no_heads(family: str, shares: tuple[int, ...]) -> None:
-    """Nor columns of MLPs, nor words: it takes part in every exchange, and what everybody holds has gradients of zero there."""
+@pytest.mark.parametrize(("family", "shares", "recompute"), HEADLESS)
+def test_a_member_with_experts_needs_no_heads(family: str, shares: tuple[int, ...], recompute: bool) -> None:
+    """Nor columns of MLPs, nor words: it takes part in every exchange, and what everybody holds has gradients of zero there. Blocks
+    that are computed again begin and stop at the same exchanges."""
     chain, experts = group_chain(family), {2: (3, 5), 3: (0, 6, 2)}[len(shares)]
     assert refusal(chain, full_training(chain), shares, experts) is None
-    whole, group = whole_stages(chain), ThreadGroup(chain, CUTS, shares, NamedStart(), experts=experts)
+    whole = whole_stages(chain)
+    group = ThreadGroup(chain, CUTS, shares, NamedStart(), experts=experts, recompute=recompute)
     held = parameters_of(group.members[shares.index(0)])
     assert {is_of_experts(chain, name) for name in held if group.divisions[name].held is Holding.CUT} == {True}
     widen([*whole, *itertools.chain(*group.members)])
