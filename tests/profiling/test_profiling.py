@@ -154,8 +154,9 @@ def test_memory_of_a_host_counts_once() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder in memory here")
-def test_a_folder_in_memory_is_no_disk() -> None:
-    assert _read_per_s(Path("/dev/shm")) is None
+def test_a_folder_in_memory_is_no_disk(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/shm")
+    assert _read_per_s(Path("/dev/shm")) is None and _read_per_s(tmp_path / "link") is None
 
 
 def test_the_clock_gives_every_layer_its_own_time(subject: BenchmarkSpec, monkeypatch: pytest.MonkeyPatch) -> None:
