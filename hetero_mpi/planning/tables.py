@@ -174,7 +174,7 @@ def _stage_bytes(
 
 @lru_cache(maxsize=64)
 def _kept_in_host(model: ModelCost) -> Floats:
-    """[first, last]: bytes in host memory of a streamed stage of a device with memory of its own, where all weights are trained."""
+    """[first, last]: bytes in host memory of a streamed stage of a device with memory of its own."""
     count = len(model.layers) + 1
     return np.array([[host_state_bytes(model, a, b) if a < b else 0 for b in range(count)] for a in range(count)])
 
@@ -200,7 +200,7 @@ class Room(NamedTuple):
     in_host_memory: bool
     """Does it compute there?"""
     of_host: float
-    """Bytes of its host's memory for what is kept there."""
+    """Bytes of its host's memory for what is kept there; infinite: what does not fit there goes to a disk, or is not asked."""
 
 
 class Stages:
@@ -238,11 +238,11 @@ class Stages:
     def deepest(self, way: StageMode, room: Room) -> Floats:
         """Most micro-batches in flight with which every stage fits; negative: it does not at all."""
         fixed, each = self.bytes(way, room.ratio, room.in_host_memory)
-        kept = way.streamed and self.model.trained_whole and not room.in_host_memory
+        kept = way.streamed and not room.in_host_memory
         relief = 0.0 if kept else np.minimum(room.relief, self.owned)
         with np.errstate(invalid="ignore"):
             most = np.floor((room.usable + relief - fixed) / np.maximum(each, 1e-9))
-        if kept:
+        if kept and room.of_host < math.inf:
             first = np.arange(len(self.last))[:, None]
             there = (_kept_in_host(self.model) - _of_others(self.model, self.pipelines))[first, self.last]
             most = np.where(there <= room.of_host, most, -1.0)

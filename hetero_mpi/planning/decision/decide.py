@@ -140,8 +140,20 @@ def _streamed(profile: ClusterProfile, request: PlanRequest, resident: Decision 
         split_choices=(False,),
         stages_per_rank=1,  # a rank with a streamed stage holds no other one
     )
-    crowded = with_copying(profile, range(len(profile.devices)))
-    found = _resident(crowded, asked, sorted({sizes[place] for place in (0, len(sizes) // 2, -1)}))
+    slices = sorted({sizes[place] for place in (0, len(sizes) // 2, -1)})
+    found = _with_files(profile, request, asked, slices)
+    if profile.model.trained_whole or (found is not None and not any(one.on_disk for _, _, one in found.plan.numbered)):
+        return found
+    within = _with_files(profile, request, replace(asked, without_files=True), slices) if profile.hosts else None
+    return min(filter(None, (found, within)), key=lambda one: one.step_s, default=None)
+
+
+def _with_files(
+    profile: ClusterProfile, request: PlanRequest, asked: PlanRequest, slices: Sequence[int]
+) -> Decision | None:
+    """The best plan with streamed stages for what is ``asked``, with blocks on disk where hosts have no memory for them; None: it
+    does not fit even so."""
+    found = _resident(with_copying(profile, range(len(profile.devices))), asked, slices)
     fitter = Fitter(profile, request)
     plan = None if found is None else fitter.fitted(found.plan)
     plan = plan and fitter.with_files(plan)

@@ -416,10 +416,13 @@ def tabulated(
 def _rooms(profile: ClusterProfile, request: PlanRequest, devices: list[DeviceProfile]) -> list[Room]:
     usable = [float(rank_usable_bytes(profile, one.rank, request.memory_reserve)) for one in devices]
     mean, rooms = sum(usable) / len(usable), []
+    limited = profile.model.trained_whole or request.without_files
     for own, device in zip(usable, devices, strict=True):
         host = profile.host(device.rank)
         here = sum(one.host == device.host and not one.shares_host_memory for one in profile.devices)
-        of_host = math.inf if host is None else usable_bytes(host.memory_bytes, request.memory_reserve) / max(1, here)
+        of_host = math.inf
+        if host is not None and limited:
+            of_host = usable_bytes(host.memory_bytes, request.memory_reserve) / max(1, here)
         room = Room(own, device.activation_ratio, max(0.0, mean - own), device.shares_host_memory, of_host)
         rooms.append(room)
     return rooms

@@ -30,6 +30,8 @@ class PlanRequest:
     streaming: str = "never"
     """Where stages may be streamed: ``never``, where nothing fits otherwise or a step gets clearly shorter (``auto``), or wherever
     it gets ``shorter``?"""
+    without_files: bool = False
+    """Frozen weights that are streamed stay in the memory of hosts, for each device in its part of it, and none on their disks."""
     schedule: str = "auto"
     """``auto`` leaves depth and splitting to the planner; a name of ``orders.SCHEDULES`` fixes them."""
     stages_per_rank: int = 1
