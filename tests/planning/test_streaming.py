@@ -277,6 +277,21 @@ def test_without_a_disk_a_model_larger_than_the_host_is_refused() -> None:
         make_plan(small_host(250_000, None), request(micro_batch_choices=(1,)))
 
 
+@pytest.mark.parametrize("disk", [None, 1e4])
+def test_hosts_that_hold_a_part_each_stream_as_stages(disk: float | None) -> None:
+    """Each of two hosts has memory for 260 of 430 kB: not for a copy of the model beside every card, but for a stage."""
+    profile = heavy_cluster(260_000)
+    devices = (replace(one, host_to_device_bytes_per_s=1e7) for one in profile.devices)
+    hosts = (HostProfile(one.host, 260_000, "its memory", disk_bytes_per_s=disk) for one in profile.devices)
+    links = (replace(link, bytes_per_s=500.0) for link in profile.links)  # so that two pipelines look faster
+    profile = replace(profile, devices=tuple(devices), hosts=tuple(hosts), links=tuple(links))
+    one, two = (make_plan(profile, request(max_pipelines=most)) for most in (1, 2))
+    assert two.predicted_step_s <= one.predicted_step_s and streamed_in(two.plan)
+    assert not any(stage.on_disk for _, _, stage in two.plan.numbered)
+    (by_itself,) = (reason for reason in two.reasons if reason.startswith("every rank by itself"))
+    assert by_itself.endswith("does not fit in memory") == (disk is None)
+
+
 def test_a_processors_files_are_read_again_where_memory_does_not_keep_them() -> None:
     """What is on disk costs nothing but time there: all layers are in files."""
     asked, found = request(micro_batch_choices=(1,)), []

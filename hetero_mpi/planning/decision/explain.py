@@ -211,21 +211,26 @@ def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) ->
     if actions > MOST_ACTIONS or any(pipeline.interleaved for pipeline in plan.pipelines) or plan.leader_of:
         return
 
-    def changed(name: str, pipelines: Iterable[PipelinePlan]) -> Beaten:
-        fitting = fitter.fitted(replace(plan, pipelines=tuple(pipelines)))
-        return Beaten(name, fitter.step_s(fitter.with_files(fitting)) if fitting is not None else None)
+    def changed(name: str, *ways: Iterable[PipelinePlan]) -> Beaten:
+        """The fastest of these that fits."""
+        fitted = (fitter.fitted(replace(plan, pipelines=tuple(way))) for way in ways)
+        filed = (fitter.with_files(fitter.keeping(one)) for one in fitted if one is not None)
+        return Beaten(name, min((fitter.step_s(one) for one in filed if fitter.holds(one)), default=None))
 
     even = tuple(_even_split(pipeline, plan.layers) for pipeline in plan.pipelines)
     if even != plan.pipelines:
         yield changed("the same ranks with an even cut", even)
     if count < used <= min(request.max_pipelines, request.global_batch // sizes[-1]):
-        yield changed("every rank by itself, with a share of the batch", _data_parallel(plan, profile, request))
+        yield changed("every rank by itself, with a share of the batch", *_data_parallel(plan, profile, request))
     if count > 1:
         share, left = divmod(request.global_batch, count)
-        size = next((size for size in sizes if share % size == 0), None)
-        if not left and size is not None and len({pipeline.sequences for pipeline in plan.pipelines}) > 1:
-            equal = (replace(pipeline, sequences=share, micro_batch=size) for pipeline in plan.pipelines)
-            yield changed("equal shares of the batch", equal)
+        even_sizes = [size for size in sizes if share % size == 0]
+        if not left and even_sizes and len({pipeline.sequences for pipeline in plan.pipelines}) > 1:
+            equal = (
+                [replace(pipeline, sequences=share, micro_batch=size) for pipeline in plan.pipelines]
+                for size in even_sizes
+            )
+            yield changed("equal shares of the batch", *equal)
         if decision.one_pipeline_s is not None and request.allow_idle:
             step_s = decision.one_pipeline_s if decision.one_pipeline_s < math.inf else None
             yield Beaten(f"one pipeline instead of {count}", step_s)
@@ -245,19 +250,21 @@ def _even_split(pipeline: PipelinePlan, layers: int) -> PipelinePlan:
     return replace(pipeline, stages=tuple(replace(stage, first=first, last=last) for stage, first, last in ends))
 
 
-def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[PipelinePlan]:
-    """A pipeline for every rank in use: each micro-batch goes to the rank that would be done with it first."""
+def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[list[PipelinePlan]]:
+    """A pipeline for every rank in use: each micro-batch goes to the rank that would be done with it first. With micro-batches of
+    every size; where the plan streams some stage, streamed in slices of every size, too."""
     ranks = sorted(stage.ranks[0] for _, _, stage in plan.numbered)
-    sizes = sorted(set(request.micro_batch_choices), reverse=True)
-    devices = while_computing(profile, ranks).devices
-    seconds = [whole_model_s(profile, devices[rank], sizes[-1] * request.sequence_length) for rank in ranks]
-    counts = [1] * len(ranks)
-    for _ in range(request.global_batch // sizes[-1] - len(ranks)):
-        counts[min(range(len(ranks)), key=lambda i: (counts[i] + 1) * seconds[i])] += 1
-    for rank, count in zip(ranks, counts, strict=True):
-        share = count * sizes[-1]
-        size = next(size for size in sizes if share % size == 0)
-        yield PipelinePlan((StagePlan((rank,), 0, plan.layers, 0),), size, share)
+    sizes, devices = sorted(set(request.micro_batch_choices)), while_computing(profile, ranks).devices
+    streams = any(stage.streamed for _, _, stage in plan.numbered)
+    for size in (one for one in sizes if request.global_batch // one >= len(ranks)):
+        seconds = [whole_model_s(profile, devices[rank], size * request.sequence_length) for rank in ranks]
+        counts = [1] * len(ranks)
+        for _ in range(request.global_batch // size - len(ranks)):
+            counts[min(range(len(ranks)), key=lambda i: (counts[i] + 1) * seconds[i])] += 1
+        for part in (None, *(one for one in sizes if one <= size and streams)):
+            stage = StagePlan((0,), 0, plan.layers, 0, streamed=part is not None, slice_sequences=part)
+            held = (replace(stage, ranks=(rank,)) for rank in ranks)
+            yield [PipelinePlan((own,), size, count * size) for own, count in zip(held, counts, strict=True)]
 
 
 def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> str:

@@ -198,6 +198,20 @@ def test_every_rank_by_itself_is_priced_where_the_batch_has_a_share_for_each(
     assert ("every rank by itself, with a share of the batch" in names) == told
 
 
+def test_alternatives_are_priced_with_the_micro_batches_that_fit() -> None:
+    """Each rank has memory for the whole model with one sequence at a time, and not with eight."""
+    profile = make_profile((1.0, 2.0))
+    profile = replace(profile, devices=tuple(replace(one, memory_bytes=80_000) for one in profile.devices))
+    request = PlanRequest(16, SEQUENCE, (1, 2, 4, 8), max_pipelines=2)
+    layers = len(profile.model.layers)
+    alone = [PipelinePlan((StagePlan((rank,), 0, layers, 0),), 1, share) for rank, share in ((0, 10), (1, 6))]
+    unequal, staged = Plan(tuple(alone), 16, SEQUENCE, layers), make_plan_of((0, 2, layers), (0, 1), 16)
+    names = "equal shares of the batch", "every rank by itself, with a share of the batch"
+    for plan, name in zip((unequal, staged), names, strict=True):
+        steps = {other.name: other.step_s for other in beaten(Decision(plan, 1.0), profile, request)}
+        assert steps[name] is not None, name
+
+
 def test_more_ranks_than_layers_is_no_error() -> None:
     report = make_plan(make_profile([1.0] * 6), PlanRequest(64, SEQUENCE, (1,)))
     assert len(report.idle) >= 2
