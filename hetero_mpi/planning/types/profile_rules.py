@@ -19,6 +19,10 @@ from hetero_mpi.planning.types.profile import ANY_HOST, ITSELF, TABLES, ClusterP
 DTYPES = tuple(DTYPE_BYTES)
 LONGEST_S = 1e6
 """Seconds of a micro-batch in one layer (eleven days): what takes longer is a slip of the pen."""
+LARGEST = 1e18
+"""Bytes, parameters or anything else that is counted (but speeds): what is more is one, too."""
+MOST_PARTS = 10_000
+"""Of heads and experts, which are dealt to ranks one by one."""
 BACKENDS = ("cpu", "cuda", "rocm", "xpu", "mps")
 
 
@@ -54,6 +58,8 @@ def number_problems(value: Any, path: str = "") -> list[str]:
             return [f"{path} = {value}: must not be negative"]
         if math.isinf(number):
             return [f"{path} = {value}: must be finite (only speeds may be inf)"]
+        if number > LARGEST:
+            return [f"{path} = {value}: must be at most {LARGEST:g}; correct it"]
     return []
 
 
@@ -91,6 +97,9 @@ def _model_problems(profile: ClusterProfile) -> Iterator[str]:
         yield f"model.dtype = {model.dtype!r}: must be {_either(DTYPES)}"
     if model.sequence_length < 1:
         yield f"model.sequence_length = {model.sequence_length}: must be at least 1"
+    for name, count in (("heads", model.heads), ("experts", model.experts)):
+        if count is not None and not 1 <= count <= MOST_PARTS:
+            yield f"model.{name} = {count}: must be 1 to {MOST_PARTS:,}; leave it out where ranks cannot share them"
     if len(model.layers) < 2:
         yield "model.layers: the chain has at least an embedding and a head"
     for place, layer in enumerate(model.layers):
