@@ -139,8 +139,22 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: 
         ("[devices.layers.head]", "[devices.layers.tail]", "no times for head"),
         ("[devices.layers.head]", "[devices.layers.tail]", "devices[0].layers.tail: the model has no such layer"),
         ("latency_s = 0.0", "latency_s = inf", "latency_s = inf: must be finite"),
-        ("parameters = 1000", "parameters = 1000000000000000000000", "parameters = 1000000000000000000000: must be at most"),
+        (
+            "parameters = 1000",
+            "parameters = 1000000000000000000000",
+            "parameters = 1000000000000000000000: must be at most",
+        ),
         ("tied = false", "tied = false\nheads = 1000000000000", "model.heads = 1000000000000: must be 1 to 10,000"),
+        (
+            "divided_trainable = 0",
+            "divided_trainable = 1001",
+            "divided_trainable = 1001: more than its trainable_parameters = 1000",
+        ),
+        (
+            "divided_activations = 0.0",
+            "divided_activations = 1.5",
+            "divided_activations = 1.5: more than 1, as a share is",
+        ),
         ("tied = false", "tied = false\nexperts = 0", "model.experts = 0: must be 1 to 10,000"),
         (
             "seconds = [0.1] }",

@@ -23,6 +23,18 @@ LARGEST = 1e18
 """Bytes, parameters or anything else that is counted (but speeds): what is more is one, too."""
 MOST_PARTS = 10_000
 """Of heads and experts, which are dealt to ranks one by one."""
+PARTS: dict[str, str | int] = {
+    "trainable_parameters": "parameters",
+    "divided_parameters": "parameters",
+    "divided_trainable": "trainable_parameters",
+    "expert_parameters": "divided_parameters",
+    "expert_trainable": "divided_trainable",
+    "matrix_bytes": "workspace_bytes",
+    "logits_bytes_per_token": "activation_bytes_per_token",
+    "divided_activations": 1,
+    "divided_workspace": 1,
+}
+"""Figures of a layer, and those (or the number) that they are no more than."""
 BACKENDS = ("cpu", "cuda", "rocm", "xpu", "mps")
 
 
@@ -106,11 +118,11 @@ def _model_problems(profile: ClusterProfile) -> Iterator[str]:
         ends = {0: EMBEDDING, len(model.layers) - 1: HEAD}
         if place in ends and layer.kind != ends[place]:
             yield f"model.layers[{place}].kind = {layer.kind!r}: must be {ends[place]!r}, which begins or ends the chain"
-        if layer.trainable_parameters > layer.parameters:
-            yield (
-                f"model.layers[{place}].trainable_parameters = {layer.trainable_parameters}: "
-                f"more than its parameters = {layer.parameters}"
-            )
+        for part, whole in PARTS.items():
+            own, of = getattr(layer, part), getattr(layer, whole) if isinstance(whole, str) else whole
+            if own > of:
+                told = f"its {whole} = {of}" if isinstance(whole, str) else f"{of}, as a share is"
+                yield f"model.layers[{place}].{part} = {own}: more than {told}"
 
 
 def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) -> Iterator[str]:
