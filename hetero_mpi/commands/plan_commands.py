@@ -119,7 +119,7 @@ def plan(
     """The planner's plan for a job, or the given one, with everything that is known about it: as lines, or as one JSON object."""
     question = ask(job, overrides, profile)
     chosen = chosen_plan(question, given)
-    own = chosen if given is None else make_plan(question.profile, question.request)
+    own, none = (chosen, "") if given is None else _own_plan(question, chosen)
     result = outlined(chosen.plan, question.profile)
     lost = losses(chosen, own, question.profile, question.request)
     answers = list(what_ifs(own, question.profile, question.request, lost.free_links_s)) if explain else []
@@ -138,7 +138,7 @@ def plan(
             "utilisation": result.use,
             "limit": lost.limit,
             "lost": asdict(lost),
-            "planner_step_s": own.predicted_step_s,
+            "planner_step_s": None if none else own.predicted_step_s,
             "what_if": [asdict(answer) for answer in answers],
             "differences": otherwise,
             "remarks": question.remarks,
@@ -146,13 +146,23 @@ def plan(
         return json.dumps(encode(figures, infinity_as_text=True), indent=1)
     lines = costed_plan_lines(chosen, question.profile, result.use, lost)
     lines += [line for text in otherwise for line in wrapped("The given plan differs from the job: ", text)]
-    if given is not None:
+    if none:
+        lines += wrapped("The planner has no plan of its own: ", none)
+    elif given is not None:
         lines.append(f"The planner's own plan: {units.seconds(own.predicted_step_s)} per step")
         lines += [line for reason in own.reasons for line in wrapped("  ", reason)]
     lines += [*what_if_lines(answers, own.predicted_step_s), *_said(question)]
     if output is not None:
         lines.append(f"Written: {output}")
     return lines
+
+
+def _own_plan(question: PlanQuestion, chosen: PlanReport) -> tuple[PlanReport, str]:
+    """The planner's plan; or, where it finds none, the chosen one, and why there is none."""
+    try:
+        return make_plan(question.profile, question.request), ""
+    except UserError as error:
+        return chosen, str(error).splitlines()[0].partition(". ")[0]
 
 
 def simulation(

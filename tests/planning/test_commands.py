@@ -175,6 +175,23 @@ def test_a_plan_that_differs_from_the_job_is_costed_and_the_differences_are_name
     ]
 
 
+def test_a_plan_that_the_planner_would_not_make_is_costed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Faster than the planner's own, or where it has none, as the job leaves no other micro-batch: a step loses less than all."""
+    save_plan(best().plan, "best.toml")
+    arguments = ("plan", "job.toml", "--profile", "profile.toml", "--plan", "best.toml", "--json", "--set")
+    worse = json.loads(run(capsys, *arguments, "plan.schedule=gpipe", "--set", "plan.pipelines=1"))
+    assert worse["planner_step_s"] > worse["step_s"] and worse["lost"]["choice"] == 0
+    small = (*arguments, "cluster.memory_bytes=97000", "--set", "train.recompute=false", "--set", "train.micro_batch=8")
+    alone = json.loads(run(capsys, *small))
+    assert alone["planner_step_s"] is None and alone["step_s"] > 0
+    assert "The planner has no plan of its own: the model does not fit" in run(
+        capsys, *(x for x in small if x != "--json")
+    )
+    for found in (worse, alone):
+        lost = found["lost"]
+        assert sum(lost[cause] for cause in ("choice", "links", "memory", "granularity")) <= 1
+
+
 def test_what_if_names_the_next_ethernet() -> None:
     model = make_model(6, boundary_bytes_per_token=10**7)
     profile = make_profile((1.0, 1.0), model, memory_bytes=10**12, bytes_per_s=0.94e9 / 8)

@@ -321,14 +321,22 @@ def test_a_processor_keeps_slices_beside_the_pages_that_it_reads_only(speed: flo
 
 
 @pytest.mark.parametrize(
-    "changes", [{"on_disk": 5}, {"on_disk": -1}, {"on_disk": 1, "streamed": False}], ids=["many", "negative", "held"]
+    ("changes", "told"),
+    [
+        ({"on_disk": 5}, "on_disk = 5: is of streamed stages with adapters, 0 to their blocks (4)"),
+        ({"on_disk": -1}, "on_disk = -1: is of streamed stages with adapters, 0 to their blocks (4)"),
+        ({"on_disk": 1, "streamed": False}, "on_disk = 1: is of streamed stages with adapters, 0 to their blocks (0)"),
+        ({"kept_slices": 3, "slice_sequences": 2}, "kept_slices = 3: is of streamed stages, 0 to their slices (2)"),
+        ({"kept_slices": 1, "streamed": False}, "kept_slices = 1: is of streamed stages, 0 to their slices (0)"),
+    ],
 )
-def test_layers_on_disk_of_a_plan_by_hand(changes: dict[str, object]) -> None:
+def test_layers_on_disk_and_slices_of_a_plan_by_hand(changes: dict[str, object], told: str) -> None:
     profile = cluster()
     stage = StagePlan((0,), 0, 5, 0, **{"streamed": True, **changes})  # type: ignore[arg-type]
     plan = plan_of(profile, stage, StagePlan((1,), 5, 10, 0))
-    with pytest.raises(UserError, match=r"stages\[0\].on_disk = -?\d: is of streamed stages with adapters"):
+    with pytest.raises(UserError) as caught:
         complete_plan(plan, profile, PlanRequest(8, SEQUENCE, (4,)))
+    assert str(caught.value) == f"plan: pipelines[0].stages[0].{told}"
 
 
 def test_stages_are_streamed_where_nothing_fits_otherwise() -> None:

@@ -82,16 +82,17 @@ class WhatIf:
 
 
 def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: PlanRequest) -> Losses:
-    """The losses of ``plan`` by their causes. ``own``: the planner's plan for the same request (often ``plan`` itself)."""
-    free = with_free_links(profile)
+    """The losses of ``plan`` by their causes. ``own``: the planner's plan for the same request (often ``plan`` itself, also
+    where it has none)."""
+    free, step_s = with_free_links(profile), plan.predicted_step_s
     roomy = with_plenty_of_memory(free)
     found = _decided(roomy, request)
-    suits = fits_memory(found.plan, free, request.memory_reserve)
-    planned_s = found.step_s if suits else _decided(free, request).step_s
-    without_links = min(planned_s, outlined(own.plan, free).step_s)
-    without_both = min(without_links, found.step_s)
+    planned = found if fits_memory(found.plan, free, request.memory_reserve) else _fastest(free, request)
+    # A plan by hand may be faster than what the job leaves to the planner.
+    known_s = [outlined(one.plan, free).step_s for one in (plan, own) if one.predicted_step_s <= own.predicted_step_s]
+    without_links = min([*known_s, *([planned.step_s] if planned is not None else [])])
+    without_both, own_s = min(without_links, found.step_s), min(own.predicted_step_s, step_s)
     bound_s = fluid_bound_s(roomy, request)
-    step_s = plan.predicted_step_s
 
     def share(more_s: float, less_s: float) -> float:
         return max(0.0, more_s - less_s) / step_s if step_s > 0 else 0.0
@@ -99,8 +100,8 @@ def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: 
     return Losses(
         step_s=step_s,
         bound_s=bound_s,
-        choice=share(step_s, own.predicted_step_s),
-        links=share(own.predicted_step_s, without_links),
+        choice=share(step_s, own_s),
+        links=share(own_s, without_links),
         memory=share(without_links, without_both),
         free_links_s=without_links,
         granularity=share(without_both, bound_s),
@@ -180,8 +181,12 @@ def _representatives(used: Sequence[int], profile: ClusterProfile) -> list[int]:
     return sorted(chosen, key=lambda rank: (whole_model_s(profile, profile.devices[rank]), rank))
 
 
+def _fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
+    return fastest(profile, replace(request, brief=True))
+
+
 def _decided(profile: ClusterProfile, request: PlanRequest) -> Decision:
-    decision = fastest(profile, replace(request, brief=True))
+    decision = _fastest(profile, request)
     if decision is None:
         raise UserError("the model does not fit in memory")
     return decision

@@ -157,6 +157,14 @@ def differences(plan: Plan, request: PlanRequest) -> list[str]:
     found = []
     if len(plan.pipelines) > request.max_pipelines:
         found.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")
+    stages = [stage for _, _, stage in plan.numbered]
+    if request.streaming == "never" and any(stage.streamed for stage in stages):
+        found.append("stages are streamed: plan.stream of the job is false")
+    if not request.groups and plan.leader_of:
+        found.append("ranks hold stages together: plan.groups of the job is false")
+    most = max(len(plan.of_rank(rank)) for rank in plan.ranks)
+    if most > request.stages_per_rank:
+        found.append(f"{most} stages on a rank: the planner was to give it {request.stages_per_rank} at most")
     sizes = _sizes(plan, request)
     for index, pipeline in enumerate(plan.pipelines):
         where, choices = f"pipelines[{index}]", ", ".join(map(str, sizes))

@@ -38,8 +38,9 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
                 yield f"{where}.warm_up = {stage.warm_up}: must not be negative"
             if stage.slice_sequences is not None and stage.slice_sequences < 1:
                 yield f"{where}.slice_sequences = {stage.slice_sequences}: must be at least 1"
-            if stage.kept_slices < 0 or (stage.kept_slices and not stage.streamed):
-                yield f"{where}.kept_slices = {stage.kept_slices}: is of streamed stages, and 0 or more"
+            slices = -(-pipeline.micro_batch // max(1, stage.slice_sequences or pipeline.micro_batch)) * stage.streamed
+            if not 0 <= stage.kept_slices <= slices:
+                yield f"{where}.kept_slices = {stage.kept_slices}: is of streamed stages, 0 to their slices ({slices})"
             most = len(stage.blocks(layers)) * (stage.streamed and not profile.model.trained_whole)
             if not 0 <= stage.on_disk <= most:
                 yield f"{where}.on_disk = {stage.on_disk}: is of streamed stages with adapters, 0 to their blocks ({most})"
