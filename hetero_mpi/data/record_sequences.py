@@ -110,7 +110,8 @@ class RecordSequences:
             places[row, end:] = np.arange(width - end)
         positions = places[:, :-1] if (packing and self.isolate) or self.preference else None
         compared = answers[:, 1:] if self.preference else None
-        weighed = weights[:, 1:] if any((part.weight != 1).any() for entry in kept for part in entry) else None
+        own_weights = any((part.weight != 1).any() for entry in kept for part in entry)
+        weighed = weights[:, 1:] if own_weights and not self.preference else None  # these compare whole answers
         return Rows(tokens[:, :-1], labels[:, 1:], "", (), positions, compared, weighed, lanes)
 
 
@@ -169,7 +170,7 @@ def _singles(tokenized: Iterable[Tokenized], capacity: int, train_on_prompt: boo
 def _pairs(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_Part, _Part]]:
     """(chosen, rejected). Where both do not fit, the longer one is cut, down to half of the sequence before the other one is.
 
-    All of a chosen record are targets, since ORPO learns its prompt, too, as TRL's does.
+    All of a chosen record are targets, since ORPO learns its prompt, too, as TRL's does; but for answers that are not learnt.
     """
     chosen: Tokenized | None = None
     for rejected in tokenized:
@@ -178,7 +179,7 @@ def _pairs(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_Par
             continue
         room = capacity - min(len(rejected.ids), capacity // 2)
         answers = [_last_run(entry.answer) for entry in (chosen, rejected)]
-        first = _part(chosen, room, answers[0], np.ones_like(answers[0]))
+        first = _part(chosen, room, answers[0], ~chosen.never)
         yield first, _part(rejected, capacity - len(first.ids), answers[1], answers[1])
         chosen = None
 

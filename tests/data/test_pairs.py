@@ -161,6 +161,19 @@ def test_a_row_holds_whole_pairs(tokenizer: PreTrainedTokenizerFast, tmp_path: P
         assert learnt == (tokens[1:] if number % 2 == 0 else compared)  # ORPO learns the chosen record's prompt, too
 
 
+def test_answers_before_that_are_not_learnt_are_no_targets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Not of the chosen record, all of which ORPO learns else; and a batch that compares answers has no weights."""
+    plain, silent = ([ASKED, {**said("blue"), **own}, ASKED] for own in ({}, {"weight": 0}))
+    pairs = [{"chosen": [*turns, said("a")], "rejected": [*turns, said("b")]} for turns in (plain, silent)]
+    dataset = built(tokenizer, tmp_path, 64, *pairs, packing=False)
+    batch = dataset.batch(0, 2)
+    assert dataset.weights is None and batch.weighed is None and batch.divisor == 2
+    of_plain, of_silent = (parts(dataset, row)[0] for row in (0, 1))
+    assert of_plain[0] == of_silent[0] and of_plain[2] == of_silent[2] and of_plain[1].count(IGNORED) == 1
+    missing = [a for a, b in zip(of_plain[1], of_silent[1], strict=True) if a != b]
+    assert tokenizer.decode(missing).strip().startswith("blue") and of_silent[1].count(IGNORED) == 1 + len(missing)
+
+
 def test_the_longer_answer_is_cut_first(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     long = " ".join("abcdefgh" * 20)
     whole = built(tokenizer, tmp_path, 400, PLAIN)
