@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ import pytest
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.logs import LOGGER, say, setup_logging
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, read_metrics, rewards_text
-from hetero_mpi.report.run_files.run_directory import claim
+from hetero_mpi.report.run_files.run_directory import EventLog, claim
 from tests.support.past_runs import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -126,11 +128,42 @@ def test_rank_0_talks_and_every_rank_logs(
     assert [handler.get_name() for handler in logging.getLogger().handlers].count(LOGGER) == 1
 
 
+def test_lines_that_wait_are_not_written_by_the_end_of_the_process(tmp_path: Path, logging_restored: None) -> None:
+    setup_logging(tmp_path, rank=0, size=1, waits=True)
+    logging.getLogger(LOGGER).info("of a start that is refused")
+    (own,) = [handler for handler in logging.getLogger().handlers if handler.get_name() == LOGGER]
+    logging.shutdown([weakref.ref(own)])
+    assert list(tmp_path.iterdir()) == []
+
+
 # Run directory
+
+
+def test_a_supervisors_events_in_a_used_directory_wait_for_more_than_a_refusal(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+
+    def told(*names: str, does: Callable[[], object] = int) -> list[str]:
+        log = EventLog(tmp_path, "supervisor")
+        for name in names[:-1]:
+            log.tell(name, name)
+        does()
+        log.tell(names[-1], names[-1])
+        path = tmp_path / "events.jsonl"
+        return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
+
+    assert told("hosts", "start", "ended", "end") == [] and {path.name for path in tmp_path.iterdir()} == {
+        ".lock",
+        "run.json",
+    }
+    assert told("hosts", "start", "broken") == ["hosts", "start", "broken"]
+    (tmp_path / "events.jsonl").unlink()
+    write_run = partial((tmp_path / "run.json").write_text, "{} ")
+    assert told("hosts", "start", "end", does=write_run) == ["hosts", "start", "end"], "the start was accepted"
+
 
 HOLD = """
 import sys, time
-from hetero_mpi.report.run_files.run_directory import claim
+from hetero_mpi.report.run_files.run_directory import EventLog, claim
 with claim(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
+from tests.support.mpi import ROOT, run_bounded
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +167,16 @@ def test_checkpoints_are_looked_at_before_anything_is_measured(
 def test_nothing_to_do_is_no_error(name: str, outcomes: tuple[dict[str, Outcome], Any]) -> None:
     outcome = outcomes[0][name]
     assert set(outcome.codes) == {0} and UNCHANGED[name][1] in outcome.printed, outcome
+
+
+def test_a_supervised_start_with_nothing_to_do_leaves_all_as_it_was(scene: Scene, outcomes: Any) -> None:
+    """Real processes, which end, with a supervisor that notes what happens."""
+    before = fingerprint(scene.run)
+    words = ["launch", "-np", "2", "--elastic", "--", "train", str(scene.good), "--run-dir", str(scene.run), "--resume"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = run_bounded([sys.executable, "-m", "hetero_mpi", *words], environment, 240)
+    assert result.returncode == 0 and "finished already" in result.stdout, result.stdout + result.stderr
+    assert fingerprint(scene.run) == before
 
 
 def test_a_result_that_is_missing_is_written_all_the_same(scene: Scene, outcomes: Any) -> None:

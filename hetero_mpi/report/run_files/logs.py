@@ -90,6 +90,10 @@ class _Waiting(logging.handlers.MemoryHandler):
             self.capacity = 0
         return self.capacity == 0
 
+    def flush(self) -> None:
+        if self.capacity == 0:  # before Python 3.12 the end of the process flushes, too
+            super().flush()
+
     def let_through(self) -> None:
         self.capacity = 0
         self.flush()
