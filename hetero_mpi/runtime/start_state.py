@@ -59,6 +59,7 @@ from hetero_mpi.state.stored_state import (
     ANY,
     LATEST,
     VersionReader,
+    adapter_change,
     check_data,
     check_fits,
     check_length,
@@ -313,6 +314,7 @@ def _same_data(context: RunContext, path: Path, said: Mapping[str, Any]) -> bool
     check_steps(path, step, train)
     with damage_named(path, "metadata/job"):
         changes = [told(said["job"]["train"], train, step) for told in (rate_change, step_change)]
+        changes.append(adapter_change(said["job"], context.job, step))
     say(*filter(None, changes))
     return then == now
 

@@ -27,6 +27,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
+from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.optimizer import learning_rate
@@ -262,14 +263,24 @@ def check_fits(
 
 
 def _check_adapter(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
-    """Refuse the state of an adapter whose tensors would mean something else here. Raises UserError."""
+    """Refuse the state of an adapter whose tensors would mean something else here, or that had learnt over the base in another
+    form. Raises UserError.
+    """
     with damage_named(path, "metadata/job"):
-        then = dict(reader.metadata["job"]["adapter"])
-    for key in _OF_ADAPTER if tuning.adapter is not None and then.get("method") == "lora" else ():
-        was, now = then.get(key, AdapterTable.model_fields[key].default), getattr(tuning.adapter, key)
+        then, model = (dict(reader.metadata["job"][table]) for table in ("adapter", "model"))
+    if tuning.adapter is None or then.get("method") != "lora":
+        return
+    fields = AdapterTable.model_fields
+    both = {
+        f"[adapter] {key}": (then.get(key, fields[key].default), getattr(tuning.adapter, key)) for key in _OF_ADAPTER
+    }
+    both["[model] quantization"] = model.get("quantization", "none"), "nf4" if tuning.nf4 else "none"
+    if tuning.nf4:
+        both["[model] double_quantization"] = model.get("double_quantization", True), tuning.double
+    for key, (was, now) in both.items():
         if (was or None) != (now or None):
             raise UserError(
-                f"{path} was written with [adapter] {key} = {as_toml(was)}, this job says {as_toml(now)}: the run would not "
+                f"{path} was written with {key} = {as_toml(was)}, this job says {as_toml(now)}: the run would not "
                 f"continue where it stopped; set it back, or start without --resume"
             )
 
@@ -381,6 +392,21 @@ def step_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
         if getattr(train, key) != was[key]
     ]
     return f"From step {step + 1} on [train] {', '.join(changed)}" if changed and step < train.steps else None
+
+
+def adapter_change(then: Mapping[str, Any], job: JobConfig, step: int) -> str | None:
+    """A remark if the job of an adapter has changed how it learns, or the place of its base, whose weights are in no checkpoint;
+    else None. ``then``: the job's tables when the state after ``step`` steps was written.
+    """
+    dropout, base = then["adapter"].get("dropout", 0.0), then["model"].get("path")
+    told = []
+    if job.adapter.dropout != dropout:
+        told.append(f"[adapter] dropout is {as_toml(job.adapter.dropout)}, was {as_toml(dropout)}")
+    if job.model.path != base and job.model.path is not None and base is not None:
+        text = f"[model] path is {as_toml(job.model.path)}, was {as_toml(base)}"
+        told.append(f"{text}: the run goes on as it was only if the weights there are the same")
+    wanted = told and job.adapter.method != "none" and step < job.train.steps
+    return f"From step {step + 1} on {'; '.join(told)}" if wanted else None
 
 
 def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:

@@ -198,3 +198,18 @@ def test_more_steps_go_on(scene: Scene, outcomes: Any) -> None:
     assert log.startswith((scene.run / "logs" / "rank-0000.log").read_text())
     assert log.count("Resuming from") == 1, "lines that waited are written once the start is accepted"
     assert SEQUENCE == 24
+
+
+def test_an_adapter_goes_on_over_its_base_in_the_same_form_and_other_places_are_told(scene: Scene) -> None:
+    lora, values, run = {"method": "lora", "rank": 2}, scene.values(scene.model()), scene.directory / "lora"
+    other = shutil.copytree(scene.model(), scene.directory / "moved")
+    first = scene.job("lora", values, adapter=lora, train={"steps": 2})
+    packed = scene.job("packed", values, adapter=lora, model={"quantization": "nf4"})
+    moved = scene.job("elsewhere", values, adapter={**lora, "dropout": 0.5}, model={"path": str(other)})
+    resumed = {"run_dir": run, "resume": "latest"}
+    entries = {"first": {"job": first, "run_dir": run}, "packed": {"job": packed, **resumed}}
+    outcomes = scene.run_entries(1, {**entries, "moved": {"job": moved, **resumed}})
+    assert outcomes["first"].codes == (0,), outcomes["first"]
+    assert '[model] quantization = "none", this job says "nf4"' in outcomes["packed"].texts[0], outcomes["packed"]
+    told = f'From step 3 on [adapter] dropout is 0.5, was 0.0; [model] path is "{other}", was "{scene.model()}"'
+    assert outcomes["moved"].codes == (0,) and told in outcomes["moved"].printed, outcomes["moved"]
