@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +167,15 @@ def test_going_on_with_an_adapter_that_means_something_else_is_refused(tmp_path:
     own, path, train = chain(), tmp_path / "step.h5", TrainTable(dtype="fp32")
     keys: dict[str, Any] = {"method": "lora", "rank": 2, "start": "olora", "tokens": [3, 4]}
 
-    with CheckpointWriter(path, told(1, job={"train": train.model_dump(), "data": {}, "adapter": keys})):
+    job = {"train": train.model_dump(), "data": {}, "adapter": keys, "model": {"quantization": "none"}}
+    with CheckpointWriter(path, told(1, job=job)):
         pass
     with CheckpointReader(path) as reader:
         for changed in ({"start": "pissa"}, {"tokens": [3, 5]}, {"alpha": 8.0}, {"rslora": True}):
             with pytest.raises(UserError, match=rf"written with \[adapter\] {next(iter(changed))} = .*set it back"):
                 check_fits(reader, path, own, tuned({}, own, **{**keys, **changed}), train, 8)
+        with pytest.raises(UserError, match=r"written with \[model\] quantization = .*set it back"):
+            check_fits(reader, path, own, replace(tuned({}, own, **keys), nf4=True), train, 8)
         with pytest.raises(UserError, match="checkpoint of another model: it lacks"):
             check_fits(reader, path, own, tuned({}, own, **keys), train, 8)
 
