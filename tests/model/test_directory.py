@@ -144,6 +144,8 @@ def test_replaces_a_former_result_and_keeps_other_files(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     export(build("llama"), directory, shard_bytes=30_000)
     (directory / "notes.md").write_text("mine")
+    for stale in ("model.gguf", "chat_template.jinja"):
+        (directory / stale).write_text("of the former weights, and the former tokenizer")
     with ModelDirectoryWriter(build("qwen3"), directory, 10**9) as writer:
         (writer.path / "tokenizer.json").write_text("{}")
         for state in layers(build("qwen3")):

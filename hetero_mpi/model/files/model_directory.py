@@ -36,13 +36,16 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import GENERATION, INDEX, WEIGHTS, header_of, write_tensors
 
 T = TypeVar("T", bound="WholeDirectory")
+_OF_TOKENIZER = ("chat_template.jinja", "additional_chat_templates", "special_tokens_map.json", "added_tokens.json")
+"""Files that not every tokenizer has. Beside another tokenizer they would count as its own."""
 
 
 class WholeDirectory:
     """A context manager: at the end of the block what was put into ``path`` becomes ``directory``; after an error nothing does.
 
     Whoever is killed at any moment leaves the former directory, none, or the new one. What a dead writer left unfinished beside it
-    is removed: one process at a time writes there. Files of the former one that are neither weights nor written anew are kept.
+    is removed: one process at a time writes there. Files of the former one that are neither weights, nor those of its tokenizer, nor
+    written anew are kept.
 
     Args:
         marker: the file by which such a directory is known.
@@ -114,8 +117,10 @@ class WholeDirectory:
     def _keep_other_files(self) -> None:
         if not self.directory.is_dir():
             return
+        of_tokenizer = _OF_TOKENIZER if (self.path / "tokenizer.json").exists() else ()
         for entry in self.directory.iterdir():
-            if (self.path / entry.name).exists() or entry.name.startswith(self._weights):
+            stale = entry.name.startswith(self._weights) or entry.suffix == ".gguf" or entry.name in of_tokenizer
+            if stale or (self.path / entry.name).exists():
                 continue
             if entry.is_dir():
                 shutil.copytree(entry, self.path / entry.name, symlinks=True)
