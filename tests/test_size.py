@@ -15,29 +15,29 @@ import pytest
 from tests.test_house import imported
 
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
-CLOSURES = {"model.stage": 3_500, "engine.executor": 6_800, "engine.trainer": 9_390}
+CLOSURES = {"model.stage": 3_500, "engine.executor": 6_800, "engine.trainer": 9_400}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"runtime.loop": 19_540}
+LOADED = {"runtime.loop": 19_590}
 """The same of what is loaded when the module is imported."""
 LINES = {
     "beside the packages": 1_820,
     "checkpoint": 1_250,
     "comm": 2_910,
-    "commands": 2_570,
+    "commands": 2_580,
     "data": 3_770,
     "device": 1_690,
     "emulation": 770,
     "engine": 2_150,
     "job": 1_300,
     "launch": 4_530,
-    "model": 8_920,
-    "planning": 10_930,
+    "model": 8_930,
+    "planning": 10_980,
     "profiling": 1_430,
-    "report": 4_970,
+    "report": 4_990,
     "runtime": 8_470,
-    "state": 1_880,
+    "state": 1_900,
     "web": 440,
-    "in all": 59_730,
+    "in all": 59_870,
 }
 """Lines of each package, and in all."""
 SLACK = 40

@@ -83,10 +83,10 @@ def inject(
         return {}
     add_adapters(lora_config(adapter, modules, parameters), model, own)
     if parameters:
-        for module in model.modules():
+        for layer in model.modules():
             # Of a single expert peft adds B A as to a matrix (out, in), though some families have (in, out).
-            if getattr(module, "num_experts", 0) == 1 and not getattr(module, "_did_swap_in_out_features", True):
-                module.fan_in_fan_out = True
+            if getattr(layer, "num_experts", 0) == 1 and not getattr(layer, "_did_swap_in_out_features", True):
+                layer.fan_in_fan_out = True
     found = {name_in_file(name, own): parameter for name, parameter in model.named_parameters() if f".{own}." in name}
     for name, parameter in found.items():
         parameter.data = (parameter.data.float() if name.endswith(MAGNITUDE) else start(name)).to(device)

@@ -44,8 +44,8 @@ class WholeDirectory:
     """A context manager: at the end of the block what was put into ``path`` becomes ``directory``; after an error nothing does.
 
     Whoever is killed at any moment leaves the former directory, none, or the new one. What a dead writer left unfinished beside it
-    is removed: one process at a time writes there. Files of the former one that are neither weights, nor those of its tokenizer, nor
-    written anew are kept.
+    is removed: one process at a time writes there. Files of the former one that are neither weights, nor those of its tokenizer,
+    nor written anew are kept.
 
     Args:
         marker: the file by which such a directory is known.
