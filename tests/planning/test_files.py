@@ -131,6 +131,7 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: 
     ("old", "new", "expected"),
     [
         ("bytes_per_s = 100.0", "bytes_per_s = 0.0", "links[0].bytes_per_s = 0.0: a speed is above zero"),
+        ("bytes_per_s = 100.0", "bytes_per_s = 1e-300", "links[0].bytes_per_s = 1e-300: a speed is above zero"),
         ("memory_bytes = 10000000", "memory_bytes = -1", "devices[0].memory_bytes = -1: must not be negative"),
         ("rank = 1", "rank = 0", "devices.rank = [0, 0]"),
         ("source = 1\n", "source = 0\n", "missing the link 1 -> 0"),

@@ -204,7 +204,7 @@ class _Search:
         memory = [self.profile.devices[rank].memory_bytes for rank in ranks]
 
         def fullness(place: int, count: int) -> float:
-            return count / memory[place]
+            return count / max(1, memory[place])
 
         least = [int(len(ranks) <= self.heads)] * len(ranks)
         return self._group(ranks, _dealt(self.heads, least, fullness), fullness)

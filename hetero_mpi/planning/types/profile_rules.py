@@ -19,6 +19,8 @@ from hetero_mpi.planning.types.profile import ANY_HOST, ITSELF, TABLES, ClusterP
 DTYPES = tuple(DTYPE_BYTES)
 LONGEST_S = 1e6
 """Seconds of a micro-batch in one layer (eleven days): what takes longer is a slip of the pen."""
+SLOWEST = 1e-9
+"""Bytes per second."""
 LARGEST = 1e18
 """Bytes, parameters or anything else that is counted (but speeds): what is more is one, too."""
 MOST_PARTS = 10_000
@@ -65,7 +67,7 @@ def number_problems(value: Any, path: str = "") -> list[str]:
     number = math.inf if value == "inf" else value
     if isinstance(number, (int, float)) and not isinstance(number, bool):
         if path.endswith("bytes_per_s"):
-            return [f"{path} = {value}: a speed is above zero"] if number <= 0 else []
+            return [f"{path} = {value}: a speed is above zero, {SLOWEST:g} at least"] if number < SLOWEST else []
         if number < 0:
             return [f"{path} = {value}: must not be negative"]
         if math.isinf(number):

@@ -307,6 +307,14 @@ def test_a_layer_larger_than_every_rank_of_a_host_is_held_by_two_of_them() -> No
     assert "no plan without ranks that hold a stage together fits in memory" in report.reasons
 
 
+@pytest.mark.parametrize("memory", [0, 1])
+def test_a_rank_without_memory_holds_nothing(memory: int) -> None:
+    profile = boxes("aaa", (1.0, 1.0, 1.0))
+    first, *others = profile.devices
+    profile = replace(profile, devices=(replace(first, memory_bytes=memory), *others))
+    assert {rank for ranks, _ in held(make_plan(profile, asked(1)).plan) for rank in ranks} <= {1, 2}
+
+
 def test_a_group_in_its_hosts_memory_fits_into_that_memory() -> None:
     profile = boxes("aab", (1.0, 1.0, 1.0))
     devices = tuple(replace(device, shares_host_memory=device.host == "a") for device in profile.devices)
