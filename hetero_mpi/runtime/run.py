@@ -188,10 +188,15 @@ def _leave_result(context: RunContext, share: Share, state: TrainingState, other
     """As ``leave_result``. Raises UserError: rank 0 cannot write it; with the newest checkpoint."""
     try:
         leave_result(context, share, state, others)
-    except OSError as error:
+    except CollectiveUserError:
+        raise
+    except (UserError, OSError) as error:
         newest = state.newest_checkpoint
-        left = f"{newest} is whole: make room, and `--resume` goes on from it" if newest else "there is no checkpoint"
-        raise UserError(f"the result cannot be written ({error.strerror or error}); {left}") from error
+        left = f"{newest} is whole: `--resume` goes on from it" if newest else "there is no checkpoint"
+        why = (
+            str(error) if isinstance(error, UserError) else f"the result cannot be written ({error.strerror or error})"
+        )
+        raise UserError(f"{why}; {left}") from error
 
 
 def _end_dry_run(context: RunContext, pending: Pending) -> None:

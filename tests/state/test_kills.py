@@ -220,6 +220,23 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run_np2(tmp_path: Path) -> No
         subprocess.run(["umount", str(folder)], check=True)
 
 
+def test_a_result_without_room_tells_whether_there_is_a_checkpoint(tmp_path: Path) -> None:
+    runs, disk = Runs(tmp_path, steps=1), tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "none", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"needs root, to mount a small file system: {mounted.stderr.decode().strip()}")
+    try:
+        profile = write_profile(tmp_path / "alone.toml", runs.file, 1)
+        words = ["train", str(runs.file), "--run-dir", str(disk / "run"), "--profile", str(profile)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        result = run_bounded([sys.executable, "-m", "hetero_mpi", *words], environment, 120)
+        assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+        assert "model could not be written" in result.stderr and "; there is no checkpoint" in result.stderr
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 def test_other_data_is_refused_unless_allowed_and_the_best_checkpoint_stays_np2(tmp_path: Path) -> None:
     runs = Runs(tmp_path, steps=4)
     other = tmp_path / "other.txt"

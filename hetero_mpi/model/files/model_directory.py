@@ -44,8 +44,8 @@ class WholeDirectory:
     """A context manager: at the end of the block what was put into ``path`` becomes ``directory``; after an error nothing does.
 
     Whoever is killed at any moment leaves the former directory, none, or the new one. What a dead writer left unfinished beside it
-    is removed: one process at a time writes there. Files of the former one that are neither weights, nor those of its tokenizer,
-    nor written anew are kept.
+    is removed: one process at a time writes there. Files of the former one are kept, but for weights, those of its tokenizer,
+    and what is written anew.
 
     Args:
         marker: the file by which such a directory is known.
@@ -94,8 +94,8 @@ class WholeDirectory:
 
     def _error(self, error: Exception) -> UserError:
         return UserError(
-            f"The {self._kind} {self.directory} could not be written ({error}); what was there before is untouched. "
-            "Free space or choose another output.run_dir; the last checkpoint holds the same weights."
+            f"the {self._kind} {self.directory} could not be written ({error}), and what was there before is untouched: make room "
+            "there, or choose another place"
         )
 
     def _complete(self) -> None:
@@ -111,7 +111,7 @@ class WholeDirectory:
         if filled and not (self.directory / self._marker).is_file():
             raise UserError(
                 f"{self.directory} exists and is not a {self._kind} (it has no {self._marker}): it is not replaced. "
-                "Move it away or choose another output.run_dir."
+                "Move it away or choose another place."
             )
 
     def _keep_other_files(self) -> None:
@@ -303,6 +303,5 @@ class LayersWriter:
 
     def _error(self, error: OSError) -> UserError:
         return UserError(
-            f"{self.path / WEIGHTS} could not be written ({error}); free space or choose another output.run_dir; the last "
-            f"checkpoint holds the same weights"
+            f"{self.path / WEIGHTS} could not be written ({error}): make room there, or choose another place"
         )
