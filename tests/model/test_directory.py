@@ -230,7 +230,7 @@ def test_layers_of_a_model_of_ones_own_become_one_file(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(UserError, match=r"model.safetensors could not be written .* free space"):
+        with pytest.raises(UserError, match=r"model.safetensors could not be written .* make room"):
             write(state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
