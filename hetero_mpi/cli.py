@@ -15,7 +15,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,12 +129,16 @@ def _read_early(world: World, path: Path, overrides: Sequence[str]) -> LoadedJob
     return job
 
 
-def _eager_imports(world: World | None = None) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def _eager_imports(world: World | None = None) -> Iterator[None]:
     from hetero_mpi.model.eager_imports import eager_imports
 
     if world is not None:
         world.doing = "importing torch and transformers"
-    return eager_imports()
+    with eager_imports():
+        yield
+    if world is not None:
+        world.doing = "starting"
 
 
 def train(job: Path, overrides: Sequence[str], **options: Any) -> int:

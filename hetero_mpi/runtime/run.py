@@ -131,6 +131,7 @@ def _train(
         _end_dry_run(context, pending)
         return None
     context = replace(context, planned_for=history.profile)
+    world.doing = "building the stages"
     share, state = begin(context, history, report, start)
     if share.members is not None:
         with _passed_on(world, share):

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,7 +26,7 @@ from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
 from hetero_mpi.report.run_files.run_directory import claim
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
-from tests.support.mpi import run_mpi
+from tests.support.mpi import ROOT, run_bounded, run_mpi
 from tests.support.planning_samples import make_model, make_profile
 
 LAYERS = 4
@@ -403,6 +404,33 @@ def test_an_unexpected_error_on_one_rank_ends_all_np3(tmp_path: Path) -> None:
     assert output.count("rank 1/3 on ") == output.count("failed while training step 2:") == 1, output
     assert output.count("Traceback") == output.count("RuntimeError: the device fell off the bus") == 1
     assert not (tmp_path / "run" / "model").exists()
+
+
+_FAILS = """
+import sys
+
+def enter(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == "{name}":
+        sys.setprofile(None)
+        raise RuntimeError("here")
+
+sys.setprofile(enter)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "told"), [("find_start", "starting"), ("find_reference", "building the stages")])
+def test_a_rank_that_fails_before_the_first_step_names_its_action(tmp_path: Path, name: str, told: str) -> None:
+    workshop = Workshop(tmp_path)
+    job = workshop.job("job", workshop.values(workshop.model()))
+    (tmp_path / "fails").mkdir()
+    (tmp_path / "fails" / "sitecustomize.py").write_text(_FAILS.format(name=name))
+    words = ["train", str(job), "--run-dir", str(tmp_path / "run")]
+    words += ["--profile", str(write_profile(tmp_path / "profile.toml", job, 1))]
+    paths = f"{tmp_path / 'fails'}{os.pathsep}{ROOT}"
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    result = run_bounded([sys.executable, "-m", "hetero_mpi", *words], environment, 120)
+    assert result.returncode == 1 and f"failed while {told}:\n" in result.stderr, result.stderr
 
 
 @pytest.mark.slow
