@@ -281,7 +281,7 @@ def _accepted(
                 past = finished(_metadata(first.path), first.path, context.job, context.run_dir)
                 if past is None:
                     say(f"Resuming from {first.path}, after step {first.step}")
-            pending.add(partial(_set_later_aside, context.run_dir, first.step))
+            pending.add(partial(set_later_aside, context.run_dir, first.step))
     return StartState(tuple(chosen), world.broadcast_json(state)), shared(world, past)
 
 
@@ -345,9 +345,15 @@ def _make_room(context: RunContext, options: TrainOptions, found: bool, pending:
             )
 
 
-def _set_later_aside(run_dir: Path, step: int) -> None:
+def set_later_aside(run_dir: Path, step: int) -> None:
     """Move checkpoints of steps after ``step`` aside, with a copy of the metrics of those steps. On rank 0."""
-    aside = set_aside(run_dir / "checkpoints", step)
+    try:
+        aside = set_aside(run_dir / "checkpoints", step)
+    except OSError as error:
+        raise UserError(
+            f"{run_dir} holds checkpoints of after step {step}, which could not be moved aside ({error.strerror}): make room "
+            f"there, or move them yourself"
+        ) from None
     if aside is not None:
         for name in ("metrics.jsonl", "steps.jsonl"):
             with contextlib.suppress(OSError):  # not there, or no room for a copy

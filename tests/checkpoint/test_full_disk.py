@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import ExitCode
+from hetero_mpi.checkpoint import checkpoint_path
+from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.report.run_files.line_files import keep_until
 from hetero_mpi.report.run_files.logs import LOGGER, setup_logging
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
-from hetero_mpi.report.run_files.run_directory import EventLog, append_event, claim
+from hetero_mpi.report.run_files.run_directory import EventLog, append_event, claim, set_run_aside
+from hetero_mpi.runtime.start_state import set_later_aside
 from tests.support.long_run import LongRun
 
 pytestmark = pytest.mark.slow
@@ -113,6 +115,34 @@ def test_the_supervisors_events_wait_for_room(disk: SmallDisk, capfd: pytest.Cap
     told = [json.loads(text)["text"] for text in (disk.path / "events.jsonl").read_text().splitlines()]
     assert told[:-1] == [f"start {number}" for number in range(100)] and told[-1] == "the end"
     assert capfd.readouterr().err.count("its lines wait") == 1
+
+
+def _content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+def test_an_earlier_run_that_cannot_be_set_aside_stays_as_it_was(disk: SmallDisk) -> None:
+    run = disk.path / "run"
+    (run / "logs").mkdir(parents=True)
+    for name in ("metrics.jsonl", "plan.toml", "logs/rank-0000.log"):
+        (run / name).write_text("a line of an earlier run\n" * 400)
+    disk.fill()
+    before = _content(run)
+    with pytest.raises(UserError, match=r"could not be moved to .*No space left"):
+        set_run_aside(run, lambda _: False)
+    assert _content(run) == before
+
+
+def test_later_checkpoints_that_cannot_be_moved_aside_are_a_plain_error(disk: SmallDisk) -> None:
+    (disk.path / "checkpoints").mkdir()
+    for step in (2, 4):
+        checkpoint_path(disk.path / "checkpoints", step).write_text("")
+    before = _content(disk.path)
+    taken = f"remount,nr_inodes={len(before) + 1}"
+    subprocess.run(["mount", "-o", taken, str(disk.path)], check=True)
+    with pytest.raises(UserError, match=r"after step 2, which could not be moved aside \(No space left"):
+        set_later_aside(disk.path, 2)
+    assert _content(disk.path) == before
 
 
 def test_logs_and_the_lock_of_a_full_disk_are_nobodys_end(disk: SmallDisk, capfd: pytest.CaptureFixture[str]) -> None:

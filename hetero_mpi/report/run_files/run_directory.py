@@ -278,6 +278,7 @@ def set_run_aside(run_dir: Path, own: Callable[[Mapping[str, Any]], bool]) -> Pa
     while any((run_dir / f"set-aside-{number}" / name).exists() for name in moved):
         number += 1
     target = run_dir / f"set-aside-{number}"
+    copied_only = not target.exists()
     try:
         target.mkdir(exist_ok=True)
         for name in _PLANNED:  # the new run may have been planned by them
@@ -287,9 +288,12 @@ def set_run_aside(run_dir: Path, own: Callable[[Mapping[str, Any]], bool]) -> Pa
             shutil.copytree(run_dir / _LOGS, target / _LOGS, dirs_exist_ok=True)
         for name in moved:
             (run_dir / name).rename(target / name)
+            copied_only = False
             if name == EVENTS_NAME:
                 _bring_back(target / name, run_dir / name, own)
     except OSError as error:
+        if copied_only:
+            shutil.rmtree(target, ignore_errors=True)
         raise UserError(
             f"{run_dir} holds a run, which could not be moved to {target} ({error.strerror}): choose another directory with "
             "--run-dir, or go on with --resume."
