@@ -27,7 +27,6 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.optimizer import learning_rate
@@ -392,21 +391,6 @@ def step_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
         if getattr(train, key) != was[key]
     ]
     return f"From step {step + 1} on [train] {', '.join(changed)}" if changed and step < train.steps else None
-
-
-def adapter_change(then: Mapping[str, Any], job: JobConfig, step: int) -> str | None:
-    """A remark if the job of an adapter has changed how it learns, or the place of its base, whose weights are in no checkpoint;
-    else None. ``then``: the job's tables when the state after ``step`` steps was written.
-    """
-    dropout, base = then["adapter"].get("dropout", 0.0), then["model"].get("path")
-    told = []
-    if job.adapter.dropout != dropout:
-        told.append(f"[adapter] dropout is {as_toml(job.adapter.dropout)}, was {as_toml(dropout)}")
-    if job.model.path != base and job.model.path is not None and base is not None:
-        text = f"[model] path is {as_toml(job.model.path)}, was {as_toml(base)}"
-        told.append(f"{text}: the run goes on as it was only if the weights there are the same")
-    wanted = told and job.adapter.method != "none" and step < job.train.steps
-    return f"From step {step + 1} on {'; '.join(told)}" if wanted else None
 
 
 def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:

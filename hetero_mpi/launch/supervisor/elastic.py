@@ -34,9 +34,10 @@ from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, 
 from hetero_mpi.launch.launcher.launcher import Launcher
 from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXT, AT_ONCE_TEXT, announce, ask_to_end, begin, handling
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
+from hetero_mpi.launch.supervisor.event_log import EventLog
 from hetero_mpi.launch.supervisor.host_reports import end_starts
 from hetero_mpi.launch.supervisor.watched_hosts import WatchedHost, WatchedHosts
-from hetero_mpi.report.run_files.run_directory import START_VARIABLE, EventLog
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +25,6 @@ from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, ST
 from hetero_mpi.report.run_files.logs import write_line
 from hetero_mpi.report.run_files.present import PRESENT_NAME
 from hetero_mpi.shipped import USED_PROFILE
-from hetero_mpi.terminal import write_text
 
 LOCK_NAME, RUN_NAME = ".lock", "run.json"
 REPORT_NAME, TRACE_NAME = "report.html", "trace.json"
@@ -130,47 +128,11 @@ def _holder(file: TextIO) -> str:
 
 def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
     """Append one event of the run itself, without a supervisor. A full disk is no error."""
-    LineFile(run_dir / EVENTS_NAME).write(_event(event, text, values))
+    LineFile(run_dir / EVENTS_NAME).write(as_event(event, text, values))
 
 
-def _event(event: str, text: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def as_event(event: str, text: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"unix_s": round(time.time(), 3), "event": event, "text": text, **values}
-
-
-class EventLog:
-    """A supervisor's events: lines with the time of day on stderr, and the same in ``RUN/events.jsonl``.
-
-    In a directory that is used, they wait for one that shows more than a start that is refused or has nothing to do.
-
-    ``supervisor``: its name, which is in all its events, and in the environment of its starts. Raises as ``opened_in``.
-    """
-
-    def __init__(self, run_dir: Path, supervisor: str) -> None:
-        opened_in(run_dir, LOCK_NAME).close()  # the run looks as well, but events may be written before it starts
-        self._supervisor, self._file = supervisor, LineFile(run_dir / EVENTS_NAME, _print)
-        self._waiting: list[dict[str, Any]] = []
-        self._waits, self._run = is_used(run_dir), run_dir / RUN_NAME
-        self._before = _changed_ns(self._run)
-
-    def tell(self, event: str, text: str, **values: Any) -> None:
-        _print(text)
-        self._waiting.append(_event(event, text, {**values, "supervisor": self._supervisor}))
-        if not self._waits or event not in _OF_EVERY_START or _changed_ns(self._run) != self._before:
-            self._waits = False
-            self._file.write(*self._waiting)
-            self._waiting.clear()
-
-
-_OF_EVERY_START = ("hosts", "start", "ended", "end")
-
-
-def _changed_ns(path: Path) -> int | None:
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
-def _print(text: str) -> None:
-    clock = datetime.datetime.now().strftime("%H:%M:%S")
-    write_text(f"launch {clock}: {text}\n", sys.stderr)
 
 
 def own_event(values: Mapping[str, Any]) -> bool:
