@@ -77,8 +77,7 @@ class HostGroup:
         with self._exchanging():
             given = self._room(0, (self.size, rows[0].numel()), rows.dtype)
             given.copy_(rows.detach().view(given.shape))
-            own = self._reduced(given, torch.Tensor.add_)
-            return own.to(self._backend.device, copy=True).view(rows.shape[1:])
+            return self._reduced(given, torch.Tensor.add_).to(self._backend.device, copy=True).view(rows.shape[1:])
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
         """A row for each member: its ``own``."""

@@ -82,11 +82,8 @@ def inject(
     if not modules and not parameters:
         return {}
     add_adapters(lora_config(adapter, modules, parameters), model, own)
-    if parameters:
-        for layer in model.modules():
-            # Of a single expert peft adds B A as to a matrix (out, in), though some families have (in, out).
-            if getattr(layer, "num_experts", 0) == 1 and not getattr(layer, "_did_swap_in_out_features", True):
-                layer.fan_in_fan_out = True
+    for layer in (module for module in model.modules() if not getattr(module, "_did_swap_in_out_features", True)):
+        layer.fan_in_fan_out = layer.num_experts == 1  # peft takes a single expert's B A for (out, in), as of a matrix
     found = {name_in_file(name, own): parameter for name, parameter in model.named_parameters() if f".{own}." in name}
     for name, parameter in found.items():
         parameter.data = (parameter.data.float() if name.endswith(MAGNITUDE) else start(name)).to(device)

@@ -97,8 +97,7 @@ def measure_disks(world: World, folder: Path) -> dict[str, float]:
 
 def _read_per_s(folder: Path) -> float | None:
     kinds = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
-    real = folder.resolve()
-    if next((kinds[one] for one in (real, *real.parents) if one in kinds), "") in ("tmpfs", "ramfs"):
+    if next((kinds[p] for p in (folder.resolve(), *folder.resolve().parents) if p in kinds), "") in ("tmpfs", "ramfs"):
         return None
     into, at = bytearray(_PIECE_BYTES), 0
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

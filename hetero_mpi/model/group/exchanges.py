@@ -138,16 +138,12 @@ def anchored(output: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
 
 
 class _Anchored(torch.autograd.Function):
-    """Saves a tensor, as layers that compute do: where a block is computed again, members begin and stop at the same exchanges."""
-
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(output.new_empty(0))
-        ctx.shapes = [(other.shape, other.dtype, other.device) for other in others]
+        # Saved as layers save theirs: a block is computed again up to here and from here on, between the same exchanges.
+        ctx.save_for_backward(*(one.new_empty(()).expand_as(one) for one in (output, *others)))
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        _ = ctx.saved_tensors  # before the exchanges that follow, the block is computed again
-        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
-        return gradient, *zeros
+        return gradient, *map(torch.zeros_like, ctx.saved_tensors[1:])
