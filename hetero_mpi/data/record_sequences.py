@@ -110,8 +110,7 @@ class RecordSequences:
             places[row, end:] = np.arange(width - end)
         positions = places[:, :-1] if (packing and self.isolate) or self.preference else None
         compared = answers[:, 1:] if self.preference else None
-        own_weights = any((part.weight != 1).any() for entry in kept for part in entry)
-        weighed = weights[:, 1:] if own_weights and not self.preference else None  # these compare whole answers
+        weighed = weights[:, 1:] if compared is None and (weights != 1).any() else None
         return Rows(tokens[:, :-1], labels[:, 1:], "", (), positions, compared, weighed, lanes)
 
 
