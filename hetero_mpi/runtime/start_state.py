@@ -329,7 +329,7 @@ def _adapter_change(then: Mapping[str, Any], job: JobConfig, step: int) -> str |
     if job.adapter.dropout != dropout:
         told.append(f"[adapter] dropout is {as_toml(job.adapter.dropout)}, was {as_toml(dropout)}")
     if job.model.path != base and job.model.path is not None and base is not None:
-        text = f"[model] path is {as_toml(job.model.path)}, was {as_toml(base)}"
+        text = f'[model] path is "{job.model.path}", was "{base}"'
         told.append(f"{text}: the run goes on as it was only if the weights there are the same")
     wanted = told and job.adapter.method != "none" and step < job.train.steps
     return f"From step {step + 1} on {'; '.join(told)}" if wanted else None
