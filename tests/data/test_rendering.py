@@ -130,6 +130,7 @@ def test_nothing_is_left_when_the_caller_is_killed() -> None:
     assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_a_process_that_is_not_asked_ends() -> None:
     program = "from hetero_mpi.data import template_process; template_process.IDLE_S = 0.1; template_process._main()"
     done = subprocess.run(

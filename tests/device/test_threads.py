@@ -29,6 +29,7 @@ def openmp(**given: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_waiting_threads_spin_for_a_moment_only() -> None:
     found = openmp()
     assert found["OMP_WAIT_POLICY"] == "PASSIVE"

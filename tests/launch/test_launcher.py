@@ -283,6 +283,7 @@ def test_what_is_started_where_is_told_in_words(network: None, tmp_path: Path) -
     assert told("hA slots=1\nhB\n") == "3 ranks on hA, hB, by Open MPI 5.0.11", "the launcher decides how many"
 
 
+@pytest.mark.slow
 def test_two_calm_lines_and_the_rest_on_demand() -> None:
     launcher = launcher_or_skip()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PRTE_"))}

@@ -304,7 +304,7 @@ def test_a_processors_files_are_read_again_where_memory_does_not_keep_them() -> 
     assert found[0] == pytest.approx(found[1], rel=0.01) and found[2] > 1.5 * found[0]
 
 
-@pytest.mark.parametrize("speed", [None, 1e9])
+@pytest.mark.parametrize("speed", [None, pytest.param(1e9, marks=pytest.mark.slow)])
 def test_a_processor_keeps_slices_beside_the_pages_that_it_reads_only(speed: float | None) -> None:
     streamed = 0
     for memory in range(110_000, 270_000, 10_000):

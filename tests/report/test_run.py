@@ -305,6 +305,7 @@ def console_of(page: Path, directory: Path) -> list[str]:
     return [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (chromium, google-chrome)")
 def test_a_real_browser_shows_the_report_without_complaint(tmp_path: Path) -> None:
     """The page's own policy forbids every request, and a browser complains of each that is tried: as the second page shows."""

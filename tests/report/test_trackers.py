@@ -40,6 +40,7 @@ def test_tensorboard_files(tmp_path: Path) -> None:
     assert found["rewards/margins"] == found["rewards/margins, held out"] == 1 and "kl" not in found
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

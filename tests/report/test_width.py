@@ -109,6 +109,7 @@ def test_lines_are_whole_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -
     assert line == f"  0  {long}"
 
 
+@pytest.mark.slow
 def test_the_width_of_a_real_terminal_counts() -> None:
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 70, 0, 0))
