@@ -416,6 +416,7 @@ def test_grids_and_printed_blocks_are_the_programs() -> None:
     assert text == written_docs.renewed(text), f"run: {written_docs.REWRITE}"
 
 
+@pytest.mark.slow
 def test_pictures_of_the_concepts_show_what_their_commands_draw(tmp_path: Path) -> None:
     from PIL import Image
 

@@ -86,6 +86,7 @@ def paced(end: Transport, rank: int, delay_s: float, exchange_s: float) -> Paced
     return PacedTransport(end, rank, lambda tag: delay, lambda number, sums: exchange_s, [0.0] * 4, Sleeper(False))
 
 
+@pytest.mark.slow
 def test_sums_of_an_emulated_cluster() -> None:
     held = [paced(end, rank, 1e-3, 1e-3) for rank, end in enumerate(LoopbackNetwork(3).transports)]
     between_threads(held, partial(SUM_CASES["sums_in_the_order_of_ranks"], size=3))

@@ -91,6 +91,7 @@ def test_megatrain_within_its_bar_and_what_has_no_room_is_refused(upstream: bool
     assert_told(held_out)
 
 
+@pytest.mark.slow
 def test_no_held_out_row_decides_a_constant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Other figures in them change nothing that is predicted."""
     before = offload.spark(), offload.zero()
@@ -127,6 +128,7 @@ def test_stages_without_a_cost_of_ours_are_named() -> None:
     assert any("1.117 s of 5.102 s, 0.845 s of them in backward" in line for line in offload.kt_lines())
 
 
+@pytest.mark.slow
 def test_check_fails_where_a_bar_is_missed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, cards: list[streaming.Cards]
 ) -> None:

@@ -73,6 +73,7 @@ def test_profile_measures_under_mpirun_and_its_file_is_planned_with_offline(
 # inspect
 
 
+@pytest.mark.slow
 def test_inspect_shows_a_profile_with_residuals_and_spread(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "inspect", "profile.toml")
     assert "Rank 2: x12 (cpu)" in text and "5.0 %" in text and "Picture: profile.png" in text

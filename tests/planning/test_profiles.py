@@ -63,6 +63,7 @@ def test_hexiscales_and_hethubs_machines_are_as_many_as_published() -> None:
     }
 
 
+@pytest.mark.slow
 def test_files_are_what_their_maker_writes(tmp_path: Path) -> None:
     """Nobody's edit is lost: figures change in ``benchmarks/make_profiles.py``, not in its output."""
     from hetero_mpi.planning.types.toml_files import save_profile

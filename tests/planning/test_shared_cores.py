@@ -114,6 +114,7 @@ def test_the_planner_uses_all_ranks_where_none_may_idle() -> None:
     assert free.plan.ranks == [0] and headline(free).endswith(": rank 0 alone, which the others would only slow down")
 
 
+@pytest.mark.slow
 def test_a_rank_alone_trains_alone_where_its_larger_micro_batches_make_it_faster() -> None:
     """Of a batch of 12 every rank of three gets 4 at the most; alone it may take all, here at less than a third of the price."""
     profile = make_profile((1.0, 1.0, 1.0), latency_s=0.5)
@@ -151,6 +152,7 @@ def test_threads_of_gpus_do_not_count_and_those_of_others_all_do() -> None:
     assert make_plan(threaded, REQUEST).plan.ranks == [0]
 
 
+@pytest.mark.slow
 def test_hosts_share_for_themselves() -> None:
     """Three ranks on two cores beside a host with as many cores as ranks, and one of which nothing is known."""
     profile = make_profile((1.0,) * 6)

@@ -144,6 +144,7 @@ def test_the_headline_is_honest() -> None:
     assert headline(make_plan(make_profile((1.0,)), PlanRequest(1, SEQUENCE, (1,)))).startswith("1 rank, ")
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_fit_is_told_the_command_that_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -224,6 +224,7 @@ def test_groups_of_two_hosts_are_stages_of_a_pipeline() -> None:
     assert held(plan) in ([((0, 1), (4, 4)), ((2, 3), (4, 4))], [((2, 3), (4, 4)), ((0, 1), (4, 4))])
 
 
+@pytest.mark.slow
 def test_hosts_on_a_slow_network_whose_ranks_lack_memory_train_side_by_side_each_as_a_group() -> None:
     """No rank holds the model. Stages of a host's ranks would wait for each other, and a pipeline over both hosts for messages."""
     profile = boxes("aabb", (1.0,) * 4, memory=45_000)
@@ -248,6 +249,7 @@ def test_a_fast_rank_by_itself_takes_more_sequences_than_a_group_beside_it() -> 
     assert found.step_s < (1 - GAIN) * 13.8
 
 
+@pytest.mark.slow
 def test_pairs_of_a_host_of_four_and_the_pair_of_another_are_three_pipelines() -> None:
     found = decide(boxes("aaaabb", (1.0,) * 6), asked(3))
     assert found is not None and sorted(held(found.plan)) == [((n, n + 1), (4, 4)) for n in (0, 2, 4)]

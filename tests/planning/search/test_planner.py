@@ -145,6 +145,7 @@ def test_ties_between_unlike_ranks_are_broken_by_what_they_are() -> None:
     assert described(make_plan(other, request).plan, other) == described(make_plan(profile, request).plan, profile)
 
 
+@pytest.mark.slow
 def test_many_ranks_in_few_classes_are_planned_alike_however_numbered() -> None:
     profile = make_profile([1, 1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4], make_model(20), latency_s=0.02, bytes_per_s=1e5)
     request = PlanRequest(16, SEQUENCE, (1, 2))
