@@ -136,9 +136,12 @@ def run_pooled(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``main`` of tests/programs/PROGRAM.py on ``np`` ranks that stay; the result is like that of ``run_mpi``.
 
-    A job in which a rank failed is ended, and the next program gets a new one. At the timeout the test fails.
+    A job in which a rank failed is ended, and the next program gets a new one, as it does where the launcher has ended meanwhile.
+    At the timeout the test fails.
     """
     size = max(np, USUAL_RANKS)
+    if size in _pools and _pools[size].process.poll() is not None:
+        _pools.pop(size).kill()
     if size not in _pools:
         _pools[size] = Pool(size)
     begin_s = time.monotonic()
