@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import psutil
 import pytest
 
 from tests.support.rank_pool import run_pooled
@@ -28,3 +29,15 @@ def test_programs_share_ranks_until_one_fails_np3() -> None:
     assert "rank 0: it gave no answer in time" in failed.stderr
     after = processes()
     assert sorted(after) == [0, 1, 2] and not set(after.values()) & set(before.values())
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_has_ended_are_started_anew_np3() -> None:
+    before = processes()
+    ranks = [psutil.Process(number) for number in before.values()]
+    launcher = ranks[0].parent()
+    assert launcher is not None
+    launcher.kill()
+    launcher.wait(60)
+    assert not set(processes().values()) & set(before.values())
+    assert not psutil.wait_procs(ranks, timeout=60)[1], "ranks that are left leave"

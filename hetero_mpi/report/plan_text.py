@@ -232,7 +232,7 @@ def _again(pipeline: PipelinePlan, stage: StagePlan) -> str:
     if not stage.streamed:
         head = "head" * (stage.head_tokens is not None)
         return f"yes, {head}".removesuffix(", ") if stage.recompute else head
-    slices = -(-pipeline.micro_batch // (stage.slice_sequences or pipeline.micro_batch))
+    slices = stage.slices(pipeline.micro_batch)
     if stage.kept_slices >= slices:
         return "no, streamed"
     return "streamed" + (f", {slices - stage.kept_slices} of {slices} slices" if stage.kept_slices else "")

@@ -141,7 +141,9 @@ def run_pooled(
     """
     size = max(np, USUAL_RANKS)
     if size in _pools and _pools[size].process.poll() is not None:
-        _pools.pop(size).kill()
+        pool = _pools.pop(size)
+        pool.release()
+        pool.kill()
     if size not in _pools:
         _pools[size] = Pool(size)
     begin_s = time.monotonic()

@@ -38,7 +38,7 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
                 yield f"{where}.warm_up = {stage.warm_up}: must not be negative"
             if stage.slice_sequences is not None and stage.slice_sequences < 1:
                 yield f"{where}.slice_sequences = {stage.slice_sequences}: must be at least 1"
-            slices = -(-pipeline.micro_batch // max(1, stage.slice_sequences or pipeline.micro_batch)) * stage.streamed
+            slices = stage.slices(pipeline.micro_batch) * stage.streamed
             if not 0 <= stage.kept_slices <= slices:
                 yield f"{where}.kept_slices = {stage.kept_slices}: is of streamed stages, 0 to their slices ({slices})"
             most = len(stage.blocks(layers)) * (stage.streamed and not profile.model.trained_whole)

@@ -102,7 +102,7 @@ class Fitter:
         for index, place in [(i, k) for i, one in enumerate(plan.pipelines) for k in range(len(one.stages))]:
             own = plan.pipelines[index]
             stage = own.stages[place]
-            slices = -(-own.micro_batch // (stage.slice_sequences or own.micro_batch)) if stage.streamed else 0
+            slices = stage.slices(own.micro_batch) if stage.streamed else 0
             least = 0 if self.profile.devices[stage.ranks[0]].shares_host_memory else stage.kept_slices
             for count in range(slices, least - 1, -1):
                 fuller = _with_stage(own, place, kept_slices=count)

@@ -80,6 +80,10 @@ class StagePlan:
         """The same of the experts."""
         return self.experts[member] / sum(self.experts) if self.experts else self.share(member)
 
+    def slices(self, micro_batch: int) -> int:
+        """How many slices a micro-batch of so many sequences is computed in."""
+        return -(-micro_batch // max(1, self.slice_sequences or micro_batch))
+
 
 @dataclass(frozen=True)
 class PipelinePlan:
