@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from hetero_mpi.planning.types.toml_files import save_plan as save_plan
     from hetero_mpi.planning.types.toml_files import save_profile as save_profile
     from hetero_mpi.report.past_run import PastRun as PastRun
-    from hetero_mpi.run_under_way import Step as Step
-    from hetero_mpi.run_under_way import StopTraining as StopTraining
     from hetero_mpi.runtime.result import TrainResult as TrainResult
+    from hetero_mpi.step_iterator import Step as Step
+    from hetero_mpi.step_iterator import StopTraining as StopTraining
 
 __version__ = "0.1.0"
 
@@ -57,7 +57,7 @@ _NAMES = {
     "planning.types.plan": "Plan PlanReport",
     "planning.types.profile": "ClusterProfile",
     "report.past_run": "PastRun",
-    "run_under_way": "Step StopTraining",
+    "step_iterator": "Step StopTraining",
     "runtime.result": "TrainResult",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -34,12 +34,18 @@ from hetero_mpi.planning.types.toml_files import (
 )
 from hetero_mpi.report.past_run import PastRun, read_run
 from hetero_mpi.report.run_files.metrics import Evaluation
-from hetero_mpi.run_under_way import Run, Step, Steps, check_alone, close_at_exit
+from hetero_mpi.runtime.follower import Event as RunEvent
+from hetero_mpi.runtime.follower import Reply
+from hetero_mpi.step_iterator import Step, StepEvents, Steps, StopTraining, close_at_exit
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
-    from hetero_mpi.runtime.follower import Followed
+    from hetero_mpi.runtime.follower import OnEvent
     from hetero_mpi.runtime.result import TrainResult
+    from hetero_mpi.runtime.signals import StopRequest
+
+_UNDER_WAY = threading.Lock()
+"""Held while a run or a measurement of this program is under way; a second one cannot use MPI at the same time."""
 
 
 @dataclass(frozen=True)
@@ -209,14 +215,25 @@ def train(
         UserError: the same on all ranks. Its ``exit_code`` is ``ExitCode.STOPPED`` where a signal has asked for the end: the run
             has left a checkpoint.
     """
-    called = [on_plan, on_step, on_evaluate, on_checkpoint]
-    run = Run(_run(any(called), job, plan, profile, resume, run_dir, reprofile))
-    for event in run:
-        kinds = [PlanReport, Step, Evaluation, Path]
-        for call in [call for call, kind in zip(called, kinds, strict=True) if call and isinstance(event, kind)]:
-            run.call(call, event)
-    assert run.result is not None  # nobody has left it
-    return run.result
+    callbacks: dict[type, Callable[[Any], object] | None] = {
+        PlanReport: on_plan,
+        Step: on_step,
+        Evaluation: on_evaluate,
+        Path: on_checkpoint,
+    }
+
+    def receive(event: RunEvent) -> Reply:
+        try:
+            for call in (call for kind, call in callbacks.items() if call is not None and isinstance(event, kind)):
+                call(event)
+        except StopTraining:
+            return Reply.END
+        return Reply.GO_ON
+
+    on_event = StepEvents(receive) if any(callbacks.values()) else None
+    result = _run(on_event, None, job, plan, profile, resume, run_dir, reprofile)
+    assert result is not None  # a callback cannot leave the run
+    return result
 
 
 def steps(
@@ -234,25 +251,42 @@ def steps(
     The body runs on every rank between two steps. To leave the loop, on any rank, ends the run on all of them with a checkpoint, as
     a signal does; ``resume`` goes on from there.
     """
-    return Steps(_run(True, job, plan, profile, resume, run_dir, reprofile))
+
+    def run(on_event: OnEvent, stop: StopRequest) -> TrainResult | None:
+        return _run(on_event, stop, job, plan, profile, resume, run_dir, reprofile)
+
+    return Steps(run, _prepare_thread)
+
+
+def _prepare_thread() -> None:
+    """Begin MPI on the main thread for a run on a thread of its own. Collective. Raises UserError: MPI allows no such thread."""
+    with collective() as world:
+        close_at_exit()
+        with world.together("beginning a run"):
+            if world.thread_level in ("single", "funneled"):
+                raise UserError(
+                    "steps() works on a thread of its own, which this MPI library does not allow: use train(on_step=...), or an "
+                    "MPI library with THREAD_SERIALIZED"
+                )
 
 
 def _run(
-    followed: bool,
+    on_event: OnEvent | None,
+    stop: StopRequest | None,
     job: Job | str | Path,
     plan: Plan | str | Path | None,
     profile: ClusterProfile | str | Path | None,
     resume: str | Path | None,
     run_dir: str | Path | None,
     reprofile: bool,
-) -> Followed[TrainResult | None]:
-    """A run by rank 0's arguments, which this program follows if any rank wants so."""
-    with collective() as world:
+) -> TrainResult | None:
+    """A run by rank 0's arguments. Callbacks of one rank are enough for events to be sent to all."""
+    with collective(stop is not None) as world:
         from hetero_mpi.runtime.run import run_job
         from hetero_mpi.runtime.setup.context import TrainOptions
 
-        close_at_exit()
-        followed = any(world.all_gather_json(followed))
+        if any(world.all_gather_json(on_event is not None)):
+            on_event = on_event or (lambda event: Reply.GO_ON)
         shared: dict[str, Any] | None = None
         with world.led("reading plan and profile"):
             if world.rank == 0:
@@ -274,7 +308,7 @@ def _run(
             profile=profile_from_dict(shared["profile"]) if shared["profile"] is not None else None,
             reprofile=shared["reprofile"],
         )
-        return (yield from run_job(world, options, followed))
+        return run_job(world, options, on_event, stop)
 
 
 def _named(job: Job | str | Path) -> Job | Path:
@@ -282,21 +316,30 @@ def _named(job: Job | str | Path) -> Job | Path:
 
 
 @contextlib.contextmanager
-def collective() -> Iterator[World]:
-    """A block that all ranks of the program run together, as ``mpi_start.collectively``. Raises UserError: a run is under way."""
+def collective(run_thread: bool = False) -> Iterator[World]:
+    """A block that all ranks of the program run together, as ``mpi_start.collectively``.
+
+    Args:
+        run_thread: this is the thread of a run whose program waits (``step_iterator``).
+
+    Raises:
+        UserError: a run is under way, or another thread calls than the main one.
+    """
     # Imported here: these bring mpi4py, without which plans can be made.
     from hetero_mpi.comm.ranks.mpi_start import collectively
     from hetero_mpi.report.run_files.logs import setup_logging
 
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    if threading.current_thread() is not threading.main_thread():
+    if not run_thread and threading.current_thread() is not threading.main_thread():
         raise UserError("profile, train and steps handle signals and talk to MPI: call them from the main thread")
-    check_alone()
+    if not _UNDER_WAY.acquire(blocking=False):
+        raise UserError("a run of this program is under way: iterate to its end, or close() it, before the next call")
     try:
         with collectively() as world:
             yield world
     finally:
+        _UNDER_WAY.release()
         setup_logging(None, -1, 0)  # a run's log files are the run's; what the program logs is its own
         logging.captureWarnings(False)
 

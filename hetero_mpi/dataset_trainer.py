@@ -25,8 +25,8 @@ from hetero_mpi.disk import cache_folder, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.logs import write_line
 from hetero_mpi.report.run_files.metrics import Evaluation
-from hetero_mpi.run_under_way import Steps
 from hetero_mpi.runtime.result import TrainResult
+from hetero_mpi.step_iterator import Steps
 
 _OBJECTIVES = {
     "SFTConfig": "sft",

@@ -1,16 +1,15 @@
-"""The Python program that follows a run: between two steps it is told on every rank what has happened, and says how to go on.
+"""The Python program that follows a run: a callback on every rank, called between two steps, which replies how to continue.
 
-A run is a generator: it yields events and is sent replies. A run that nobody follows yields nothing, and its ranks exchange nothing
-for it.
+Ranks exchange nothing for a run without callbacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.toml_files import plan_to_dict, report_from_dict
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
     from hetero_mpi.runtime.signals import StopRequest
 
-T = TypeVar("T")
 Event = PlanReport | Evaluation | Path | StepMetrics
 """A plan under which steps begin, an evaluation, a checkpoint that is whole, a step. A step comes after what it has brought."""
 
@@ -37,34 +35,34 @@ class Reply(IntEnum):
     """The run ends with a checkpoint, as after a signal."""
 
 
-Followed = Generator[Event, Reply, T]
+OnEvent = Callable[[Event], Reply]
 
 
 class Follower:
-    """The program's place in the run. All methods are collective over all ranks of the job.
+    """Calls the program's callback on every rank. All methods are collective over all ranks of the job.
 
     Attributes:
         left: the program has left the run, on one rank at least.
     """
 
-    def __init__(self, world: World, stop: StopRequest) -> None:
-        self._world, self._stop = world, stop
+    def __init__(self, world: World, stop: StopRequest, on_event: OnEvent) -> None:
+        self._world, self._stop, self._on_event = world, stop, on_event
         self.left = False
 
-    def tell(self, events: Sequence[Event], members: World, idle: Sequence[int]) -> Followed[Reply]:
+    def tell(self, events: Sequence[Event], members: World, idle: Sequence[int]) -> Reply:
         """Tell rank 0's events, which are the same for all; returns the reply that counts. Called by the active ranks."""
         told = [_encoded(event) for event in events] if members.rank == 0 else None
         self._world.release(idle, None, {"told": told})
-        return (yield from self.hear(members.broadcast_json(told)))
+        return self.hear(members.broadcast_json(told))
 
-    def hear(self, told: Sequence[Sequence[Any]]) -> Followed[Reply]:
+    def hear(self, told: Sequence[Sequence[Any]]) -> Reply:
         """The same for an idle rank, which was released with ``told``."""
         reply, before = Reply.GO_ON, self._world.doing
         self._world.doing = "in the program that follows the run"
         for kind, value in told:
             # A program may take its time. Where it is alone, Ctrl-C is for it.
             with self._world.busy(), self._stop.aside(self._world.size == 1):
-                reply = max(reply, (yield _decoded(kind, value)))
+                reply = max(reply, self._on_event(_decoded(kind, value)))
         with self._world.waiting("the programs of all ranks"):
             reply = Reply(max(self._world.all_gather_json(reply)))
         self._world.doing, self.left = before, reply == Reply.LEAVE

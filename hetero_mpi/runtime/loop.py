@@ -25,7 +25,7 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.report.run_files.run_directory import note_end
-from hetero_mpi.runtime.follower import Event, Followed, Follower, Reply
+from hetero_mpi.runtime.follower import Event, Follower, Reply
 from hetero_mpi.runtime.setup.context import RunContext, Share
 from hetero_mpi.state.saving import Saver, Snapshots
 from hetero_mpi.state.training_state import TrainingState
@@ -122,19 +122,19 @@ class Loop:
         steps, scale = (state.step, self.job.train.steps), share.emulation.time_scale if share.emulation else 1.0
         self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
 
-    def run(self) -> Followed[bool]:
+    def run(self) -> bool:
         """Train until the last step (returns True), or until the plan is to be changed; the same on all ranks. The last checkpoint
-        is on disk then. Yields what happens to the program that follows the run.
+        is on disk then.
 
         Raises:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
             CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has written a checkpoint.
         """
         with self.saver:
-            yield from self._tell(self._report)
-            done = yield from self._run()
+            self._tell(self._report)
+            done = self._run()
             (self.trainer.catch_up if done else self.trainer.settle)()
-        yield from self._tell()
+        self._tell()
         if done and self._over():
             waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
             say(
@@ -148,7 +148,7 @@ class Loop:
             self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
         return done
 
-    def _run(self) -> Followed[bool]:
+    def _run(self) -> bool:
         train, every = self.job.train, self.job.checkpoint.every
         for step in range(self.state.step, train.steps):
             if self._over():
@@ -177,7 +177,7 @@ class Loop:
             saved = last or decision.stop or best or _due(step + 1, every)
             if saved:
                 self._save()
-            yield from self._tell(*self.state.evaluations[evaluated:], line)
+            self._tell(*self.state.evaluations[evaluated:], line)
             if self._reply == Reply.SAMPLE and not last:
                 self._reply = Reply.GO_ON
                 self._sample(self.trainer)
@@ -210,7 +210,7 @@ class Loop:
         along = self._rebalancer.word() if self._rebalancer is not None else np.zeros(0)
         return self.trainer.step(step, batch, self._asked, along), batch
 
-    def _tell(self, *events: Event) -> Followed[None]:
+    def _tell(self, *events: Event) -> None:
         """Tell the program, if one follows, what has happened, a checkpoint once it is whole. Its reply counts after the step."""
         if self._follower is None:
             return
@@ -218,7 +218,7 @@ class Loop:
         if self.world.rank == 0 and self.saver.newest not in (None, self._told_checkpoint):
             self._told_checkpoint = self.saver.newest
             newest = [self.saver.newest]
-        reply = yield from self._follower.tell([*newest, *events], self.world, self._idle)
+        reply = self._follower.tell([*newest, *events], self.world, self._idle)
         self._reply = max(reply, self._reply)
 
     def _stop(self, why: str) -> NoReturn:

@@ -39,7 +39,6 @@ from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_d
 from hetero_mpi.report.plan_text import planned_lines
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import append_event
-from hetero_mpi.runtime.follower import Followed
 from hetero_mpi.runtime.setup.context import Pending, RunContext
 from hetero_mpi.runtime.setup.data_setup import prepare
 from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request
@@ -180,19 +179,19 @@ class RunHistory:
         return replace(context, world=world, transport=transport, material=material if world.rank == 0 else None)
 
 
-def outlive(world: World, attempt: Callable[[RunHistory], Followed[_T]]) -> Followed[_T]:
+def run_with_recovery(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
     """Make attempts until one ends on every rank that is left, normally or with an error that all share. Collective; returns the
     result of that attempt. Raises CollectiveUserError: the error of that attempt, on all ranks.
     """
     history = RunHistory()
     if not ulfm.active():
-        return (yield from attempt(history))
+        return attempt(history)
     while True:
         problem: CollectiveUserError | None = None
         ended: list[_T] = []
         well, noticed_s = True, 0.0
         try:
-            ended.append((yield from attempt(history)))
+            ended.append(attempt(history))
         except CollectiveUserError as error:
             problem = error
         except ulfm.RankLost as error:

@@ -32,13 +32,13 @@ from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter
 from hetero_mpi.report.run_files.run_directory import holds_run, is_used
-from hetero_mpi.runtime.follower import Followed, Follower
+from hetero_mpi.runtime.follower import Follower, OnEvent
 from hetero_mpi.runtime.generate.generate import write_sample
 from hetero_mpi.runtime.live_view import LiveView
 from hetero_mpi.runtime.loop import Loop, Training
 from hetero_mpi.runtime.rebalance import rebalancer_of
 from hetero_mpi.runtime.reconfigure import change
-from hetero_mpi.runtime.recovery import RunHistory, beside_steps, outlive, plan_again
+from hetero_mpi.runtime.recovery import RunHistory, beside_steps, plan_again, run_with_recovery
 from hetero_mpi.runtime.reference_likelihoods import find_reference
 from hetero_mpi.runtime.result import TrainResult
 from hetero_mpi.runtime.run_report import (
@@ -67,21 +67,26 @@ _LOG = logging.getLogger(__name__)
 
 def train(world: World, options: TrainOptions) -> int:
     """Run a job and return the exit code. Collective; raises as ``run_job``."""
-    for _ in run_job(world, options):
-        raise AssertionError("nobody follows it")
+    run_job(world, options)
     return ExitCode.DONE
 
 
-def run_job(world: World, options: TrainOptions, followed: bool = False) -> Followed[TrainResult | None]:
-    """Run a job and return its result on every rank (None for a dry run, and where the program that follows it has left it).
-    Collective. Raises UserError: an error the user can correct; the same on all ranks.
+def run_job(
+    world: World, options: TrainOptions, on_event: OnEvent | None = None, stop: StopRequest | None = None
+) -> TrainResult | None:
+    """Run a job and return its result on every rank (None for a dry run, and for a run that its program has left). Collective.
 
-    ``followed``: yields what happens, between the steps, to a program that sends a ``Reply`` for each.
+    Args:
+        on_event: called on every rank between the steps with each event of the run; its reply says how to continue.
+        stop: the handler of signals, where the caller has installed one; None: installed here, which needs the main thread.
+
+    Raises:
+        UserError: an error the user can correct; the same on all ranks.
     """
-    with StopRequest() as stop, LiveView(world) as live:
-        follower = Follower(world, stop) if followed else None
+    with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, LiveView(world) as live:
+        follower = Follower(world, stop, on_event) if on_event is not None else None
         try:
-            return (yield from outlive(world, lambda history: _attempt(world, options, stop, history, live, follower)))
+            return run_with_recovery(world, lambda history: _attempt(world, options, stop, history, live, follower))
         except CollectiveUserError as error:
             if follower is None or not follower.left or error.exit_code != ExitCode.STOPPED:
                 raise
@@ -96,7 +101,7 @@ def _attempt(
     history: RunHistory,
     live: LiveView,
     follower: Follower | None,
-) -> Followed[TrainResult | None]:
+) -> TrainResult | None:
     """One attempt at the whole run, with what earlier attempts have left in ``history``."""
     loaded, run_dir = history.job_of(world, lambda: read_job(world, options))
     with claimed(world, run_dir):
@@ -110,7 +115,7 @@ def _attempt(
         threaded = loaded.job.cluster.communication_thread
         with MpiTransport(world.comm, threaded=threaded, hosts=world.hosts) as transport:
             context = history.context_of(world, transport, lambda: set_up(world, transport, loaded, run_dir))
-            return (yield from _train(context, options, stop, history, live, follower))
+            return _train(context, options, stop, history, live, follower)
 
 
 def _train(
@@ -120,7 +125,7 @@ def _train(
     history: RunHistory,
     live: LiveView,
     follower: Follower | None,
-) -> Followed[TrainResult | None]:
+) -> TrainResult | None:
     world, pending, start = context.world, Pending(), StartState()
     if not options.dry_run:
         start, past = find_start(context, history, options, pending)
@@ -159,7 +164,7 @@ def _train(
         asked, tokenizer = lambda: stop() or world.asked(), context.material.tokenizer if context.material else None
         sample = partial(write_sample, loaded=context.loaded, tokenizer=tokenizer, run_dir=context.run_dir)
         training = Training(context, metadata, asked, rebalancer, follower, sample, *shown)
-        share, state = yield from _train_to_the_end(training, history, share, state)
+        share, state = _train_to_the_end(training, history, share, state)
     if share.members is not None:
         with _passed_on(world, share):
             _leave_result(context, share, state, others)
@@ -233,22 +238,20 @@ def _metadata(context: RunContext) -> dict[str, Any]:
 
 def _train_to_the_end(
     training: Training, history: RunHistory, share: Share, state: TrainingState
-) -> Followed[tuple[Share, TrainingState]]:
+) -> tuple[Share, TrainingState]:
     """Take the steps of a run over all its plans; returns the share that took the last one, and the state after it. Collective over
     all ranks of the job. Nobody else may hold the trainer of ``share``: a change of plan needs its memory.
 
     Active ranks train until rank 0 wants another plan. Idle ranks sleep until then. All ranks change together.
     """
-    while (word := (yield from _until_change(training, history, share, state))) is not None:
+    while (word := _until_change(training, history, share, state)) is not None:
         if share.members is None:
             history.state = state = TrainingState.from_dict(word["state"])
         share = _changed(training, share, report_from_dict(word["plan"]), state)
     return share, state
 
 
-def _until_change(
-    training: Training, history: RunHistory, share: Share, state: TrainingState
-) -> Followed[dict[str, Any] | None]:
+def _until_change(training: Training, history: RunHistory, share: Share, state: TrainingState) -> dict[str, Any] | None:
     """Train, or sleep on an idle rank, until another plan is due; returns that plan and the state, on all ranks. None: the run is
     over. Collective over all ranks of the job.
     """
@@ -258,7 +261,7 @@ def _until_change(
         word: dict[str, Any] | None
         while (word := world.sleep_until_released(training.asked)) is not None and "told" in word:
             assert training.follower is not None
-            yield from training.follower.hear(word["told"])
+            training.follower.hear(word["told"])
         return word
     assert share.trainer is not None
     if rebalancer is not None:
@@ -270,7 +273,7 @@ def _until_change(
             loop = Loop(training, share, state, beside, snapshots)
             with watched(context, share) as watchdog:
                 show_plan(training.display, context, share.plan, watchdog)
-                done = yield from loop.run()
+                done = loop.run()
         if rebalancer is not None:
             rebalancer.end()
         if done:

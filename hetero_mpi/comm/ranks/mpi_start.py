@@ -99,7 +99,7 @@ def collectively() -> Iterator[World]:
     same on all ranks. Any other exception, or a problem of one rank alone while others go on, is printed with rank, host and
     action, and ends all ranks; a rank that is the only one raises it.
     """
-    world = _world_of_program()
+    world = world_of_program()
     problem: UserError | None = None
     try:
         yield world
@@ -119,7 +119,7 @@ def collectively() -> Iterator[World]:
 
 
 @cache
-def _world_of_program() -> World:
+def world_of_program() -> World:
     """The first call joins it, and is collective."""
     world, shown, failed = join(), sys.excepthook, threading.Event()
 
