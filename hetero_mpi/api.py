@@ -282,8 +282,8 @@ def _run(
 ) -> TrainResult | None:
     """A run by rank 0's arguments. Callbacks of one rank are enough for events to be sent to all."""
     with collective(stop is not None) as world:
-        from hetero_mpi.runtime.run import run_job
         from hetero_mpi.runtime.setup.context import TrainOptions
+        from hetero_mpi.runtime.training_run import train as train_on_ranks
 
         if any(world.all_gather_json(on_event is not None)):
             on_event = on_event or (lambda event: Reply.GO_ON)
@@ -308,7 +308,7 @@ def _run(
             profile=profile_from_dict(shared["profile"]) if shared["profile"] is not None else None,
             reprofile=shared["reprofile"],
         )
-        return run_job(world, options, on_event, stop)
+        return train_on_ranks(world, options, on_event, stop)
 
 
 def _named(job: Job | str | Path) -> Job | Path:

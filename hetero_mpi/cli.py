@@ -145,10 +145,11 @@ def train(job: Path, overrides: Sequence[str], **options: Any) -> int:
     def command(world: World) -> int:
         loaded = _read_early(world, job, overrides)
         with _eager_imports(world):
-            from hetero_mpi.runtime.run import train
             from hetero_mpi.runtime.setup.context import TrainOptions
+            from hetero_mpi.runtime.training_run import train
 
-        return train(world, TrainOptions(loaded, **options))
+        train(world, TrainOptions(loaded, **options))
+        return ExitCode.DONE
 
     return _on_all_ranks(command)
 

@@ -33,15 +33,13 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.files.hub import is_hub_id
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
-from hetero_mpi.report.plan_text import planned_lines
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import append_event
 from hetero_mpi.runtime.setup.context import Pending, RunContext
 from hetero_mpi.runtime.setup.data_setup import prepare
-from hetero_mpi.runtime.setup.profile_and_plan import obtain_plan, planning_request
+from hetero_mpi.runtime.setup.profile_and_plan import Planned, Profiled, obtain_plan, planning_request
 from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.saving import Snapshots
 from hetero_mpi.state.stored_state import SHARD_METADATA, ShardWriter, StateVersion, supervised
@@ -229,15 +227,13 @@ def _aside(number: int, other: int, word: str) -> str:
     return f" ({word} {other})" if number != other else ""
 
 
-def plan_again(context: RunContext, history: RunHistory, profile: ClusterProfile, pending: Pending) -> PlanReport:
-    """A plan for the ranks that are left, from the known profile. Collective. Raises CollectiveUserError: the model does not fit
-    into their memory.
-    """
+def plan_again(context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
+    """A plan for the remaining ranks. Collective. Raises CollectiveUserError: the model exceeds their memory."""
+    profile, begin = profiled.profile, time.perf_counter()
     # Every rank waits for it.
     request = replace(planning_request(context, profile, history.profiled_ranks), thorough=False)
     report = obtain_plan(context, profile, request, pending)
-    say(*planned_lines(report, profile, context.run_dir))
-    return report
+    return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import psutil
 
+from hetero_mpi import units
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.data.batch import steps_per_epoch
 from hetero_mpi.emulation.emulated_cluster import punctuality_lines
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.errors import UserError
@@ -87,6 +89,22 @@ def open_metrics(context: RunContext, step: int) -> MetricsWriter:
     return MetricsWriter(context.run_dir / "metrics.jsonl", step, trackers)
 
 
+def open_display(
+    context: RunContext, state: TrainingState, stack: contextlib.ExitStack, screen: bool
+) -> tuple[MetricsWriter | None, ProgressDisplay | None]:
+    """The metrics and the screen of the steps, on rank 0; nothing elsewhere. ``screen``: no program prints between them."""
+    if context.world.rank != 0:
+        return None, None
+    metrics = stack.enter_context(open_metrics(context, state.step))
+    unit = units.unit_of(context.job.data.sequence_length)
+    train, per_epoch = context.job.train, None
+    if train.epochs is not None and context.dataset is not None:
+        per_epoch = steps_per_epoch(len(context.dataset.train), train.global_batch, train.last_batch == "smaller")
+    shown = ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch, screen=screen)
+    display = stack.enter_context(shown)
+    return metrics, display
+
+
 def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, watchdog: Watchdog | None) -> None:
     """Show a plan on the screen before it is run, and what each rank does (where there is a watchdog)."""
     if display is None:
@@ -127,8 +145,26 @@ def files_of(context: RunContext) -> dict[str, Path]:
 def leave_result(context: RunContext, share: Share, state: TrainingState, others: OtherPrograms) -> None:
     """Write the result and print the summary. Collective over the active ranks.
 
-    ``others``: watched while steps were taken.
+    Args:
+        others: watched while steps were taken.
+
+    Raises:
+        UserError: rank 0 cannot write it; with the newest checkpoint.
     """
+    try:
+        _leave_result(context, share, state, others)
+    except CollectiveUserError:
+        raise
+    except (UserError, OSError) as error:
+        newest = state.newest_checkpoint
+        left = f"{newest} is whole: `--resume` goes on from it" if newest else "there is no checkpoint"
+        why = (
+            str(error) if isinstance(error, UserError) else f"the result cannot be written ({error.strerror or error})"
+        )
+        raise UserError(f"{why}; {left}") from error
+
+
+def _leave_result(context: RunContext, share: Share, state: TrainingState, others: OtherPrograms) -> None:
     assert share.members is not None and share.trainer is not None
     taken = others.told(share.members)
     if share.emulation is not None:

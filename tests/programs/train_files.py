@@ -26,8 +26,8 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.comm.transport import Buffer, Request
     from hetero_mpi.model.transformers.weights import FileStart
     from hetero_mpi.runtime import build
-    from hetero_mpi.runtime.run import train
     from hetero_mpi.runtime.setup.context import TrainOptions
+    from hetero_mpi.runtime.training_run import train
     from hetero_mpi.state import file_supply
     from tests.programs.pooled import forget
 

@@ -46,8 +46,8 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.model.stage import MicroBatch, Stage
     from hetero_mpi.runtime import build, rebalance, run, trial
     from hetero_mpi.runtime.rebalance import StepWord
-    from hetero_mpi.runtime.run import train
     from hetero_mpi.runtime.setup.context import RunContext, Share, TrainOptions
+    from hetero_mpi.runtime.training_run import train
     from hetero_mpi.state import saving
 
 Breaking = contextlib.AbstractContextManager[None]
@@ -365,7 +365,7 @@ def outcome_of(world: World, entry: dict[str, Any]) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), WAYS[entry.get("breaks", "nothing")](world, entry):
         try:
-            code = train(world, options_of(entry))
+            train(world, options_of(entry))
         except CollectiveUserError as error:  # what one rank raises alone ends all of them
             raised, text, code = type(error).__name__, str(error), error.exit_code
     return {"raised": raised, "text": text, "code": code, "printed": printed.getvalue()}

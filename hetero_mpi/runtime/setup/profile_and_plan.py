@@ -94,21 +94,27 @@ def _can_sum_in_groups(context: RunContext) -> bool:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A profile and its plan, before it was tried."""
+class Profiled:
+    """The profile that a run plans for."""
 
     profile: ClusterProfile
-    report: PlanReport
     own: bool
-    """The profile was measured on exactly these ranks."""
+    """Whether it was measured on exactly these ranks."""
     micro_batches: str
-    """Why the planner could choose from these sizes, in words."""
+    """The reason in words for the micro-batch sizes that the planner may choose from."""
+
+
+@dataclass(frozen=True)
+class Planned(Profiled):
+    """A profile and its plan, before the calibration."""
+
+    report: PlanReport
     planning_s: float
     """Seconds of planning."""
 
 
-def plan_run(context: RunContext, options: TrainOptions, pending: Pending) -> Planned:
-    """Profile, print what a first look needs of it, or all, and plan. The plan's schedule has passed a dry run. Collective."""
+def obtain_profile(context: RunContext, options: TrainOptions, pending: Pending) -> Profiled:
+    """Measure or read the profile, and print what a first look needs of it, or all. Collective."""
     world = context.world
     subject, reason = subject_of(context)
     if context.job.cluster.emulate is not None:
@@ -116,14 +122,18 @@ def plan_run(context: RunContext, options: TrainOptions, pending: Pending) -> Pl
         profile = emulated_profile(world, context.loaded, language(context.chain), context.tuning, other)
         keep(context, pending, "profile.toml", partial(save_profile, profile, context.run_dir / "profile.toml"))
     else:
-        profile = _obtain_profile(context, subject, options, pending)
+        profile = _profile_of_cluster(context, subject, options, pending)
     profile = with_stale_step(with_wire(profile, context.job.train.wire), context.job.train.stale_step)
     say(*(profile_lines if options.verbose or options.dry_run else measured_lines)(profile))
-    begin = time.perf_counter()
-    report = obtain_plan(context, profile, planning_request(context, profile), pending, options.plan)
-    planning_s = time.perf_counter() - begin
     own = profile.source == MEASURED and profile.key == profile_key(world, context.backend, subject)
-    return Planned(profile, report, own, reason, planning_s)
+    return Profiled(profile, own, reason)
+
+
+def plan_for(context: RunContext, given: Path | Plan | None, profiled: Profiled, pending: Pending) -> Planned:
+    """The plan for a profile: the given one, completed, or the planner's. Its schedule has passed a dry run. Collective."""
+    begin = time.perf_counter()
+    report = obtain_plan(context, profiled.profile, planning_request(context, profiled.profile), pending, given)
+    return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
 
 
 def say_plan(
@@ -148,7 +158,7 @@ def keep(context: RunContext, pending: Pending, what: str, save: Write) -> None:
         pending.add(write)
 
 
-def _obtain_profile(
+def _profile_of_cluster(
     context: RunContext, subject: BenchmarkSpec, options: TrainOptions, pending: Pending
 ) -> ClusterProfile:
     """The profile: the one named by the user, else the run directory's if its key matches, else a measurement. Collective.
