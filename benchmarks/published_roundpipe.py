@@ -41,7 +41,6 @@ from profile_parts import GIB  # noqa: E402
 from hetero_mpi.planning.device_times import layer_s, repeated_s, weights_s  # noqa: E402
 from hetero_mpi.planning.schedule import Op  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
-from hetero_mpi.planning.types.cluster_changes import with_stale_step  # noqa: E402
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes  # noqa: E402
@@ -277,11 +276,10 @@ def _ahead_s(row: Row, stage: Stage, micro_batch_s: float) -> float:
 # As a plan of this program
 
 
-def as_plan_s(row: Row, cards: int, computing: float = 1.0, trained: bool = False, stale: bool = False) -> float:
+def as_plan_s(row: Row, cards: int, computing: float = 1.0, trained: bool = False) -> float:
     """Seconds of a step of the nearest plan. ``computing``: share of the times that computing takes; ``trained``: with gradients
-    and an optimizer as this program has them, where all weights are trained; ``stale``: beside the next step, as far as it goes."""
-    profile = with_stale_step(profile_of(row, cards, computing, trained), stale)
-    return simulate(plan_of(row, cards), profile).step_s
+    and an optimizer as this program has them, where all weights are trained."""
+    return simulate(plan_of(row, cards), profile_of(row, cards, computing, trained)).step_s
 
 
 def plan_of(row: Row, cards: int) -> Plan:

@@ -8,8 +8,8 @@ are marked ``fitted``; no constant was found by any other row. ``--check`` exits
 misses its bar, or where a row is refused that fits, or fits that must be refused.
 
 Columns of one card: ``plan`` is the nearest plan of this program, ``copies`` that plan if computing took no time, ``as ours`` what
-this program would reach with all weights trained, whose gradients leave and come back in fp32 and whose optimizer is waited for,
-``stale`` the same with ``[train] stale_step``: RoundPipe's optimizer runs beside its next step, too.
+this program would reach with all weights trained, whose gradients leave and come back in fp32 and whose optimizer is waited for
+(RoundPipe's runs during its next step).
 
 RoundPipe's 235B model has a bar on one card alone. On more it is predicted too fast, by more with more cards. What is left over on
 8 cards, added on any number of them as work that they do not share, is one constant (``fitted``) and has a bar for the others. Most
@@ -104,15 +104,14 @@ def _roundpipe(raw: dict[str, object]) -> list[str]:
     raw["unshared"] = {"model": UNSHARED, "fitted_by_cards": MOST_CARDS, "seconds": more_s, "errors": with_more}
     by_model = {row.model: row for row in roundpipe.read_rows()}
     print("RoundPipe on one RTX 4090, tokens per second")
-    print(f"{'':>12} training  measured  predicted    error     plan   copies  as ours    stale")
+    print(f"{'':>12} training  measured  predicted    error     plan   copies  as ours")
     for one in (one for one in rows if one.cards == 1):
         row = by_model[one.model]
         tokens = row.sequences * roundpipe.SEQUENCE
-        ways = (0.0,), (1.0, True), (1.0, True, True)
-        copies, ours, stale = (tokens / roundpipe.as_plan_s(row, 1, *how) for how in ways)
+        copies, ours = (tokens / roundpipe.as_plan_s(row, 1, *how) for how in ((0.0,), (1.0, True)))
         print(
             f"{row.model:>12} {row.training:>8} {one.measured:>9.0f} {one.predicted:>10.0f} {one.error:>+8.1%}"
-            f" {one.plan:>8.0f} {copies:>8.0f} {ours:>8.0f} {stale:>8.0f}  bar {one.bar:.0%}"
+            f" {one.plan:>8.0f} {copies:>8.0f} {ours:>8.0f}  bar {one.bar:.0%}"
         )
     print("\nRoundPipe on several, error of the tokens per second")
     counts = sorted({one.cards for one in rows} - {1})

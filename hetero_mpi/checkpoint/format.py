@@ -34,12 +34,10 @@ PIECE_BYTES = 8 << 20
 Piece = tuple[tuple[int, ...], tuple[int, ...]]
 """(first index, lengths) of a block of an array."""
 
-STALE = "stale"
-KINDS = ("parameters", "moments1", "moments2", "absmax1", "absmax2", STALE)
-"""Moments are fp32, or uint8: bitsandbytes' codes, with the scale of every block of ``MOMENT_BLOCK`` of them in ``absmax``. Stale:
-what the next step computes with, where that is not the parameters yet."""
+KINDS = ("parameters", "moments1", "moments2", "absmax1", "absmax2")
+"""Moments are fp32, or uint8: bitsandbytes' codes, with the scale of every block of ``MOMENT_BLOCK`` of them in ``absmax``."""
 SCALES = ("absmax1", "absmax2")
-SINCE = {**dict.fromkeys(SCALES, 2), STALE: 3}
+SINCE = dict.fromkeys(SCALES, 2)
 """Kind -> the format in which files began to have its group, where that is not 1."""
 METADATA = "metadata"
 

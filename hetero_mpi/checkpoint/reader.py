@@ -23,7 +23,6 @@ from hetero_mpi.checkpoint.format import (
     PIECE_BYTES,
     SCALES,
     SINCE,
-    STALE,
     STORAGE,
     CheckpointError,
     Summary,
@@ -154,8 +153,6 @@ class CheckpointReader:
             ]
             if packed != [names[kind] for kind in SCALES]:
                 raise ValueError("the scales are not those of the moments in 8 bits")
-            if {*names[STALE]} != ({*names["moments1"], *names["moments2"]} if told.get("stale_step") else set()):
-                raise ValueError("the stale values are not those of the parameters that are trained")
         left, found = self._file_bytes, dict[tuple[str, str], Stored]()
         for kind, of_kind in names.items():
             for name in of_kind:
@@ -165,7 +162,7 @@ class CheckpointReader:
                     if left < 0:
                         raise ValueError("the datasets together are larger than the file")
                     own = found["parameters", name].shape
-                    fitting = [moments.kept(way, own).get(kind, (own if kind == STALE else None, "")) for way in ways]
+                    fitting = [moments.kept(way, own).get(kind, (None, "")) for way in ways]
                     if kind != "parameters" and stored.shape not in [shape for shape, _ in fitting]:
                         raise ValueError("its shape is not that of the parameter")
         for (kind, name), stored in found.items():

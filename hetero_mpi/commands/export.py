@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.checkpoint import CheckpointReader, lowest_held_out, newest_good
-from hetero_mpi.checkpoint.format import STALE
 from hetero_mpi.commands.model_card import write_card
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
@@ -50,8 +49,6 @@ class ExportSource:
     tuning: Tuning
     base: Path | None
     """Directory of the weights that were tuned, on this machine."""
-    stale: frozenset[str]
-    """Tensors of which the held-out loss was measured, and the next step computes, with other values than the newest."""
 
 
 def export(source: Path, target: Path, merge: bool, best: bool = False) -> str:
@@ -119,7 +116,7 @@ def _open(reader: CheckpointReader, path: Path) -> ExportSource:
     name, tuning = reader.told("base_model"), tuning_of(job, chain)
     check_tensors(reader, path, tuning)
     base = hub.directory_of(name) if name else None
-    return ExportSource(reader, path, job, chain, tuning, base, frozenset(reader.names(STALE)))
+    return ExportSource(reader, path, job, chain, tuning, base)
 
 
 def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, torch.Tensor]]) -> str:
@@ -182,7 +179,7 @@ def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _read(source: ExportSource, name: str) -> torch.Tensor:
-    return torch.from_numpy(source.reader.read(STALE if name in source.stale else "parameters", name)[0])
+    return torch.from_numpy(source.reader.read("parameters", name)[0])
 
 
 def _copy_tokenizer(source: ExportSource, target: Path) -> str:

@@ -22,7 +22,7 @@ from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.decision.remedies import with_optimizer
 from hetero_mpi.planning.simulator import outlined, simulate
-from hetero_mpi.planning.types.cluster_changes import with_stale_step, with_wire
+from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -262,7 +262,6 @@ def plan_question(
     settled = train.model_copy(update={"dtype": profile.model.dtype})
     loaded = replace(loaded, job=loaded.job.model_copy(update={"train": settled}))
     profile = with_wire(with_memory(profile, loaded.job.cluster.memory_bytes), train.wire)
-    profile = with_stale_step(profile, train.stale_step)
     remarks = [f"Profile: {named} ({profile.source}, {profile.date})"]
     if config is None:
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")

@@ -71,7 +71,6 @@ class UpdateAlone:
 
     def carry_out(self, decided: None) -> None:
         self.optimizer.end_step(0, 1.0)
-        self.optimizer.finish()
 
 
 class Nowhere(Transport):

@@ -262,16 +262,7 @@ class Trainer:
 
     def settle(self) -> None:
         """Return when new values of the latest step are there. Called by every active rank, if no step follows at once."""
-        if self.executor is not None and self.optimizer is not None:
-            self.update.settle()
-            self.optimizer.finish()
-
-    def catch_up(self) -> None:
-        """Compute with all updates from now on, the latest too where steps are stale. Called by every active rank."""
-        self.settle()
-        if self.optimizer is not None and self.tuning.stale:
-            self.optimizer.show()
-            self.update.publish()
+        if self.executor is not None:
             self.update.settle()
 
     def close(self) -> None:
@@ -368,7 +359,7 @@ class _StepEnd:
         trainer, decision = self.trainer, decided.decision
         assert trainer.optimizer is not None
         trainer.optimizer.end_step(self.step, decision.scale if decision.finite else None)
-        if decision.finite or trainer.tuning.stale:
+        if decision.finite:
             trainer.update.publish()
             # Else collective calls follow, which must have MPI to themselves; or weights are on their way to the device.
             if trainer.world.thread_level != "multiple" or trainer.optimizer.stage.offloaded is not None:

@@ -112,8 +112,16 @@ def as_toml(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+REMOVED_KEYS = {
+    "train.stale_step": "was removed: every step computes with all updates before it. Delete this key",
+}
+"""Key of an earlier version -> what became of it, and what to do; of a renamed key its new name."""
+
+
 def unknown_key(table: str, key: str, tables: Tables) -> str:
-    """Words for a key that ``[table]`` does not have: the table it belongs to, or the nearest valid name."""
+    """Words for a key that ``[table]`` does not have: what became of it, the table it belongs to, or the nearest valid name."""
+    if f"{table}.{key}" in REMOVED_KEYS:
+        return REMOVED_KEYS[f"{table}.{key}"]
     own = tables[table].model_fields
     homes = [name for name, model in tables.items() if key in model.model_fields]
     if key in tables:

@@ -163,9 +163,6 @@ class TrainTable(JobTable):
     """AdamW: added to the denominator."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this global norm; empty: never."""
-    stale_step: bool = False
-    """A step's update counts from the step after next, so that a GPU whose weights are streamed computes while its host's processor
-    steps. The numbers are others, on every plan alike (docs/design.md)."""
     evaluate_every: NotNegative = 0
     """Steps between evaluations on the held-out share; 0: at the end only."""
     evaluate_sequences: Positive = 64

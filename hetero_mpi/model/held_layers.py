@@ -90,8 +90,8 @@ class HeldLayers(ABC):
     Attributes:
         layers: their indices in the chain.
         parameters: name -> parameter this rank trains, in the model's order (compute dtype, on the device).
-        masters: name -> fp32 copy of each parameter that this rank owns where the compute dtype is narrower, ``state_device``
-            another, or the parameters are ``Tuning.stale``; else empty.
+        masters: name -> fp32 copy of each parameter that this rank owns where the compute dtype is narrower or ``state_device``
+            another; else empty.
         tied_head: the head's own copy of a tied embedding matrix, or None. It is never optimised here: its gradient is
             added to the embedding's and the new values come back.
         offloaded: gradients in host memory, of a stage whose device has another; else None.

@@ -6,7 +6,7 @@ in the order of a stage that keeps them on its device, and the host's processor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -35,7 +35,6 @@ class OffloadedGradients:
         flat: layer -> the gradients of its trained parameters, one after the other.
         views: name -> a parameter's gradient in there.
         tied: of the head's copy of a tied matrix; None without one.
-        readers: return when they need a layer's gradients of the step before no more.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class OffloadedGradients:
         self._in_slot: list[int | None] = [None] * STREAMED_LAYERS
         self._copied = [Copied()] * STREAMED_LAYERS
         """The last copy of every slot."""
-        self.readers: list[Callable[[int], None]] = []
         self._computing = 0
         self._fresh = set(self._parts)
         """Layers that have no gradients yet in this step."""
@@ -87,8 +85,6 @@ class OffloadedGradients:
 
     def end(self, layer: int) -> None:
         """The backward of a layer has been given to the device."""
-        for done in self.readers:
-            done(layer)
         self._copying.after_compute()
         self._copy(layer, self._computing, leaves=True)
         self._fresh.discard(layer)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,10 +68,6 @@ class Optimizer:
     them, the fp32 masters are stepped, and the parameters are rounded from these. Where the stage keeps its parameters in host
     memory beside a device of its own, all of that is there, too.
 
-    Where the step is stale (Ren et al. 2021, arXiv:2101.06840, section 5), there are masters in fp32 as well, and the parameters
-    are rounded from them before the next step in place of after this one. So the masters of streamed layers can be stepped while
-    their device computes with the parameters.
-
     Attributes:
         targets: name -> what is stepped, of each parameter that this rank owns.
         flat: what several ranks hold -> its gradients.
@@ -85,7 +79,7 @@ class Optimizer:
         self._added: dict[str, torch.nn.Parameter | SimpleNamespace] = {}
         """name -> what has the gradient that is added up (``grad``)."""
         self._tied: torch.nn.Parameter | SimpleNamespace | None = stage.tied_head
-        narrow, offloaded = stage.dtype != torch.float32 or stage.tuning.stale, stage.offloaded
+        narrow, offloaded = stage.dtype != torch.float32, stage.offloaded
         for name, parameter in stage.parameters.items():
             apart = narrow or offloaded is not None
             if name not in stage.foreign:
@@ -105,30 +99,15 @@ class Optimizer:
         for name, view in self._views.items():
             self._added[name].grad = view
         tuning = stage.tuning
-        self._running: dict[int, Future[None]] = {}
-        """Steps of layers beside what the device computes; none where other ranks wait for the values."""
-        self._beside: ThreadPoolExecutor | None = None
-        if tuning.stale and offloaded is not None and not self.flat:
-            self._beside = ThreadPoolExecutor(1, "optimizer")
-            # Not of this object: torch's hooks refer to the gradients, and its collector does not see that.
-            offloaded.readers.append(partial(_ended, self._running))
-        listed: dict[int, list[tuple[torch.nn.Parameter, bool, str, float]]] = {}
-        for name, target in self.targets.items():
-            settings = stage.chain.decays(name), tuning.moments.get(name, TWO), tuning.shares.get(name, 1.0)
-            listed.setdefault(self._part(name), []).append((target, *settings))
-        fused = stage.backend.fused_optimizer()
-        # The last layer first, as backward needs the memory of their gradients.
-        self.libraries = {part: LibraryOptimizers(train, fused, listed[part]) for part in sorted(listed, reverse=True)}
-
-    def _part(self, name: str) -> int:
-        """The number of what is stepped together: a layer, or everything."""
-        return self.stage.chain.layer_of(name) if self._beside is not None else 0
+        listed = [
+            (target, stage.chain.decays(name), tuning.moments.get(name, TWO), tuning.shares.get(name, 1.0))
+            for name, target in self.targets.items()
+        ]
+        self.library = LibraryOptimizers(train, stage.backend.fused_optimizer(), listed)
 
     def end_step(self, step: int, scale: float | None) -> None:
         """Step (None: do not), and leave gradients of zero: what is saved or evaluated next has their memory."""
         with self.stage.updating():
-            if self.stage.tuning.stale:
-                self.show()
             if scale is not None:
                 self.step(step, scale)
             self.zero()
@@ -177,49 +156,21 @@ class Optimizer:
         return dict(zip(self.targets, norms.square().tolist(), strict=True))
 
     def step(self, step: int, scale: float) -> None:
-        """One step with gradients multiplied by ``scale`` (1: not clipped). The parameters have its values at once, or (``stale``)
-        after ``show``."""
-        gradients: dict[int, list[torch.Tensor]] = {part: [] for part in self.libraries}
-        for name in self.targets:
-            gradients[self._part(name)].append(self.gradient(name))
-        for part, library in self.libraries.items():
-            arguments = library, gradients[part], scale, learning_rate(self.train, step)
-            if self._beside is None:
-                _step(*arguments)
-            else:
-                self._running[part] = self._beside.submit(_step, *arguments)
-        if not self.stage.tuning.stale:
-            self.show()
-
-    def show(self) -> None:
-        """Round the parameters from the masters as they are after all updates."""
-        self.finish()
+        """One step with gradients multiplied by ``scale`` (1: not clipped)."""
+        gradients = [self.gradient(name) for name in self.targets]
+        if scale != 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
+        self.library.step(learning_rate(self.train, step))
         if self.stage.masters:
             self.stage.overwrite(self.targets)
 
-    def finish(self) -> None:
-        """Return when masters and moments have all updates. Raises what went wrong with one beside."""
-        for part in tuple(self._running):
-            _ended(self._running, part)
-
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """The moments of a parameter, by their kinds in a checkpoint (``LibraryOptimizers.state``); zeros before its first step."""
-        return self.libraries[self._part(name)].state(self.targets[name])
+        return self.library.state(self.targets[name])
 
     def restore(self, name: str, moments: dict[str, torch.Tensor], steps: int) -> None:
         """Put back the moments of a parameter after ``steps`` optimizer steps."""
-        self.libraries[self._part(name)].restore(self.targets[name], moments, steps)
-
-
-def _ended(running: dict[int, Future[None]], part: int) -> None:
-    if part in running:
-        running.pop(part).result()
-
-
-def _step(library: LibraryOptimizers, gradients: list[torch.Tensor], scale: float, rate: float) -> None:
-    if scale != 1.0:
-        torch._foreach_mul_(gradients, scale)
-    library.step(rate)
+        self.library.restore(self.targets[name], moments, steps)
 
 
 def _short(gradient: torch.Tensor) -> torch.Tensor:

@@ -161,10 +161,6 @@ class StageLayers(HeldLayers):
         return self.backend.device
 
     @property
-    def _has_masters(self) -> bool:
-        return self.dtype != torch.float32 or self.tuning.stale
-
-    @property
     def is_first(self) -> bool:
         """Whether this stage takes token ids (it holds the embedding)."""
         return self.first == 0
@@ -281,9 +277,9 @@ class StageLayers(HeldLayers):
         if not trained:  # narrowed on the host: the device never holds both forms of a matrix that it only reads
             value = value.to(self.chain.dtype_of(name, self.dtype))
         value = value.to(self.state_device)
-        if trained and self._has_masters and name not in self.foreign and value.numel():
+        if trained and self.dtype != torch.float32 and name not in self.foreign and value.numel():
             self.masters[name] = value
-        parameter.data = value.to(self.chain.dtype_of(name, self.dtype), copy=trained and self.tuning.stale)
+        parameter.data = value.to(self.chain.dtype_of(name, self.dtype))
         parameter.requires_grad_(trained)
 
     def _trained_parameters(
@@ -314,7 +310,7 @@ class StageLayers(HeldLayers):
             parameter.requires_grad_(True)
         found |= self._token_rows(here)
         # Else peft would bring the inputs of all adapted layers to fp32, and keep them so.
-        if self._has_masters:
+        if self.dtype != torch.float32:
             for name, parameter in found.items():
                 if name in here and name not in self.foreign:
                     self.masters[name] = parameter.data

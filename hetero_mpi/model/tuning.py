@@ -164,8 +164,6 @@ class Tuning:
     """Names of those that stay as they are, in the compute dtype: no gradients, masters, or moments. They have owners."""
     noise: float | None = None
     """``train.neftune_noise_alpha``."""
-    stale: bool = False
-    """``train.stale_step``: the parameters are those of before the latest update, which the masters have already."""
 
     @property
     def tokens(self) -> list[int]:

@@ -13,7 +13,6 @@ import numpy as np
 from hetero_mpi.comm.group_paths import ring_of
 from hetero_mpi.planning.contention import while_running
 from hetero_mpi.planning.device_times import (
-    STEP_BYTES,
     compute_s,
     disk_s,
     layer_s,
@@ -31,9 +30,6 @@ from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, HEAD, ST
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 
-_BESIDE = 36 / STEP_BYTES
-"""The share of a stale step that no rank waits for: all but norm and rounding."""
-
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
     """Seconds of the optimizer step of the rank that holds a stage: over the parameters that it owns. Of a group: of its slowest
@@ -45,23 +41,7 @@ def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
         seconds = (optimizer_s(profile, profile.devices[rank], count) for rank, count in each)
         return whole_sums_s(profile, stage) + max(seconds)
     owned = sum(owned_share(plan, profile.model, one) for one in plan.of_rank(stage.ranks[0]))
-    stepping_s = optimizer_s(profile, profile.devices[stage.ranks[0]], owned, stage.streamed)
-    return stepping_s - _beside_s(number, plan, profile, stepping_s)
-
-
-def _beside_s(number: int, plan: Plan, profile: ClusterProfile, stepping_s: float) -> float:
-    """Seconds of a stage's optimizer that pass while it computes: where the step is stale, until the first backward's gradients
-    need the memory."""
-    _, index, stage = plan.numbered[number]
-    in_host_memory = profile.model.trained_whole and not profile.devices[stage.ranks[0]].shares_host_memory
-    if not (profile.model.stale and stage.streamed and in_host_memory) or len(plan.pipelines) > 1:
-        return 0.0
-    pipeline = plan.pipelines[index]
-    forwards = min(stage.warm_up + 1, pipeline.micro_batches)
-    there_s, back_s = (
-        stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, op) for op in (Op.F, Op.B)
-    )
-    return min(_BESIDE * stepping_s, forwards * there_s + back_s)
+    return optimizer_s(profile, profile.devices[stage.ranks[0]], owned, stage.streamed)
 
 
 def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:

@@ -19,7 +19,7 @@ from hetero_mpi.planning.memory import (
 )
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_units
-from hetero_mpi.planning.types.cost import COPY_BYTES, GRADIENT_BYTES, MASTER_BYTES, ModelCost
+from hetero_mpi.planning.types.cost import COPY_BYTES, GRADIENT_BYTES, ModelCost
 from hetero_mpi.planning.types.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -45,7 +45,7 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
         return _without_room_for_copies(profile, copies * model.copy_bytes_per_trainable_parameter, streams)
     saving = [layer.moments_saving_bytes * (1 + copies) for layer in model.layers]
     layers = (replace(x, moments_saving_bytes=s) if s else x for x, s in zip(model.layers, saving, strict=True))
-    state = model.state_bytes_per_trainable_parameter + more + copies * MASTER_BYTES * bool(model.stale)
+    state = model.state_bytes_per_trainable_parameter + more
     return replace(profile, model=replace(model, state_bytes_per_trainable_parameter=state, layers=tuple(layers)))
 
 

@@ -13,7 +13,6 @@ from hetero_mpi.planning.durations import Durations, stage_s
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import SimulatedStep
-from hetero_mpi.planning.types.cluster_changes import STALE_STEP
 from hetero_mpi.planning.types.plan import (
     FROM_DISK,
     WARM_UP,
@@ -101,7 +100,6 @@ def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) ->
     lines += [line for reason in idle_lines(report.idle) for line in wrapped("  ", reason)]
     lines += [f"Batch: {line}" for line in batch_lines(report.plan)]
     lines += [line for reason in report.reasons if FROM_DISK in reason for line in wrapped("  ", reason)]
-    lines += wrapped("", STALE_STEP) if profile.model.stale else []
     return lines + wrapped("  ", f"why, and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
 
 

@@ -133,7 +133,7 @@ class Loop:
         with self.saver:
             self._tell(self._report)
             done = self._run()
-            (self.trainer.catch_up if done else self.trainer.settle)()
+            self.trainer.settle()
         self._tell()
         if done and self._over():
             waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
@@ -166,8 +166,6 @@ class Loop:
             if not decision.finite:
                 self._skipped(step, decision)
             last = step + 1 == train.steps
-            if last:
-                self.trainer.catch_up()
             best = False
             evaluated = len(self.state.evaluations)
             if len(self._held_out.tokens) and (last or _due(step + 1, train.evaluate_every)):

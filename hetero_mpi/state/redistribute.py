@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hetero_mpi.checkpoint.format import SCALES, STALE
+from hetero_mpi.checkpoint.format import SCALES
 from hetero_mpi.comm.transport import AHEAD, Request, Transport
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.engine.placement import parameter_owners
@@ -70,8 +70,6 @@ def held_as(
         return spec.shape, dtype
     if spec.name not in tuning.trainable or spec.name in tuning.still:
         return None
-    if kind == STALE:
-        return (spec.shape, torch.float32) if tuning.stale else None
     shape, named = moments.kept(tuning.moments.get(spec.name, moments.TWO), spec.shape).get(kind, (None, ""))
     return None if shape is None else (shape, getattr(torch, named))
 
@@ -91,7 +89,7 @@ def parcels(tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype
             there = held_as(tuning, spec, kind, own)
             if there is not None:
                 group = groups.get(first, ())
-                needing = others if kind in ("parameters", STALE) else group[1:]
+                needing = others if kind == "parameters" else group[1:]
                 found.append(Parcel(kind, spec.name, *there, first, needing, group))
     return found
 
@@ -128,10 +126,9 @@ class LiveState:
         tuning = self._trainer.tuning
         if parcel.name in tuning.constants or parcel.name in tuning.still:
             return held.model_parameter(parcel.name).detach().to(parcel.dtype)
-        optimizer.finish()
-        if parcel.kind not in ("parameters", STALE):
+        if parcel.kind != "parameters":
             return optimizer.state(parcel.name)[parcel.kind]
-        if self._rounded or parcel.kind == STALE:
+        if self._rounded:
             return held.parameters[parcel.name].detach().to(parcel.dtype)
         return optimizer.targets[parcel.name].detach()
 
@@ -264,10 +261,6 @@ def keeper(trainer: Trainer, updates: int) -> Callable[[Parcel, torch.Tensor], N
     def keep(parcel: Parcel, tensor: torch.Tensor) -> None:
         if parcel.kind == "parameters":
             set_parameter(trainer, parcel.name, tensor)
-            return
-        if parcel.kind == STALE:
-            if trainer.held is not None and parcel.name in trainer.held.parameters:
-                trainer.held.overwrite({parcel.name: _own_part(trainer, parcel, tensor)})
             return
         if trainer.optimizer is None or parcel.name not in trainer.optimizer.targets:
             return  # of a group, whose first rank has it

@@ -26,7 +26,7 @@ from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.disk import free_bytes
 from hetero_mpi.errors import UserError
-from hetero_mpi.job.rules import as_toml
+from hetero_mpi.job.rules import REMOVED_KEYS, as_toml
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.optimizer import learning_rate
@@ -59,7 +59,7 @@ LATEST = "latest"
 """``--resume latest``: from the newest state in the run directory."""
 ANY = "any"
 """Like ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
-_KEPT = ("seed", "global_batch", "last_batch", "dtype", "optimizer", "freeze", "preference", "stale_step")
+_KEPT = ("seed", "global_batch", "last_batch", "dtype", "optimizer", "freeze", "preference")
 """Keys of ``[train]`` that a resumed run has as it began with them."""
 _OF_ADAPTER = ("start", "alpha", "rslora", "alpha_pattern", "tokens")
 """The same of ``[adapter]``: what shapes and names of tensors do not tell."""
@@ -319,6 +319,13 @@ def _check_shapes(reader: CheckpointReader, path: Path, tuning: Tuning, spec: Pa
 def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None:
     """Refuse a stored state of a run that took its steps in another way. Raises UserError."""
     then = reader.metadata["job"]
+    for dotted in REMOVED_KEYS:
+        table, _, key = dotted.partition(".")
+        if value := then.get(table, {}).get(key):
+            raise UserError(
+                f"{path} was written with [{table}] {key} = {as_toml(value)}, which this version does not have: start without "
+                f"--resume, or resume with {reader.writer.partition(',')[0]}"
+            )
     now = {key: getattr(train, key) for key in _KEPT}
     for key, value in now.items():
         if value == "auto":  # the dtype, before it is settled

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import h5py
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -35,7 +34,6 @@ DORA = Case("dora", "llama", False, 0.0, True, 4, "even", tuning="dora")
 RSLORA = Case("rslora", "llama", False, 0.0, True, 4, "even", tuning="rslora")
 PISSA = Case("pissa", "llama", False, 0.0, True, 4, "even", tuning="pissa-rslora")
 NARROW = Case("narrow", "llama", False, 0.0, True, 4, "even", tuning="lora")
-STALE = Case("stale", "llama", False, 0.0, True, 4, "even", further=("stale",))
 GENERATION = {"eos_token_id": list(range(3, 320, 2)), "temperature": 0.6, "top_k": 20, "use_cache": False}
 """Of two bases. So many tokens end a text that one of them is written soon."""
 
@@ -47,13 +45,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = training_cases.corpus(root)
     tokenizer = training_cases.tokenizer_directory(root, text)
     entries = []
-    for case in (FULL, TUNED, DORA, RSLORA, PISSA, NARROW, STALE):
+    for case in (FULL, TUNED, DORA, RSLORA, PISSA, NARROW):
         model = training_cases.model_directory(root, case)
         if case in (FULL, NARROW):
             (model / "generation_config.json").write_text(json.dumps(GENERATION))
         if case is NARROW:
             narrow(model)
-        adapter = training_cases.adapter_directory(root, case) if case not in (FULL, PISSA, STALE) else None
+        adapter = training_cases.adapter_directory(root, case) if case not in (FULL, PISSA) else None
         job = root / f"{case.name}.toml"
         job.write_text(training_cases.job_text(case, model, tokenizer, text, adapter))
         profile = write_profile(root / f"{case.name}.profile.toml", job, 2)
@@ -103,21 +101,6 @@ def test_an_earlier_checkpoint_np2(runs: Path, tmp_path: Path) -> None:
     export(checkpoint_path(runs / "full" / "checkpoints", 1), tmp_path / "out", merge=False)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not torch.equal(logits(ours), logits(AutoModelForCausalLM.from_pretrained(runs / "full" / "model")))
-
-
-@pytest.mark.slow
-def test_of_stale_steps_what_the_held_out_loss_was_measured_of_np2(runs: Path, tmp_path: Path) -> None:
-    """Until the run has ended: then all updates count, and there is one set of values."""
-    for step, ended in ((2, False), (training_cases.STEPS, True)):
-        path, out = checkpoint_path(runs / "stale" / "checkpoints", step), tmp_path / str(step)
-        export(path, out, merge=False)
-        with h5py.File(path) as file:
-            stored = {kind: {name: file[kind][name][:] for name in file[kind]} for kind in ("stale", "parameters")}
-        written = load_file(out / "model.safetensors")
-        assert all(torch.equal(written[name], torch.from_numpy(value)) for name, value in stored["stale"].items())
-        newest = [torch.equal(written[name], torch.from_numpy(value)) for name, value in stored["parameters"].items()]
-        assert all(newest) if ended else not any(newest)
-    assert load_file(runs / "stale" / "model" / "model.safetensors").keys() == written.keys()
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import pytest
 from hetero_mpi.commands.reference_pages import EXAMPLES, reference_text
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.job.rules import REMOVED_KEYS
+from hetero_mpi.job.schema import TABLES, JobConfig
 
 SMALL = """\
 [model.config]
@@ -131,6 +132,14 @@ lerning_rate = 3
         "(only model.path brings its own)",
         "small.toml: [data] text: set exactly one of data.text and data.records; neither is set",
     ]
+
+
+@pytest.mark.parametrize("dotted", REMOVED_KEYS)
+def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -> None:
+    table, _, key = dotted.partition(".")
+    assert key not in TABLES[table].model_fields
+    (told,) = (line for line in problems(tmp_path, SMALL, f"{dotted}=true") if f"[{table}] {key} = true" in line)
+    assert REMOVED_KEYS[dotted] in told
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_the_optimizer_decays_neither_wide_biases_nor_spares_what_is_narrow() ->
     chain = TransformersChain(read_config(tiny_keys("gpt_oss")))
     stage = stage_of(chain, 0, chain.layer_count, Backend(), "fp32", SeededStart(1))
     optimizer = Optimizer(stage, TrainTable(weight_decay=0.25))
-    (library,) = optimizer.libraries.values()
+    library = optimizer.library
     decays = {id(p): group["weight_decay"] for group in library.groups for p in group["params"]}
     found = {name: decays[id(target)] for name, target in optimizer.targets.items()}
     assert set(found.values()) == {0.0, 0.25}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_each_parameter_has_its_share_of_the_learning_rate() -> None:
     own = chain()
     stage = stage_of(own, 0, own.layer_count, Backend(), "fp32", SeededStart(1), tuning=tuned(train.model_dump()))
     optimizer = Optimizer(stage, train)
-    (library,) = optimizer.libraries.values()
+    library = optimizer.library
     library.step(2e-3)
     found = {id(p): (group["lr"], group["weight_decay"]) for group in library.groups for p in group["params"]}
     layer = "model.layers.1."
@@ -160,6 +161,16 @@ def test_going_on_with_another_preference_or_freeze_is_refused(tmp_path: Path) -
             check_train(reader, path, train.model_copy(update={"preference": "simpo"}))
         with pytest.raises(UserError, match=r"freeze = \[0\], this job says \[\]: the run would not"):
             check_train(reader, path, train.model_copy(update={"freeze": []}))
+
+
+def test_going_on_with_what_a_removed_key_did_is_refused(tmp_path: Path) -> None:
+    for value in (False, True):
+        train = {**TrainTable().model_dump(), "stale_step": value}
+        with CheckpointWriter(tmp_path / f"{value}.h5", told(1, job={"train": train, "data": {}})):
+            pass
+        expected = pytest.raises(UserError, match="stale_step") if value else contextlib.nullcontext()
+        with CheckpointReader(tmp_path / f"{value}.h5") as reader, expected:
+            check_train(reader, reader.path, TrainTable())
 
 
 def test_going_on_with_an_adapter_that_means_something_else_is_refused(tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ from hetero_mpi.planning.decision.explain import streamed_texts
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import Durations, duration, finished_layers_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS, host_state_bytes, stage_memory, streamed_memory
-from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory, with_copies
+from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.cluster_changes import STALE_STEP, with_stale_step
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes
@@ -451,43 +450,6 @@ def test_gradients_leave_while_the_layer_before_computes() -> None:
     assert step_s == pytest.approx(1200 * 46 / 100)
     measured = tuple(replace(device, host_optimizer_s_per_parameter=1e-3) for device in profile.devices)
     assert duration(Action(Op.STEP, 0), plan, replace(profile, devices=measured)) == pytest.approx(1.2)
-
-
-def test_a_stale_step_passes_beside_the_first_forwards_and_backward() -> None:
-    profile = whole(1_000_000)
-    stage, rest = StagePlan((0,), 1, 4, 1, streamed=True), StagePlan((1,), 4, len(profile.model.layers), 0)
-    computing_s = 2 * (0.0016 + 3 * 4) + 0.0016 / 2 + 3 * 12 + 0.0016
-    for each_s in (1e-3, 1.0):
-        devices = tuple(replace(one, host_optimizer_s_per_parameter=each_s) for one in profile.devices)
-        known = replace(profile, devices=devices)
-        stale = with_stale_step(known, True)
-        plan, stepping_s = plan_of(profile, stage, rest), 1200 * each_s
-        assert duration(Action(Op.STEP, 0), plan, known) == pytest.approx(stepping_s)
-        beside_s = min(36 / 46 * stepping_s, computing_s)
-        assert duration(Action(Op.STEP, 0), plan, stale) == pytest.approx(stepping_s - beside_s)
-        resident = plan_of(profile, replace(stage, streamed=False), rest)
-        assert duration(Action(Op.STEP, 0), resident, stale) == duration(Action(Op.STEP, 0), resident, known)
-        alone = StagePlan((0,), 0, len(profile.model.layers), 0, streamed=True)
-        two = tuple(PipelinePlan((replace(alone, ranks=(rank,)),), 4, 4) for rank in (0, 1))
-        several = Plan(two, 8, SEQUENCE, len(profile.model.layers))
-        assert duration(Action(Op.STEP, 0), several, stale) == duration(Action(Op.STEP, 0), several, known)
-    plan = plan_of(profile, replace(stage, first=0), rest)
-    report = complete_plan(plan, stale, request(micro_batch_choices=(4,)))
-    assert STALE_STEP in report.reasons and any("wait for the optimizer" in reason for reason in report.reasons)
-    assert STALE_STEP not in complete_plan(plan, known, request(micro_batch_choices=(4,))).reasons
-
-
-@pytest.mark.parametrize("dtype, more", [("fp32", 4), ("bf16", 0)])
-def test_values_that_are_stale_take_memory_where_they_are_not_apart_already(dtype: str, more: int) -> None:
-    profile = whole(1_000_000)
-    profile = replace(profile, model=replace(profile.model, dtype=dtype))
-    stale, trained = with_stale_step(profile, True).model, 3 * 400
-    assert stale.state_bytes(1, 4) - profile.model.state_bytes(1, 4) == more * trained
-    assert stale.copy_bytes_per_trainable_parameter - profile.model.copy_bytes_per_trainable_parameter == 4
-    copying = request(copy_bytes_per_trainable_parameter=24.0)
-    cpus = replace(profile, devices=tuple(replace(one, shares_host_memory=True) for one in profile.devices))
-    counted = [with_copies(with_stale_step(cpus, on), copying).model.state_bytes(1, 4) for on in (False, True)]
-    assert counted[1] - counted[0] == (more + 8) * trained
 
 
 def test_a_streamed_stage_goes_back_in_one_part() -> None:

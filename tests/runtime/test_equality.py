@@ -65,8 +65,7 @@ RESUMED = (
     "qwen3-tied-muon",
     "gemma2-lora-tokens-streamed",
     "qwen3-tied-nf4-saved-V",
-    "qwen3-tied-stale",
-    "llama-stale-8bit-V",
+    "llama-8bit-V",
 )
 """Cases that are also resumed after step 1, on two ranks and more under another split of the layers, in which nothing is
 streamed."""
@@ -80,8 +79,6 @@ AGAIN = (
     "llama-pissa-groups",
     "qwen3-tied-olora-two-streamed",
     "llama-lora-saved-groups",
-    "llama-tied-stale-two-streamed",
-    "llama-lora-stale-groups",
 )
 """Cases with several pipelines, or stages of several ranks, that are also run again, resumed under their own plan, and resumed
 under one pipeline."""

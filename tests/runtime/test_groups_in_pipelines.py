@@ -55,7 +55,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"adapter": ADAPTER, "model": {"quantization": "nf4"}},
     ),
     "bf16": ({}, {"train": {"dtype": "bf16"}}),
-    "stale": ({}, {"train": {"stale_step": True}}),
 }
 """Name -> (the model, tables of the job)."""
 LIMITS = {"nf4": (IN_GROUPS, 1e-3), "bf16": (4e-3, 5e-2)}

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hetero_mpi.checkpoint import checkpoint_path
@@ -21,7 +20,6 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_report, save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.runtime.test_equality import tensors
 from tests.runtime.test_reconfigure import EMULATED_BLOCKS, three_alike
 from tests.runtime.test_recovery import losses as losses_of
 from tests.runtime.test_recovery import start
@@ -211,47 +209,6 @@ def test_a_model_larger_than_the_memory_of_a_gpus_host_np2(tmp_path: Path) -> No
     assert losses["planned"] == losses["resident"] and losses["planned"][2:] == losses["resumed"]
 
 
-def test_stale_steps_beside_what_gpus_compute_np2(tmp_path: Path) -> None:
-    """As of ranks that step while nothing else goes on: losses, whole checkpoints, and what follows these."""
-    if (reason := build.missing()) is not None:
-        pytest.skip(reason)
-    shop = Workshop(tmp_path, THROUGH)
-    model, train = shop.model("six", 6, hidden_size=64), {"steps": 4, "stale_step": True, "dtype": "bf16"}
-    job = shop.job("stale", shop.values(model), train=train, checkpoint={"every": 1, "keep": 9})
-    profile = write_profile(tmp_path / "profile.toml", job, 2)
-    halves = StagePlan((0,), 0, 4, 1, streamed=True), StagePlan((1,), 4, 8, 0, streamed=True)
-    streamed = Plan((PipelinePlan(halves, 2, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 8)
-    save_plan(streamed, tmp_path / "streamed.toml")
-    without_streaming(streamed, tmp_path / "resident.toml")
-    whole = (PipelinePlan((StagePlan((rank,), 0, 8, 0, streamed=True),), 2, GLOBAL_BATCH // 2) for rank in (0, 1))
-    save_plan(Plan(tuple(whole), GLOBAL_BATCH, SEQUENCE, 8), tmp_path / "several.toml")
-
-    def under(plan: str, name: str, **more: Any) -> dict[str, Any]:
-        paths = {"job": job, "run_dir": tmp_path / name, "profile": profile, "plan": tmp_path / f"{plan}.toml"}
-        return {name: {**paths, **more}}
-
-    second = checkpoint_path(tmp_path / "streamed" / "checkpoints", 2)
-    found = shop.run_entries(
-        2,
-        {
-            **under("streamed", "streamed"),
-            **under("resident", "resident"),
-            **under("several", "several"),
-            **under("resident", "resumed", resume=second),
-        },
-    )
-    assert {outcome.codes for outcome in found.values()} == {(0, 0)}, found
-    assert "each update counts from the step after next" in found["streamed"].printed
-    assert losses(shop, "streamed") == losses(shop, "resident")
-    assert losses(shop, "streamed") == pytest.approx(losses(shop, "several"), rel=1e-3)
-    assert losses(shop, "streamed")[2:] == losses(shop, "resumed")
-    for step in range(1, 5):
-        stored = {name: tensors(tmp_path / name, step) for name in ("streamed", "resident")}
-        assert all(np.array_equal(array, stored["resident"][key]) for key, array in stored["streamed"].items())
-        apart = {name for (kind, name) in stored["streamed"] if kind == "stale"}
-        assert apart == {name for (kind, name) in stored["streamed"] if kind == "moments1"}
-
-
 # ------------------------------------------------------------------------------------------------------------ ranks that die
 BLOCKS, DEEP_MEMORY, STEPS = 20, 4_000_000, 60
 """Of a model whose 14 MB no three ranks of so much memory hold, and one of them can stream."""
@@ -312,19 +269,6 @@ def test_any_streaming_ranks_die_until_one_is_left_np3(
         assert running.text().count("streamed") >= 3, running.text()  # the plan and both that followed
     assert losses_of(run) == resident_losses
     assert not list((run / "mapped").glob("*")), "mapped files have no names that could be left"
-
-
-@pytest.mark.long
-def test_streaming_ranks_die_whose_steps_are_stale_np3(deep: LongStreamed) -> None:
-    """Copies are of any step. The masters of adapters take memory that they have not where steps are not stale."""
-    run, stale = deep.directory / "stale", ("--set", "train.stale_step=true")
-    expected = losses_in_one_process(deep, "stale-process", *stale)
-    memory = "--set", "cluster.memory_bytes=4600000"
-    words, environment = deep.outliving(run, *stale, *memory, "--set", "checkpoint.replicate_every=1", planned=False)
-    with deep.started(words, environment, run) as running:
-        kill_until_one_is_left(running, 3, random.Random(1), steps_between=20)
-        assert running.end() == 0, running.text()
-    assert losses_of(run) == expected
 
 
 @pytest.mark.long

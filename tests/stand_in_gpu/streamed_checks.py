@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model import host_weights
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.host_weights import HostLayer
-from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
@@ -104,7 +102,6 @@ def steps(stage: Stage, gpu: Backend, micro_batches: int, count: int = 2) -> lis
             optimizer.gradient(tied).add_(optimizer.tied_gradient())
         found += [optimizer.gradient(name).clone() for name in optimizer.targets]
         optimizer.end_step(number, 0.5)
-    optimizer.show()
     found += [value for name in optimizer.targets for value in (optimizer.targets[name], stage.parameters[name])]
     return [tensor.detach().cpu() for tensor in (*found, stage.evaluate(tokens, tokens))]
 
@@ -128,49 +125,6 @@ def test_full_training_gives_the_bits_of_a_resident_stage(
     resident = stage_of(*given, recompute=True, slice_sequences=slices)
     streamed = streamed_stage_of(*given, slice_sequences=slices, kept_slices=kept)
     check_waits_for_copies(resident, streamed, gpu, 2, 0.01)
-
-
-@pytest.mark.parametrize("tied, dtype, frozen", [(True, "fp32", ()), (False, "bf16", ("layers.0.", "embed"))])
-def test_a_stale_step_goes_on_until_its_gradients_make_room(
-    gpu: Backend, monkeypatch: pytest.MonkeyPatch, tied: bool, dtype: str, frozen: tuple[str, ...]
-) -> None:
-    chain = TransformersChain(read_config({**CONFIG, "tie_word_embeddings": tied}))
-    still = frozenset(name for name in chain.parameters if any(part in name for part in frozen))
-    given: Any = chain, 0, chain.layer_count, gpu, dtype, SeededStart(0), 7
-    trained = replace(full_training(chain), still=still, stale=True)
-    expected = steps(stage_of(*given, trained, recompute=True), gpu, 2, 3)
-    fresh = steps(stage_of(*given, replace(trained, stale=False), recompute=True), gpu, 2, 3)
-    alike = [torch.equal(one, other) for one, other in zip(expected, fresh, strict=True)]
-    of_step = 2 + (len(alike) - 3 * 2 - 1) // 5  # two losses and all gradients; after three steps the values, twice
-    assert all(alike[:of_step]) and not any(alike[of_step : of_step + 2]), "the second step has other losses"
-    step, threads = LibraryOptimizers.step, set()
-
-    def slow(library: LibraryOptimizers, rate: float) -> None:
-        threads.add(threading.current_thread().name)
-        time.sleep(0.1)
-        step(library, rate)
-
-    monkeypatch.setattr(LibraryOptimizers, "step", slow)
-    for one, other in zip(expected, steps(streamed_stage_of(*given, trained), gpu, 2, 3), strict=True):
-        assert torch.equal(one, other)
-    gc.collect()
-    assert module.device.used(1) == 0, "what another plan needs no more is freed"
-    assert "MainThread" not in threads and len(threads) == 1
-
-
-def test_a_stale_step_that_fails_is_raised(
-    gpu: Backend, chain: TransformersChain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = streamed_stage_of(
-        chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, replace(full_training(chain), stale=True)
-    )
-
-    def broken(library: LibraryOptimizers, rate: float) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(LibraryOptimizers, "step", broken)
-    with pytest.raises(ZeroDivisionError):
-        steps(stage, gpu, 1)
 
 
 def test_of_full_training_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) -> None:

@@ -136,7 +136,6 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
     optimizers = optimizers_of(case, model, [group for group in groups if group["params"]])
     warm_up = case.train.get("warmup_steps", TRAIN["warmup_steps"])
     schedulers = [get_scheduler("cosine", one, warm_up, STEPS) for one in optimizers]
-    newest = {p: p.detach().clone() for p in trained.values()}
     rows = case.reference_micro_batch or case.micro_batch
     losses, first_moments = [], {}
     for step in range(STEPS):
@@ -151,16 +150,8 @@ def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer:
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP_NORM)
-        before = {p: value.clone() for p, value in newest.items()}
-        for parameter, value in newest.items():
-            parameter.data = value
         for one in (*optimizers, *schedulers):
             one.step()
-        if (
-            "stale" in case.further and step + 1 < STEPS
-        ):  # the next step computes with what there was before this update
-            for parameter, value in before.items():
-                parameter.data = value
         losses.append(total)
         if step == 0:
             held = {p: state for one in optimizers for p, state in one.state.items()}

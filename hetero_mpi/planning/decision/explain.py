@@ -125,7 +125,7 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
     with_state = ""
     if model.trained_whole:
         kept = units.size(host_state_bytes(model, stage.first, stage.last))
-        each = f"{'wait for the ' if model.stale else ''}optimizer {units.seconds(update_s(number, plan, profile))}"
+        each = f"optimizer {units.seconds(update_s(number, plan, profile))}"
         with_state = f" ({kept} there with the rest of what it trains; {each})"
     return f"streams {units.size(size_bytes)} from host memory{with_state}, {cost} {share:.0%} of its time{files}"
 

@@ -22,7 +22,6 @@ from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep, outlined
-from hetero_mpi.planning.types.cluster_changes import STALE_STEP
 from hetero_mpi.planning.types.cost import COPY_BYTES
 from hetero_mpi.planning.types.plan import (
     HostMemory,
@@ -137,8 +136,6 @@ def _short(who: str, one: RankMemory | HostMemory) -> str:
 def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     """Sentences on what the user has given up for shorter steps and for memory."""
     model = profile.model
-    if model.stale:
-        yield STALE_STEP
     if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
     sliced = [stage for _, _, stage in plan.numbered if stage.head_tokens is not None]

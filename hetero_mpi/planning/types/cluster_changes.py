@@ -64,14 +64,6 @@ def with_wire(profile: ClusterProfile, wire: str | None) -> ClusterProfile:
     return replace(profile, model=replace(profile.model, wire=wire if wire == INT8 else None))
 
 
-STALE_STEP = "train.stale_step: each update counts from the step after next, so losses differ from a run without it"
-
-
-def with_stale_step(profile: ClusterProfile, stale: bool) -> ClusterProfile:
-    """Ranks compute with the parameters of before the latest update; or with the newest."""
-    return replace(profile, model=replace(profile.model, stale=stale or None))
-
-
 def with_free_links(profile: ClusterProfile) -> ClusterProfile:
     """Messages take no time: neither on links nor on NICs nor between devices and their hosts."""
     devices = tuple(

@@ -16,7 +16,6 @@ SCALE_BYTES = 4
 """Bytes of the scale that goes with each row that travels as int8."""
 GRADIENT_BYTES = 4
 """Gradients are added up and exchanged in fp32, whatever the compute dtype."""
-MASTER_BYTES = 4
 INT8 = "int8"
 COPY_BYTES = 12
 """Bytes of a copy of the trained state, per trained parameter: itself and AdamW's two moments, fp32."""
@@ -131,8 +130,6 @@ class ModelCost:
     """As ``[train] optimizer`` names it."""
     wire: str | None = None
     """``int8``: so activations and gradients travel from stage to stage; None: as they are computed."""
-    stale: bool | None = None
-    """True: ranks compute with the parameters of before the latest update (``train.stale_step``); None: with the newest."""
 
     @cached_property
     def trained_whole(self) -> bool:
@@ -142,8 +139,8 @@ class ModelCost:
 
     def state_bytes(self, first: int, last: int) -> float:
         """Gradients, moments and master weights of the layers [first, last)."""
-        each = self.state_bytes_per_trainable_parameter + MASTER_BYTES * bool(self.stale and self.dtype == "fp32")
-        return sum(layer.trainable_parameters * each - layer.moments_saving_bytes for layer in self.layers[first:last])
+        each = self.state_bytes_per_trainable_parameter
+        return sum(each * layer.trainable_parameters - layer.moments_saving_bytes for layer in self.layers[first:last])
 
     def owned_bytes(self, first: int, last: int) -> float:
         """The moments and master weights of these, which one of the ranks that hold a parameter keeps."""
@@ -155,7 +152,7 @@ class ModelCost:
         """Bytes of a copy of the trained state, on average."""
         trained = sum(layer.trainable_parameters for layer in self.layers)
         saved = sum(layer.moments_saving_bytes for layer in self.layers) / max(1, trained)
-        return COPY_BYTES + MASTER_BYTES * bool(self.stale) - saved
+        return COPY_BYTES - saved
 
     def sent_bytes_per_token(self, layer: int) -> int:
         """Bytes of a layer's output per token on its way to another rank; the gradient coming back is as large."""

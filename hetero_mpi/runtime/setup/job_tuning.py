@@ -31,7 +31,7 @@ def tuning_of(job: JobConfig, chain: LayerChain) -> Tuning:
         found = adapter_tuning(language(chain), job.adapter, nf4, double)
     still = _still(job.train, found, chain)
     shares = _shares(job.train, found, still)
-    found = replace(found, shares=shares, still=still, noise=job.train.neftune_noise_alpha, stale=job.train.stale_step)
+    found = replace(found, shares=shares, still=still, noise=job.train.neftune_noise_alpha)
     return with_moments(found, chain, job.train.optimizer)
 
 

@@ -16,7 +16,7 @@ from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.schedule import schedule_of
-from hetero_mpi.planning.types.cluster_changes import with_stale_step, with_wire
+from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -123,7 +123,7 @@ def obtain_profile(context: RunContext, options: TrainOptions, pending: Pending)
         keep(context, pending, "profile.toml", partial(save_profile, profile, context.run_dir / "profile.toml"))
     else:
         profile = _profile_of_cluster(context, subject, options, pending)
-    profile = with_stale_step(with_wire(profile, context.job.train.wire), context.job.train.stale_step)
+    profile = with_wire(profile, context.job.train.wire)
     say(*(profile_lines if options.verbose or options.dry_run else measured_lines)(profile))
     own = profile.source == MEASURED and profile.key == profile_key(world, context.backend, subject)
     return Profiled(profile, own, reason)
