@@ -72,20 +72,6 @@ class HostGroup:
         """The largest of the members' elements."""
         return self._combined(tensor, lambda a, b: torch.maximum(a, b, out=a))
 
-    def scattered(self, rows: torch.Tensor) -> torch.Tensor:
-        """The sum over the members of the row for this one, of a row for each."""
-        with self._exchanging():
-            given = self._room(0, (self.size, rows[0].numel()), rows.dtype)
-            given.copy_(rows.detach().view(given.shape))
-            return self._reduced(given, torch.Tensor.add_).to(self._backend.device, copy=True).view(rows.shape[1:])
-
-    def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """A row for each member: its ``own``."""
-        with self._exchanging():
-            given = self._room(0, (own.numel(),), own.dtype)
-            given.copy_(own.detach().contiguous().view(-1))
-            return self._spread(given).to(self._backend.device, copy=True).view(self.size, *own.shape)
-
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """A block in which this member computes by itself: sums take the memory that they take, but nothing is exchanged."""
@@ -136,35 +122,19 @@ class HostGroup:
         self._world.send_bytes(host_bytes(self._backend.to_host(part.contiguous())), 0)
 
     def _combined(self, tensor: torch.Tensor, combine: Combine) -> torch.Tensor:
-        flat = tensor.detach().contiguous().view(-1)
-        with self._exchanging():
-            given = self._room(0, (self.size, -(-flat.numel() // self.size)), flat.dtype)
-            given.view(-1)[: flat.numel()].copy_(flat)
-            whole = self._spread(self._reduced(given, combine))
-            flat.copy_(whole.view(-1)[: flat.numel()])
-        return flat.view(tensor.shape)
-
-    @contextlib.contextmanager
-    def _exchanging(self) -> Iterator[None]:
-        begin = time.perf_counter()
+        flat, begin = tensor.detach().contiguous().view(-1), time.perf_counter()
+        rows = self.size, -(-flat.numel() // self.size)
+        given, received, whole = (self._room(number, rows, flat.dtype) for number in range(3))
         with self._world.waiting("the other ranks of its group"):
-            yield
+            given.view(-1)[: flat.numel()].copy_(flat)
+            self._among.all_to_all_bytes(_rows(given), _rows(received))
+            total = received[0].float()
+            for row in received[1:]:
+                combine(total, row.float())
+            self._among.all_gather_bytes(host_bytes(total.to(flat.dtype)), _rows(whole))
+            flat.copy_(whole.view(-1)[: flat.numel()])
         self.summed_s += time.perf_counter() - begin
-
-    def _reduced(self, given: torch.Tensor, combine: Combine) -> torch.Tensor:
-        """The members' rows for this one, combined."""
-        taken = self._room(1, tuple(given.shape), given.dtype)
-        self._among.all_to_all_bytes(_rows(given), _rows(taken))
-        total = taken[0].float()
-        for row in taken[1:]:
-            combine(total, row.float())
-        return total.to(given.dtype)
-
-    def _spread(self, own: torch.Tensor) -> torch.Tensor:
-        """A row of every member, in host memory that is used again."""
-        whole = self._room(2, (self.size, own.numel()), own.dtype)
-        self._among.all_gather_bytes(host_bytes(own), _rows(whole))
-        return whole
+        return flat.view(tensor.shape)
 
     def _room(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize

@@ -61,6 +61,6 @@ class StageBuilder:
             return StreamedStage(spec, self.start, self.kept, folder=self.stream_folder)
         divided = None
         if setup.group is not None:
-            together = StageGroup(own.shares, setup.group, own.experts, own.divide_tokens)
+            together = StageGroup(own.shares, setup.group, own.experts)
             divided = DividedLayers(language(setup.chain), setup.tuning, together)
         return Stage(spec, self.start, self.kept, beginning, divided)

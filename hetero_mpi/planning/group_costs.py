@@ -35,7 +35,7 @@ def group_device(profile: ClusterProfile, group: StagePlan, alone: int | None = 
     """The ranks that hold a stage as one device, as fast as they are together, with their memory left out. Backward comes in one
     part. Its number is the first rank's. ``alone``: one of the ranks with its share, without sums and without the others."""
     ranks = group.ranks if alone is None else (alone,)
-    known, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks, (group.divide_tokens,))
+    known, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks)
     if key not in known:
         known[key] = _together(profile, group, ranks)
     return known[key]
@@ -51,10 +51,7 @@ def _together(profile: ClusterProfile, group: StagePlan, ranks: Sequence[int]) -
             )
             for one, place in zip(members, map(group.ranks.index, ranks), strict=True)
         ]
-        ranged = max(group.shares) / sum(group.shares) if group.divide_tokens else None
-        layers[kind] = _slowest(
-            profile, ranks, layer if len(ranks) > 1 else replace(layer, group_sums=0), parts, ranged
-        )
+        layers[kind] = _slowest(profile, ranks, layer if len(ranks) > 1 else replace(layer, group_sums=0), parts)
     whole = replace(group, first=0, last=len(profile.model.layers))
     trained = max(1, sum(layer.trainable_parameters for layer in profile.model.layers))
     return replace(
@@ -128,10 +125,9 @@ def _half(parts: int | None) -> float:
 
 
 def _slowest(
-    profile: ClusterProfile, ranks: Sequence[int], layer: LayerCost, parts: Sequence[MemberTimes], ranged: float | None
+    profile: ClusterProfile, ranks: Sequence[int], layer: LayerCost, parts: Sequence[MemberTimes]
 ) -> LayerTimes:
-    """The times of a layer that all members compute, with their sums. ``ranged``: as ``hidden_sum_s``, for blocks."""
-    ranged = None if layer.kind in (EMBEDDING, HEAD) else ranged
+    """The times of a layer that all members compute, with their sums."""
     forward, backward = layer.group_sums * (layer.kind != HEAD), layer.group_sums * (layer.kind != EMBEDDING)
 
     def of(pairs: Sequence[tuple[Curve, Curve]], sums: int) -> Curve:
@@ -139,7 +135,7 @@ def _slowest(
         tokens = sorted({count for pair in pairs for curve in pair for count in curve.tokens})
         seconds = (
             sum(max(curve.at(count) for curve in curves) for curves in zip(*pairs, strict=True))
-            + sums * hidden_sum_s(profile, ranks, count, ranged)
+            + sums * hidden_sum_s(profile, ranks, count)
             for count in tokens
         )
         return Curve(tuple(tokens), tuple(seconds))
@@ -154,20 +150,16 @@ def _slowest(
     )
 
 
-def hidden_sum_s(profile: ClusterProfile, ranks: Sequence[int], tokens: int, ranged: float | None = None) -> float:
+def hidden_sum_s(profile: ClusterProfile, ranks: Sequence[int], tokens: int) -> float:
     """Seconds in which a group adds up the hidden states of so many tokens, or their gradients: out of the devices, in host memory,
-    back to the devices. ``ranged``: the largest range that a member has of them, as a share; then the sums of ranges go back, and
-    what they become comes together later, in rows as long as the largest."""
+    back to the devices."""
     size_bytes = tokens * profile.model.layers[0].boundary_bytes_per_token
-    copies, longer = (1, 1.0) if ranged is None else (2, ranged * len(ranks))
-    copied = size_bytes if ranged is None else longer * size_bytes * (1 + 1 / len(ranks))
     members = copying_at_once(profile, ranks).values()
     copies_s = max(
-        2 * copies * one.copy_latency_s
-        + copied * (1 / one.device_to_host_bytes_per_s + 1 / one.host_to_device_bytes_per_s)
+        2 * one.copy_latency_s + size_bytes * (1 / one.device_to_host_bytes_per_s + 1 / one.host_to_device_bytes_per_s)
         for one in members
     )
-    return copies_s + sum_s(profile, ranks, longer * size_bytes)
+    return copies_s + sum_s(profile, ranks, size_bytes)
 
 
 def sum_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:

@@ -144,20 +144,10 @@ def memory_of(
     if stage.streamed:
         kept = min(tokens, stage.kept_slices * at_once)
         return streamed_memory(model, stage.first, stage.last, tokens, in_flight, at_once, shares, kept)
-    if stage.divide_tokens:
-        model = ranged_costs(model, stage.share(member))
     own = stage_memory(model, stage.first, stage.last, tokens, in_flight, stage.recompute, deferred, at_once)
     if not stage.grouped:
         return own
-    exchanged = group_sum_bytes(model, tokens)
-    if not stage.divide_tokens:
-        return replace(own, staging=own.staging + exchanged)
-    # Of blocks that are repeated, a range of the input is kept; rows are as long as the longest range.
-    blocks = model.layers[max(1, stage.first) : min(stage.last, len(model.layers) - 1)] if stage.recompute else ()
-    inputs = sum(layer.boundary_bytes_per_token for layer in blocks)
-    fewer = math.floor((1 - stage.share(member)) * inputs * tokens) * in_flight
-    longer = max(stage.shares) * len(stage.shares) / sum(stage.shares)
-    return replace(own, activations=own.activations - fewer, staging=own.staging + math.ceil(longer * exchanged))
+    return replace(own, staging=own.staging + group_sum_bytes(model, tokens))
 
 
 @lru_cache(maxsize=256)
@@ -176,28 +166,6 @@ def sliced_costs(model: ModelCost, tokens: int) -> ModelCost:
         logits_bytes_per_token=0.0,
     )
     return replace(model, layers=(*model.layers[:-1], sliced))
-
-
-@lru_cache(maxsize=256)
-def ranged_costs(model: ModelCost, share: float) -> ModelCost:
-    """The costs of a member of a group where it keeps this share of the tokens of what all members computed alike; what enters
-    attention and MLPs is whole there, and backward also holds two such tensors that are on their way."""
-
-    def ranged(layer: LayerCost) -> LayerCost:
-        whole = layer.boundary_bytes_per_token
-        entered = layer.group_sums * whole
-
-        def left(size: float, divided: float) -> float:
-            alike = size * (1 - divided) / (1 - (1 - share) * divided)
-            return size - (1 - share) * max(0.0, alike - entered)
-
-        return replace(
-            layer,
-            activation_bytes_per_token=left(layer.activation_bytes_per_token, layer.divided_activations),
-            workspace_bytes_per_token=left(layer.workspace_bytes_per_token, layer.divided_workspace) + 2 * whole,
-        )
-
-    return replace(model, layers=(model.layers[0], *map(ranged, model.layers[1:-1]), model.layers[-1]))
 
 
 def group_sum_bytes(model: ModelCost, tokens: int) -> int:

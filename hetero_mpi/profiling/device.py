@@ -284,9 +284,3 @@ class _NobodyElse:
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
-
-    def scattered(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[0]
-
-    def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        return torch.stack((own, own))

@@ -172,7 +172,7 @@ def fullest_text(memory: Sequence[RankMemory]) -> str:
 
 def heads_text(stage: StagePlan) -> str:
     """Key/value heads of each rank of a group, and experts where they were shared out: ``5 + 3 heads, 2 + 6 experts``."""
-    heads = f"{' + '.join(map(str, stage.shares))} heads{' and tokens' * stage.divide_tokens}"
+    heads = f"{' + '.join(map(str, stage.shares))} heads"
     return heads if stage.experts is None else f"{heads}, {' + '.join(map(str, stage.experts))} experts"
 
 

@@ -139,12 +139,9 @@ def test_adapters_are_stepped_over_unlike_groups_as_by_one_rank(monkeypatch: pyt
     require_the_step_of_one_rank(monkeypatch, chain, lora(chain))
 
 
-def test_ranges_of_tokens_and_a_head_in_slices_are_stepped_beside_groups_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Norms of the one group have partial gradients on each member, those of the other the leader's alone."""
+def test_a_head_in_slices_is_stepped_beside_a_group_without(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = group_chain("llama")
-    require_the_step_of_one_rank(monkeypatch, chain, full_training(chain), divide_tokens=True, head_tokens=4)
+    require_the_step_of_one_rank(monkeypatch, chain, full_training(chain), head_tokens=4)
 
 
 def test_devices_with_memory_of_their_own_sum_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

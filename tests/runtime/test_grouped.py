@@ -59,7 +59,7 @@ def test_a_layer_larger_than_every_rank_is_trained_by_two_of_them_np2(workshop: 
         "grouped": entry(workshop, "grouped", LITTLE),
         "sliced": {**entry(workshop, "sliced", LITTLE), "plan": workshop.directory / "sliced.plan.toml"},
     }
-    sliced = StagePlan((0, 1), 0, 4, 0, shares=(1, 1), head_tokens=SEQUENCE // 3, divide_tokens=True)
+    sliced = StagePlan((0, 1), 0, 4, 0, shares=(1, 1), head_tokens=SEQUENCE // 3)
     save_plan(Plan((PipelinePlan((sliced,), 1, 1),), 1, SEQUENCE, 4), workshop.directory / "sliced.plan.toml")
     outcomes = workshop.run_entries(2, named)
     assert outcomes["refused"].raised == ("CollectiveUserError",) * 2, outcomes["refused"]

@@ -248,12 +248,6 @@ class ThreadStageLink:
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._all(tensor)).amax(0)
 
-    def scattered(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.stack([each[self.member] for each in self._all(rows)]).float().sum(0).to(rows.dtype)
-
-    def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._all(own))
-
     def shared(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._all(tensor)[0].to(dtype).view(shape)
 

@@ -53,14 +53,6 @@ class ThreadLink:
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._exchanged("maximum", tensor, torch.maximum)
 
-    def scattered(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.sum(rows.clone())[self.member].clone()
-
-    def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        rows = own.new_zeros((self.size, *own.shape))
-        rows[self.member] = own
-        return self.sum(rows)
-
     def _exchanged(
         self, kind: str, tensor: torch.Tensor, join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
@@ -127,7 +119,6 @@ class ThreadGroup:
         kept: Sequence[Kept | None] = (),
         experts: tuple[int, ...] | None = None,
         head_tokens: int | None = None,
-        divide_tokens: bool = False,
     ) -> None:
         self.chain, self.shares, self.tuning = chain, shares, tuning or full_training(chain)
         self.links = links(len(shares))
@@ -146,14 +137,12 @@ class ThreadGroup:
                     recompute=recompute,
                     kept=weights,
                     sliced_head=sliced_head(chain, head_tokens),
-                    divided=DividedLayers(chain, self.tuning, StageGroup(shares, link, experts, divide_tokens)),
+                    divided=DividedLayers(chain, self.tuning, StageGroup(shares, link, experts)),
                 )
                 for first, last in cuts
             ]
             for link, weights in zip(self.links, kept or [None] * len(shares), strict=True)
         ]
-        if divide_tokens:
-            self.divisions = self.members[0][0].divided._divisions
 
     def together(self, call: Callable[[list[Stage]], T]) -> list[T]:
         """``call`` with each member's stages, all at once; what they return."""

@@ -39,12 +39,6 @@ class GroupLink(Protocol):
     def maximum(self, tensor: Tensor) -> Tensor:
         """Likewise the maximum of each element."""
 
-    def scattered(self, rows: Tensor) -> Tensor:
-        """The sum over the members of the row for this one, of a row for each: (members, ...)."""
-
-    def gathered(self, own: Tensor) -> Tensor:
-        """(members, ...): what each of them gives."""
-
 
 class StageLink(GroupLink, Protocol):
     """One whose leader hands on what the stage before, or the one behind, has sent.
@@ -76,13 +70,11 @@ class StageGroup:
     Attributes:
         shares: whole key/value heads of each member.
         experts: whole experts of each member, of each layer that has some; None: in proportion to the shares.
-        divide_tokens: between attention and MLPs each has a range of every sequence.
     """
 
     shares: tuple[int, ...]
     link: GroupLink
     experts: tuple[int, ...] | None = None
-    divide_tokens: bool = False
 
 
 Exchange = Callable[[Tensor], Tensor]

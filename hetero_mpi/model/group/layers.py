@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hetero_mpi.model.group.division import (
-    Division,
     Holding,
     Trained,
     containers,
@@ -29,9 +28,8 @@ from hetero_mpi.model.group.division import (
     norms_over_heads,
     rowwise,
 )
-from hetero_mpi.model.group.exchanges import Exchange, GroupLink, StageGroup, anchored, entered, left, replace_forward
+from hetero_mpi.model.group.exchanges import GroupLink, StageGroup, anchored, entered, left, replace_forward
 from hetero_mpi.model.group.refusals import refusal
-from hetero_mpi.model.group.token_ranges import TokenRanges
 from hetero_mpi.model.group.whole_layers import adapted_across, join_adapter, norm_over_members, start_magnitude
 from hetero_mpi.model.layer.loss import IGNORED, piece_size
 from hetero_mpi.model.layer.quantize import double_scales, packed_weights
@@ -45,12 +43,8 @@ class DividedLayers:
         reason = refusal(chain, tuning, group.shares, group.experts)
         assert reason is None and len(group.shares) == group.link.size, reason
         self._chain, self._link = chain, group.link
-        self._tokens = TokenRanges(group.shares, group.link) if group.divide_tokens else None
-        self._frozen = bool(tuning.still) or group.divide_tokens
+        self._frozen = bool(tuning.still)
         self._divisions = divisions(chain, tuning, group.shares, range(chain.layer_count), group.experts)
-        for name, one in self._divisions.items():
-            if group.divide_tokens and one.held is Holding.WHOLE and name.startswith(f"{chain.blocks_name}."):
-                self._divisions[name] = Division(Holding.SUMMED)  # norms see a range of the tokens
         model = chain.model
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         names = {module: name for name, module in model.named_modules()}
@@ -142,12 +136,7 @@ class DividedLayers:
             embedding.forward = partial(_looked_up, embedding.forward, self._words, len(embedding.weight), self._link)
             if self._frozen:  # else only the leader, which trains norms, comes to the exchanges before them in backward
                 embedding.register_forward_hook(_reached)
-        blocks = range(max(first, 1), min(last, self._chain.layer_count - 1))
-        if self._tokens is not None and blocks:
-            begin, end = (model.get_submodule(self._chain.module_names(layer)[0]) for layer in (blocks[0], blocks[-1]))
-            begin.register_forward_pre_hook(partial(_enter, self._tokens.divided), with_kwargs=True)
-            end.register_forward_hook(partial(_leave, self._tokens.joined))
-        for layer in blocks:
+        for layer in range(max(first, 1), min(last, self._chain.layer_count - 1)):
             (name,) = self._chain.module_names(layer)
             self._connect_block(model.get_submodule(name))
             self._leave_out(name, model.get_submodule(name))
@@ -172,12 +161,10 @@ class DividedLayers:
         return {path: value for path, value in found.items() if value is not None}
 
     def _connect_block(self, block: nn.Module) -> None:
-        tokens, link = self._tokens, self._link
-        entrance = _Entrance(partial(entered, link=link) if tokens is None else tokens.entered)
-        leave = partial(left, link=link) if tokens is None else tokens.left
+        entrance = _Entrance(self._link)
         for container in (block.get_submodule(name) for name in containers(self._chain) if hasattr(block, name)):
-            container.register_forward_pre_hook(partial(_enter, entrance.enter), with_kwargs=True)
-            container.register_forward_hook(partial(_leave, leave))
+            container.register_forward_pre_hook(partial(_enter, entrance), with_kwargs=True)
+            container.register_forward_hook(partial(_leave, self._link))
         block.register_forward_hook(entrance.forget, always_call=True)
 
     def _leave_out(self, name: str, block: nn.Module) -> None:
@@ -210,8 +197,8 @@ class _Entrance:
     """Where hidden states enter the shares of a block. Attention and MLP that see the same tensor (parallel blocks) share one
     exchange of its gradient."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, link: GroupLink) -> None:
+        self._link = link
         self._latest: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forget(self, *_: object) -> None:
@@ -219,20 +206,20 @@ class _Entrance:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         if self._latest is None or self._latest[0] is not x:
-            self._latest = x, self._exchange(x)
+            self._latest = x, entered(x, self._link)
         return self._latest[1]
 
 
-def _enter(exchange: Exchange, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def _enter(entrance: _Entrance, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Hidden states enter a module."""
     if arguments:
-        return (exchange(arguments[0]), *arguments[1:]), keywords
-    return arguments, {**keywords, "hidden_states": exchange(keywords["hidden_states"])}
+        return (entrance.enter(arguments[0]), *arguments[1:]), keywords
+    return arguments, {**keywords, "hidden_states": entrance.enter(keywords["hidden_states"])}
 
 
-def _leave(exchange: Exchange, module: nn.Module, arguments: object, output: Any) -> Any:
+def _leave(link: GroupLink, module: nn.Module, arguments: object, output: Any) -> Any:
     """The output of a share of attention or an MLP becomes the whole's. Attention gives its weights, too, which nobody reads."""
-    return (exchange(output[0]), *output[1:]) if isinstance(output, tuple) else exchange(output)
+    return (left(output[0], link), *output[1:]) if isinstance(output, tuple) else left(output, link)
 
 
 def _zeros(last: nn.Module, x: torch.Tensor) -> torch.Tensor:

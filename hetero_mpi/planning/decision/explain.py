@@ -69,7 +69,7 @@ def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float
             text = f"ranks {_listed(stage.ranks)} hold {where} together, {_listed(stage.shares)} of "
             text += f"{profile.model.heads} key/value heads"
             experts = f", {_listed(stage.experts)} of {profile.model.experts} experts" if stage.experts else ""
-            yield text + experts + ", and as much of every sequence between attention and MLPs" * stage.divide_tokens
+            yield text + experts
             yield from _on_processors(stage, profile)
         if stage.grouped and slowness(profile, plan.ranks).keys() & {*stage.ranks}:
             yield f"ranks of stage {number} have less than a core a thread: they wait longer for each other than is predicted"

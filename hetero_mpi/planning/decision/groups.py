@@ -18,11 +18,10 @@ from dataclasses import replace
 
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.group_bounds import filling_bounds_s
-from hetero_mpi.planning.decision.rules import group_problems, may_divide_tokens
+from hetero_mpi.planning.decision.rules import group_problems
 from hetero_mpi.planning.group_costs import contracted, member_chain_s
 from hetero_mpi.planning.plan_memory import predict_memory
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_recompute
-from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -294,7 +293,6 @@ class _Search:
         plans = [plan, with_recompute(plan, True)] if True in self.request.recompute_choices else [plan]
         if self.fitter.holds(plan):
             return plan
-        plans += [_with_ranges(one, self.profile.model) for one in plans]
         return self._shortest(_lightened(one, self.fitter) for one in plans)
 
     def _shortest(self, plans: Iterable[Plan | None]) -> Plan | None:
@@ -324,12 +322,6 @@ def _lightened(plan: Plan, fitter: Fitter) -> Plan | None:
     return plan if fitter.holds(plan) else None
 
 
-def _with_ranges(plan: Plan, model: ModelCost) -> Plan:
-    """``plan`` with tokens divided by all groups that may."""
-    stages = [replace(stage, divide_tokens=may_divide_tokens(stage, model)) for _, _, stage in plan.numbered]
-    return plan.with_stages(stages)
-
-
 def _near(plan: Plan) -> Iterator[Plan]:
     """Heads and experts moved from member to member, and layers from stage to stage."""
     yield from _shared_otherwise(plan)
@@ -355,7 +347,7 @@ def _shared_otherwise(plan: Plan) -> Iterator[Plan]:
             found += [replace(stage, experts=experts) for experts in _moved(stage.experts or (), step) if step]
         twins = [one for one in range(len(stages)) if alike[one] == alike[place]]
         for changed in found:
-            if changed.idles or (changed.divide_tokens and 0 in changed.shares):
+            if changed.idles:
                 continue
             for chosen in [[place], twins][: len(twins)]:
                 other = list(stages)

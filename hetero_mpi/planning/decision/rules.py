@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS
-from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -130,15 +129,8 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
             yield f"{where} has shares = {list(stage.shares)} and one rank: shares are for several ranks; leave them out"
         if stage.experts is not None:
             yield f"{where} has experts = {list(stage.experts)} and one rank: experts are for several ranks; leave them out"
-        if stage.divide_tokens:
-            yield f"{where} has divide_tokens = true and one rank: tokens are divided among several ranks; leave it out"
         return
     yield from _share_problems(where, stage, profile)
-    if stage.divide_tokens and not may_divide_tokens(stage, profile.model):
-        yield (
-            f"{where} has divide_tokens = true: that asks for heads on every rank, and for a model all of whose attention is "
-            f"divided by heads, which linear attention is not; leave it out"
-        )
     if profile.emulated:
         yield f"{where} names ranks {ranks}: with [cluster] emulate a stage is held by exactly one rank"
     hosts = list(dict.fromkeys(profile.devices[rank].host for rank in ranks if 0 <= rank < len(profile.devices)))
@@ -164,11 +156,6 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
             f"{where} names ranks {ranks}: where embedding and head share a trained matrix, a first or last stage of several ranks "
             f"holds the whole chain; make it the only stage, or give the ends to one rank each"
         )
-
-
-def may_divide_tokens(stage: StagePlan, model: ModelCost) -> bool:
-    """Whether the ranks of a group may have ranges of every sequence: each has heads, and so has all attention."""
-    return stage.grouped and 0 not in stage.shares and all(layer.group_sums > 1 for layer in model.layers[1:-1])
 
 
 def _share_problems(where: str, stage: StagePlan, profile: ClusterProfile) -> Iterator[str]:

@@ -48,8 +48,6 @@ class StagePlan:
     of the vocabulary are divided in the same proportion. Of one rank: empty."""
     experts: tuple[int, ...] | None = None
     """How many experts each rank of a group holds, where layers have some, perhaps none; None: in proportion to the shares."""
-    divide_tokens: bool = False
-    """Between attention and MLPs each rank of a group has a range of every sequence, in proportion to its share."""
 
     @property
     def grouped(self) -> bool:
