@@ -14,8 +14,10 @@ Every run is predicted twice: with one network card per node, and with one for e
 one rate for 1, 2, 4 and 8 GPUs that send, that of a Gigabit Ethernet port, so a node has one; two flows at once were not published.
 
 How a run becomes a simulation: a node is one rank, whose times are those measured with all its GPUs on one layer; every
-pipeline is simulated as DeepSpeed's engine orders it (``gradients_first``), with sends that block the sending stage and
-one network card per node; then gradients are summed over the pipelines in rings, and the optimizer runs.
+pipeline is simulated as DeepSpeed's engine orders it (``gradients_first``), with one network card per node: a message is cut over
+all GPUs of a node, each of which sends its share. Gradients are summed over the pipelines in rings, and the optimizer runs.
+That engine sends from the stream that computes and sums after the last backward; both are left out (docs/measurements.md says what
+that changes).
 The peak of memory is counted per GPU from published activation formulas and shown beside the measured one, without a bar. (They
 leave out what the runtime itself takes. The 4.1 GB of N2_D1 are less than its activations alone would need without recompute;
 the publication does not say why.)
@@ -29,7 +31,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +44,7 @@ from hetero_mpi.planning.simulator import SimulatedStep, simulate  # noqa: E402
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
-from hetero_mpi.planning.types.request import Network  # noqa: E402
+from hetero_mpi.planning.types.request import with_shared_nics  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data"
 BAR = 0.08
@@ -63,11 +65,6 @@ BYTES_PER_S = {
     ("Titan-RTX", "Titan-RTX"): 2.94e9,
 }
 """Between nodes of these GPUs, large messages: ``sailor/providers/mit/bandwidth_sockets.json`` of the publication."""
-NETWORK = Network(blocking_sends=True, shared_nic=True, late_all_reduce=True)
-"""The engine sends from the stream that computes and sums gradients after the last backward; a message is cut over all GPUs
-of a node (each sends its share), so that the node's card carries it once."""
-APART = replace(NETWORK, shared_nic=False)
-"""The same with a card for every link."""
 AVERAGED = ("constants", "held out")
 
 PUBLISHED = {
@@ -198,8 +195,8 @@ def _node(text: str) -> Node:
 def predict(run: Run, times: Times) -> Prediction:
     plan, profile = plan_of(run), profile_of(run, times)
     schedule = gradients_first(plan, profile.model)
-    step_s, sync = replicated_s(simulate(plan, profile, schedule, NETWORK), plan, profile)
-    apart_s, _ = replicated_s(simulate(plan, profile, schedule, APART), plan, profile)
+    step_s, sync = replicated_s(simulate(plan, with_shared_nics(profile), schedule), plan, profile)
+    apart_s, _ = replicated_s(simulate(plan, profile, schedule), plan, profile)
     nodes = [run.nodes[s][p] for p in range(len(run.nodes[0])) for s in range(len(run.layers))]
     peak = 0
     for number, _, stage in plan.numbered:

@@ -338,7 +338,6 @@ def _add_offline_commands(commands: Commands) -> None:
     add = _command(commands, "simulate", "commands.plan_commands:simulation", text).add_argument
     where = "where pictures and trace go (default: RUN_DIR/simulation)"
     add("-o", "--output", type=Path, metavar="DIR", help=where)
-    add("--blocking-sends", action="store_true", help="as if ranks computed nothing while they send")
     add("--shared-nic", action="store_true", help="as if all messages of a host passed through one NIC")
     _add_question(add)
 

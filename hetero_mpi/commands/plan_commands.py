@@ -26,9 +26,9 @@ from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import Network, PlanRequest
+from hetero_mpi.planning.types.request import PlanRequest, with_shared_nics
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
-from hetero_mpi.report.plan_text import costed_plan_lines, idling_lines, network_lines, plan_lines, what_if_lines
+from hetero_mpi.report.plan_text import costed_plan_lines, idling_lines, plan_lines, shared_nic_lines, what_if_lines
 from hetero_mpi.report.profile_text import inspection_lines
 from hetero_mpi.shipped import profile_file
 from hetero_mpi.terminal import wrapped
@@ -171,7 +171,6 @@ def simulation(
     profile: Path,
     given: Path | None,
     output: Path | None,
-    blocking_sends: bool,
     shared_nic: bool,
 ) -> list[str]:
     """Simulate a step; writes ``timeline.png``, ``timeline.svg`` and ``trace.json``. Returns the lines to print."""
@@ -179,10 +178,9 @@ def simulation(
     from hetero_mpi.report.figures.timeline import Panel, timeline
     from hetero_mpi.report.trace import save_trace
 
-    network = Network(blocking_sends=blocking_sends, shared_nic=shared_nic)
     question = ask(job, overrides, profile)
     chosen = chosen_plan(question, given)
-    result = simulate(chosen.plan, question.profile, network=network)
+    result = simulate(chosen.plan, with_shared_nics(question.profile) if shared_nic else question.profile)
     folder = output if output is not None else run_directory(question.loaded) / "simulation"
     labels = {device.rank: device.name for device in question.profile.devices}
     used, ranks = len(result.busy_s), len(question.profile.devices)
@@ -195,7 +193,7 @@ def simulation(
     return [
         *plan_lines(chosen, question.profile),
         *_said(question),
-        *network_lines(network, result.step_s, chosen.predicted_step_s),
+        *(shared_nic_lines(result.step_s, chosen.predicted_step_s) if shared_nic else []),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
         *idling_lines(result, idling(result.events, chosen.plan), chosen.memory),
         "Written (trace.json opens in https://ui.perfetto.dev):",

@@ -36,6 +36,9 @@ from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import EMULATED, ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict
 
+MAX_LATE = 0.1
+"""Share of late actions from which steps are longer than the emulated cluster's by more than a busy machine explains."""
+
 
 @dataclass(frozen=True)
 class Emulation:
@@ -51,8 +54,6 @@ class Emulation:
     pace: ActionPacer
     stand_in_sequence: int
     """Tokens per sequence of the job."""
-    cores: float
-    """CPU cores this rank can count on."""
 
     @property
     def stand_in_plan(self) -> Plan:
@@ -172,7 +173,7 @@ def emulate(
         return ends if tag <= TIED_TAG + 1 else None
 
     paced = PacedTransport(transport, world.rank, delay_of, pace.exchange_s, offsets_s, sleeper)
-    return Emulation(profile, plan, scale, paced, pace, own, cores)
+    return Emulation(profile, plan, scale, paced, pace, own)
 
 
 def _between_stages(profile: ClusterProfile, plan: Plan, scale: float, row_bytes: int) -> Delay:
@@ -207,4 +208,7 @@ def punctuality_lines(world: World, emulation: Emulation) -> list[str]:
     rows = world.all_gather_json([pace.actions, pace.late, pace.late_s])
     actions, late, late_s = (sum(row[column] for row in rows) for column in range(3))
     mean = f", by {units.seconds(late_s / late)} on average" if late else ""
-    return [f"Emulation: {late:,} of {actions:,} actions took longer here than they were to last{mean}"]
+    remedy = (
+        "; raise [cluster] time_scale, or make the model or its sequences smaller" if late > MAX_LATE * actions else ""
+    )
+    return [f"Emulation: {late:,} of {actions:,} actions took longer here than they were to last{mean}{remedy}"]

@@ -1,8 +1,8 @@
 """Predicts a step: a discrete-event simulation of exactly the action lists that the executor runs.
 
 Resources: every rank computes one action at a time; every directed link carries one message at a time, in the order in
-which they were sent. Sends do not block their rank: a communication thread moves them. ``network.Network`` says where
-that is otherwise (blocking sends, one NIC per host).
+which they were sent. Sends do not block their rank: a communication thread moves them. Where the profile says that a host's
+ranks share a NIC, their messages to other hosts queue for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetero_mpi.planning.durations import Durations, finished_layers_s
 from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op, Schedule, busy, held_by, schedule_of
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import THREADED, Network, Resource, resources, shares_nics
+from hetero_mpi.planning.types.request import Resource, resources, shares_nics
 
 SETTLED, PERIODS = 24, 12
 """Micro-batches after which a full pipeline does the same again and again, and those that are looked at then."""
@@ -47,7 +47,6 @@ class _State:
 
     lists: Schedule
     costs: Durations
-    network: Network
     clock: dict[int, float]
     free: dict[Resource, float] = field(default_factory=dict)
     occupied: dict[tuple[int, int], tuple[Resource, ...]] = field(default_factory=dict)
@@ -58,9 +57,7 @@ class _State:
     events: list[Event] = field(default_factory=list)
 
 
-def simulate(
-    plan: Plan, profile: ClusterProfile, schedule: Schedule | None = None, network: Network = THREADED
-) -> SimulatedStep:
+def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = None) -> SimulatedStep:
     """One step of ``plan``; ``schedule`` is what ``schedule_of`` gives by default. Deterministic.
 
     Raises ``UserError`` when the schedule deadlocks or does not run the plan.
@@ -69,7 +66,7 @@ def simulate(
     if schedule is not None:
         validate(everybody, plan, profile.model)
     lists = {rank: actions for rank, actions in everybody.items() if rank not in plan.leader_of}
-    state = _State(lists, Durations(plan, network.seen_by(profile)), network, dict.fromkeys(sorted(lists), 0.0))
+    state = _State(lists, Durations(plan, profile), dict.fromkeys(sorted(lists), 0.0))
     if not _micro_batches(state):
         validate(everybody, plan, profile.model)  # says where they are stuck
     _all_reduces(state)
@@ -119,8 +116,6 @@ def _perform(rank: int, action: Action, message: Action | None, state: _State) -
         end = start + seconds
         state.free.update(dict.fromkeys(occupied, end))
         state.arrival[action] = end
-        if state.network.blocking_sends:
-            state.clock[rank] = end
     else:
         state.clock[rank] = end = start + seconds
         if action.op in (Op.B, Op.W):
@@ -183,7 +178,7 @@ def _whole_s(state: _State) -> dict[tuple[int, int], float]:
     for action, start in state.last_backward.values():
         rank = costs.stages[action.stage].ranks[0]
         for layer, after_s in finished_layers_s(action, costs.plan, costs.profile).items():
-            whole[rank, layer] = state.clock[rank] if state.network.late_all_reduce else start + after_s
+            whole[rank, layer] = start + after_s
     return whole
 
 

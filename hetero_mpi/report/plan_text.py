@@ -25,7 +25,6 @@ from hetero_mpi.planning.types.plan import (
     StagePlan,
 )
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
-from hetero_mpi.planning.types.request import Network
 from hetero_mpi.report.profile_text import device_heading, device_text
 from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped
 from hetero_mpi.terminal import wrapped
@@ -303,18 +302,11 @@ def utilisation(shares: Mapping[int, float]) -> str:
     )
 
 
-def network_lines(network: Network, step_s: float, predicted_s: float) -> list[str]:
-    """The differences between the simulated network and this program's, and what they cost; empty where there are none."""
-    said = []
-    if network.blocking_sends:
-        said.append("a rank computes nothing while it sends")
-    if network.shared_nic:
-        said.append("all messages of a host to others pass through one NIC")
-    if not said:
-        return []
+def shared_nic_lines(step_s: float, predicted_s: float) -> list[str]:
+    """The cost of one NIC per host, in a step simulated so."""
     more = units.ratio(step_s, predicted_s) - 1
     change = "no change" if abs(more) < _NO_CHANGE else f"{units.percent(more)} more than predicted"
-    return wrapped("Simulated so that ", f"{' and '.join(said)}: {change}")
+    return wrapped("Simulated so that ", f"all messages of a host to others pass through one NIC: {change}")
 
 
 def idling_lines(step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequence[RankMemory]) -> list[str]:

@@ -16,7 +16,6 @@ from hetero_mpi.checkpoint.directory import remove_shards
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.emulation.emulation_check import check_emulated_times
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.job.load import LoadedJob, job_to_dict
@@ -226,8 +225,8 @@ class TrainingRun:
         share, state = begin(context, history, report, start)
         if share.members is not None:
             with _passed_on(world, share):
-                for prepare in BEFORE_FIRST_STEP:
-                    prepare(context, share, state, bool(history.losses))
+                assert share.trainer is not None
+                find_reference(context, share.members, share.trainer, state)
             world.release(_idle_ranks(world, share), None)
         else:
             world.doing = "idle, by the plan"
@@ -323,23 +322,6 @@ class TrainingRun:
                 return word
             assert training.follower is not None
             training.follower.hear(word["told"])
-
-
-def _check_emulated_times(context: RunContext, share: Share, state: TrainingState, recovered: bool) -> None:
-    """Check the times of an emulated run before its first step. Collective over the active ranks."""
-    if share.emulation is not None and share.members is not None and share.trainer is not None and not recovered:
-        share.members.doing = "checking the emulated times"
-        check_emulated_times(share.trainer, share.members, share.emulation, share.report.predicted_step_s)
-
-
-def _find_reference(context: RunContext, share: Share, state: TrainingState, recovered: bool) -> None:
-    """Log-probabilities of the reference model, where preferences are compared with it. Collective over the active ranks."""
-    assert share.members is not None and share.trainer is not None
-    find_reference(context, share.members, share.trainer, state)
-
-
-BEFORE_FIRST_STEP = (_check_emulated_times, _find_reference)
-"""What optional features do on the active ranks once the stages are built: (context, share, state, after a loss)."""
 
 
 def _end_dry_run(context: RunContext, pending: Pending) -> None:

@@ -18,7 +18,6 @@ import published_runs as runs  # noqa: E402
 from hetero_mpi.planning.dry_run import validate  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
-from hetero_mpi.planning.types.request import Network  # noqa: E402
 from tests.support.planning_samples import make_model, make_plan_of, make_profile  # noqa: E402
 
 
@@ -113,13 +112,12 @@ def test_uneven_batches_are_dealt_out_completely(times: runs.Times) -> None:
     assert [pipeline.micro_batches for pipeline in plan.pipelines] == [3, 2, 2]
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_late_activations_by_hand(blocking: bool) -> None:
+def test_late_activations_by_hand() -> None:
     """Stage 0 takes 1.1 s forward and 2.2 s backward, stage 1 1.5 and 3.0 s, a message 1 s: the second activation waits for the
     first gradient, and a round trip shows."""
     plan, profile = make_plan_of((0, 2, 4), (0, 1), 2), make_profile(bytes_per_s=1000.0)
     schedule = runs.gradients_first(plan, profile.model)
-    assert simulate(plan, profile, schedule, Network(blocking_sends=blocking)).step_s == pytest.approx(16.3)
+    assert simulate(plan, profile, schedule).step_s == pytest.approx(16.3)
 
 
 def test_gradients_first_swaps_only_where_a_gradient_is_awaited_next() -> None:

@@ -17,7 +17,7 @@ from hetero_mpi.planning.schedule import busy
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import HostProfile
-from hetero_mpi.planning.types.request import Network
+from hetero_mpi.planning.types.request import with_shared_nics
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan, save_profile
 from tests.support.planning_folder import REQUEST, cluster, fill, run
 from tests.support.planning_samples import make_model, make_plan_of, make_profile, random_instance
@@ -86,16 +86,12 @@ def test_simulate_shows_causes_and_writes_pictures_and_trace(folder: Path, capsy
 def test_simulate_answers_for_other_networks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_plan(make_plan_of((0, 2, 8), (0, 1), 8), "two.toml")
     arguments = ("simulate", "job.toml", "--profile", "profile.toml", "--plan", "two.toml")
-    for options, network, words in (
-        ((), Network(), "Simulated step: "),
-        (("--blocking-sends",), Network(blocking_sends=True), "a rank computes nothing while it sends: "),
-        (
-            ("--shared-nic",),
-            Network(shared_nic=True),
-            "all messages of a host to others pass through one NIC: no change",
-        ),
+    shared = with_shared_nics(cluster())
+    for options, profile, words in (
+        ((), cluster(), "Simulated step: "),
+        (("--shared-nic",), shared, "all messages of a host to others pass through one NIC: no change"),
     ):
-        simulated = simulate(load_plan("two.toml"), cluster(), network=network)
+        simulated = simulate(load_plan("two.toml"), profile)
         text = run(capsys, *arguments, *options)
         assert f"Simulated step: {units.seconds(simulated.step_s)}, " in text and words in text
         assert ("Simulated so that " in text) == bool(options)
@@ -124,13 +120,11 @@ def test_simulate_shows_memory_per_rank_and_host_of_several_pipelines(
     assert "3 stages in 2 pipelines, schedule 1F1B pipeline" in text
 
 
-@pytest.mark.parametrize("network", [Network(blocking_sends=True), Network(shared_nic=True)])
-def test_idling_is_explained_on_any_network(network: Network) -> None:
+def test_idling_is_explained_where_nics_are_shared() -> None:
     profile = make_profile((1.0, 1.0), make_model(2), latency_s=0.5)
     profile = replace(profile, devices=tuple(replace(device, host="both") for device in profile.devices))
     plan = make_plan_of((0, 2, 4), (0, 1), 2)
-    simulated = simulate(plan, profile, network=network)
+    simulated = simulate(plan, with_shared_nics(profile))
     found = idling(simulated.events, plan)
     assert all(found[r].total_s + s == pytest.approx(simulated.step_s) for r, s in simulated.busy_s.items())
-    held_up = 0.5 if network.blocking_sends else 0.0  # rank 0 cannot begin its second forward while it sends the first
-    assert found[0].link_s == pytest.approx(held_up + 1.0)
+    assert found[0].link_s == pytest.approx(1.0)

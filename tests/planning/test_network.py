@@ -1,4 +1,4 @@
-"""Blocking sends, shared NICs, gradient all-reduces: makespans worked out by hand.
+"""Shared NICs, gradient all-reduces: makespans worked out by hand.
 
 Stages of ``make_plan_of((0, 2, 4), ...)``: stage 0 takes 1.1 s forward and 2.2 s backward, stage 1 takes 1.5 s and 3.0 s; a message
 of 1,000 bytes takes 1 s at 1,000 bytes/s. Gradients: 4,000 bytes of the embedding and of the head, 1,600 of a block.
@@ -18,24 +18,12 @@ from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
-from hetero_mpi.planning.types.request import THREADED, Network, with_shared_nics
-from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan
+from hetero_mpi.planning.types.request import with_shared_nics
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile, random_plan
 
 SLOW = 1000.0
 """Bytes per second: one second per message."""
 MODEL = make_model()
-
-
-@pytest.mark.parametrize(
-    ("blocking", "step_s"),
-    [
-        (False, 14.3),  # the second activation travels while stage 1 computes
-        (True, 15.3),  # stage 1 sends its first gradient before it begins its second forward
-    ],
-)
-def test_blocking_sends_by_hand(blocking: bool, step_s: float) -> None:
-    plan, profile = make_plan_of((0, 2, 4), (0, 1), 2), make_profile(bytes_per_s=SLOW)
-    assert simulate(plan, profile, network=Network(blocking_sends=blocking)).step_s == pytest.approx(step_s)
 
 
 def two_pipelines(ranks: tuple[int, int, int, int] = (0, 2, 1, 3), micro_batches: int = 1) -> Plan:
@@ -73,7 +61,7 @@ def spans(result: SimulatedStep, op: Op) -> dict[str, tuple[float, float]]:
 def test_ranks_of_one_host_queue_for_its_card(shared: bool, layer_3: float, step_s: float) -> None:
     profile = on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), (0, 1))
     found = replace(profile, hosts=(HostProfile("shared0", 10**9, "made up", shared_nic=shared),))
-    by_option = simulate(two_pipelines(), profile, network=Network(shared_nic=shared))
+    by_option = simulate(two_pipelines(), with_shared_nics(profile) if shared else profile)
     for result in (by_option, simulate(two_pipelines(), found)):
         assert spans(result, Op.REDUCE)["1REDUCE3"] == (layer_3, layer_3 + 2)
         assert result.step_s == pytest.approx(step_s)
@@ -82,14 +70,14 @@ def test_ranks_of_one_host_queue_for_its_card(shared: bool, layer_3: float, step
 def test_the_card_serves_who_comes_first_not_the_lower_rank() -> None:
     """Rank 0 is slower: rank 1 has sent (1.1 s to 2.1 s) before rank 0 begins (2.2 s), and so for the gradients."""
     profile = on_one_host(make_profile([2.0, 1.0, 1.0, 1.0], bytes_per_s=SLOW), (0, 1))
-    shared = simulate(two_pipelines(), profile, network=Network(shared_nic=True))
+    shared = simulate(two_pipelines(), with_shared_nics(profile))
     assert shared == simulate(two_pipelines(), profile)
 
 
 def test_messages_inside_a_host_do_not_use_its_card() -> None:
     profile = on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW), (0, 1, 2, 3))
     plan = two_pipelines(micro_batches=2)
-    assert simulate(plan, profile, network=Network(shared_nic=True)) == simulate(plan, profile)
+    assert simulate(plan, with_shared_nics(profile)) == simulate(plan, profile)
 
 
 def test_sums_of_two_stages_queue_for_the_card_between_their_hosts() -> None:
@@ -104,7 +92,7 @@ def test_sums_of_two_stages_queue_for_the_card_between_their_hosts() -> None:
     """
     profile = on_one_host(make_profile([1.0] * 4, bytes_per_s=SLOW / 4), (0, 1), (2, 3))
     plan = two_pipelines((0, 1, 2, 3))
-    free, shared = simulate(plan, profile), simulate(plan, profile, network=Network(shared_nic=True))
+    free, shared = simulate(plan, profile), simulate(plan, with_shared_nics(profile))
     assert spans(free, Op.REDUCE)["0REDUCE1"] == (15.6, 18.8) and free.step_s == pytest.approx(26.8 + 10.65)
     assert spans(shared, Op.REDUCE)["1REDUCE2"] == (15.6, 18.8)
     assert spans(shared, Op.REDUCE)["0REDUCE1"] == (18.8, 22.0) and shared.step_s == pytest.approx(30 + 10.65)
@@ -120,7 +108,7 @@ def test_shares_of_a_tied_matrix_queue_for_the_card_too() -> None:
         ranks 0, 1   layer 1 10.6-11.4, layer 0 12.6-14.6, its new values until 16.6, STEP until 20.6
     """
     profile = on_one_host(make_profile([1.0] * 4, make_model(tied=True), bytes_per_s=SLOW), (0, 1), (2, 3))
-    result = simulate(two_pipelines(), profile, network=Network(shared_nic=True))
+    result = simulate(two_pipelines(), with_shared_nics(profile))
     found = spans(result, Op.REDUCE)
     assert (found["1REDUCE0"], found["3REDUCE0"]) == ((4.6, 8.6), (8.6, 12.6))
     assert (found["2REDUCE1"], found["2REDUCE0"]) == ((10.6, 11.4), (12.6, 14.6))
@@ -128,20 +116,11 @@ def test_shares_of_a_tied_matrix_queue_for_the_card_too() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_options_only_ever_add_time(seed: int) -> None:
+def test_shared_nics_only_ever_add_time(seed: int) -> None:
     plan, profile = random_plan(seed)
     profile = replace(profile, hosts=tuple(replace(host, shared_nic=False) for host in profile.hosts))
     free = simulate(plan, profile)
-    assert simulate(plan, profile, network=THREADED) == free
-    one_by_one = [Network(True, False, False), Network(False, True, False), Network(False, False, True)]
-    for network in (*one_by_one, Network(True, True, True)):
-        assert simulate(plan, profile, network=network).step_s >= free.step_s * (1 - 1e-12)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_profile_that_knows_of_shared_cards_needs_no_option(seed: int) -> None:
-    plan, profile = random_plan(seed)
-    assert simulate(plan, with_shared_nics(profile)) == simulate(plan, profile, network=Network(shared_nic=True))
+    assert simulate(plan, with_shared_nics(profile)).step_s >= free.step_s * (1 - 1e-12)
 
 
 def test_every_rank_sums_its_gradients_when_there_are_several_pipelines() -> None:

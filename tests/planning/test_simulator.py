@@ -25,7 +25,7 @@ from hetero_mpi.planning.schedule import (
 from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
-from hetero_mpi.planning.types.request import Network
+from hetero_mpi.planning.types.request import with_shared_nics
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan, with_split
 
 
@@ -177,8 +177,6 @@ def test_unlike_pipelines_with_a_short_last_micro_batch_by_hand() -> None:
     }
     assert result.step_s == pytest.approx(26 + 2.25)
     assert {e.bytes for e in result.events if e.action.op is Op.REDUCE} == {4000, 1600}
-    late = simulate(plan, profile, network=Network(late_all_reduce=True))
-    assert late.step_s == pytest.approx(23.4 + 2 + 0.8 + 0.8 + 2 + 2.25)
     causes = idling(result.events, plan)
     # Rank 1 waits 1.1 s for an activation, then from 10.1 to 19.2 for rank 2, sums until 22.0, and waits for the others.
     expected = Idling(activations_s=1.1, sums_s=2.8, end_s=(19.2 - 10.1) + (26 - 22.0) + (2.25 - 2.05))
@@ -363,8 +361,8 @@ def test_sums_wait_for_whole_gradients_and_for_each_other(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(80))
 def test_computing_and_idling_add_up_to_the_step_on_any_network(seed: int) -> None:
     plan, profile = random_plan(seed)
-    for network in (Network(), Network(blocking_sends=True), Network(shared_nic=True, late_all_reduce=True)):
-        result = simulate(plan, profile, network=network)
+    for known in (profile, with_shared_nics(profile)):
+        result = simulate(plan, known)
         assert busy(result.events) == pytest.approx(result.busy_s)
         for rank, causes in idling(result.events, plan).items():
             assert min(vars(causes).values()) >= -1e-9

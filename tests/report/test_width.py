@@ -27,7 +27,7 @@ COMMANDS = [
     ["plan", "--profile", HOMELAB, "--explain"],
     ["inspect", "hethub-128-640", "-o", "profile.png"],
     ["inspect", HOMELAB, "-o", "profile.png"],
-    ["simulate", "--profile", HOMELAB, "-o", "simulation", "--blocking-sends"],
+    ["simulate", "--profile", HOMELAB, "-o", "simulation", "--shared-nic"],
     ["baseline", "--profile", HOMELAB],
     ["compare", "runs/one", "runs/two"],
     ["init"],

@@ -57,32 +57,6 @@ Resource = tuple[str, str | int, int]
 """A resource that carries one message at a time: ``("link", source, destination)``, ``("out", host, 0)`` or ``("in", host, 0)``."""
 
 
-@dataclass(frozen=True)
-class Network:
-    """How messages meet on the wire, which the profile's links do not say.
-
-    The defaults are this program's own runtime: a communication thread sends while its rank computes, and every directed pair of
-    ranks has a link to itself, unless the profile found that a host's ranks share a NIC. Other runtimes send from the computing
-    stream.
-    """
-
-    blocking_sends: bool = False
-    """A rank computes nothing until its message has left (sends issued from the computing thread or stream)."""
-    shared_nic: bool = False
-    """All messages of *every* host to others pass through one NIC per host, full duplex, first come, first served;
-    otherwise so where the profile says it of a host."""
-    late_all_reduce: bool = False
-    """Gradient all-reduces wait until a rank's backward has ended, instead of starting layer by layer while it runs."""
-
-    def seen_by(self, profile: ClusterProfile) -> ClusterProfile:
-        """The profile with every host's NIC shared, where these options say so."""
-        return with_shared_nics(profile) if self.shared_nic else profile
-
-
-THREADED = Network()
-"""This program's runtime."""
-
-
 def with_shared_nics(profile: ClusterProfile) -> ClusterProfile:
     """The same cluster, its messages between hosts passing through one NIC per host."""
     known = {host.name: host for host in profile.hosts}
