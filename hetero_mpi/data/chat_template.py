@@ -11,8 +11,9 @@ tokens end at the edge. Elsewhere the beginning is encoded: from the last specia
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.answers import ChatTemplate, Rendered
+from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.record_files import BadRecord, BadRecords
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.template_process import rendered_prompt, rendered_records
@@ -66,6 +68,23 @@ REMEDY = (
     'Set data.template = "plain", or tokenizer.path to a tokenizer that has one (chat_template in its '
     "tokenizer_config.json, or chat_template.jinja)."
 )
+
+
+_ASKED, _ANSWER = ChatMessage("user", "What time is it?"), ChatMessage("assistant", "It is noon.")
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "time", "arguments": {}}}],
+}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "time", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+_TALKING = Record((_ASKED, _ANSWER, _ASKED, _ANSWER), "chat", "an example")
+_CALLING = Record(
+    (_ASKED, ChatMessage("assistant", "", _CALL), ChatMessage("tool", "12:00"), _ANSWER), "chat", "an example", [_TOOL]
+)
+"""Conversations whose first answer shows how a template closes answers."""
 
 
 @dataclass(frozen=True)
@@ -179,16 +198,27 @@ def tokenize_records(
     transformers' masks of assistant tokens hold, or would hold if the template marked its answers (``{% generation %}``): an
     answer with the end token, or what else the template closes it with (Gemma's end of turn), and not the line breaks behind
     that. Where a template closes an answer with nothing and what follows is one of ``ends``, at which the model stops, it belongs
-    to the answer. Where it closes the last message with something else, the end token follows. What stands behind the last
-    answer that is learnt is left out.
+    to the answer; the last answer ends as if another message followed. What stands behind the last answer that is learnt is
+    left out. The end token follows only where the template closes that answer with no token at which the model stops.
 
     A record that the template refuses or does not print whole, or in which answers cannot be told from prompts, goes to ``bad``.
     Raises UserError when no more may be skipped.
     """
     backend, end = own_tokens_only(tokenizer), end_token(tokenizer)
-    rendered = _all_rendered(template, records, bad)
+    stops, rendered = {end, *ends}, _all_rendered(template, records, bad)
+    closing = cache(lambda calls: _closing(backend, template, stops, calls) or end)
     for some in in_batches(rendered, lambda one: len(one[1].text)):
-        yield from _tokenized(backend, end, {end, *ends}, some)
+        yield from _tokenized(backend, end, stops, closing, some)
+
+
+def _closing(backend: Tokenizer, template: ChatTemplate, stops: Collection[int], calls: bool) -> int | None:
+    """The one of ``stops`` that the template prints behind an answer, or behind calls, that another message follows."""
+    (rendered,) = rendered_records(template, [_CALLING if calls else _TALKING])
+    if isinstance(rendered, BadRecord):
+        return None
+    (marks,) = marks_of(backend, [rendered])
+    following = marks.ids[marks.spans[0][1]]
+    return following if following in stops else None
 
 
 def _all_rendered(
@@ -206,7 +236,11 @@ def _all_rendered(
 
 
 def _tokenized(
-    backend: Tokenizer, end: int, ends: Collection[int], waiting: Sequence[tuple[Record, Rendered]]
+    backend: Tokenizer,
+    end: int,
+    stops: Collection[int],
+    closing: Callable[[bool], int],
+    waiting: Sequence[tuple[Record, Rendered]],
 ) -> Iterator[Tokenized]:
     """Tokenises the texts at one go, so that all threads of the tokenizer have work."""
     for (record, rendered), marks in zip(waiting, marks_of(backend, [one for _, one in waiting]), strict=True):
@@ -217,17 +251,17 @@ def _tokenized(
             if not rendered.marked:
                 # Without what the template prints behind its end token, if it has one.
                 last = next((index + 1 for index in range(last - 1, first - 1, -1) if ids[index] == end), last)
-            if first < last < len(ids) and ids[last] in ends and ids[last - 1] not in ends:
+            if first < last < len(ids) and ids[last] in stops and ids[last - 1] not in stops:
                 last += 1
             if learnt is not None:
                 (answer if learnt else never)[first:last] = True
                 weight[first:last] = learnt
-        # What stands behind the last answer is nobody's context: the record ends with the end token, the template's or,
-        # where it closes answers with something else, ours.
+        # What stands behind the last answer is nobody's context.
         final = int(np.flatnonzero(answer)[-1]) if answer.any() else -1
         ids, answer, never = ids[: final + 1], answer[: final + 1], never[: final + 1]
-        if record.messages[-1].trained and (final < 0 or ids[final] != end):
-            ids, answer, never = [*ids, end], np.append(answer, True), np.append(never, False)
+        if record.messages[-1].trained and (final < 0 or ids[final] not in stops):
+            closed = closing(bool(record.messages[-1].calls()))
+            ids, answer, never = [*ids, closed], np.append(answer, True), np.append(never, False)
             weight[final + 1] = record.messages[-1].trained
         weight = record.weight * weight[: len(ids)]
         yield Tokenized(record, np.array(ids, dtype=np.int32), answer, never, weight, rendered.forgotten)

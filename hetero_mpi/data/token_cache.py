@@ -29,7 +29,7 @@ from hetero_mpi.disk import cache_folder, require_regular
 from hetero_mpi.errors import UserError
 
 MOST_BYTES = 20_000_000_000
-_LAYOUT = 4
+_LAYOUT = 5
 """Changes with what an entry holds, and with how text becomes tokens."""
 _SAMPLES, _SAMPLE_BYTES = 16, 65_536
 """Parts of a file that are looked at; all of a file that is not larger than these."""

@@ -47,6 +47,14 @@ QWEN3 = """\
 {{- '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}
 {%- else %}{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+GLM45 = """\
+[gMASK]<sop>{%- for message in messages %}{%- if message.role == 'assistant' %}{{- '<|assistant|>' }}{% generation %}
+{{- '\\n' + (message.content or '') }}{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name }}{%- for key, value in call.function.arguments.items() %}
+{{- '\\n' + key + '=' + value | string }}{%- endfor %}{{- '</tool_call>' }}{%- endfor %}{% endgeneration %}
+{%- else %}{{- ('<|observation|>' if message.role == 'tool' else '<|user|>') + '\\n' + message.content }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+"""Closes no answer: the next role's token ends it."""
 MARKED = {
     "phi3": Format(PHI3, "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")),
     "gpt-oss": Format(GPT_OSS, "<|return|>", ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>")),
@@ -110,18 +118,36 @@ def test_an_end_token_behind_the_last_answer_only_hides_no_answer() -> None:
     assert tokenizer.decode(ours.ids[ours.answer]) == "Hello<|end|>So<|end|>\n<|endoftext|>"
 
 
-def test_an_answer_ends_with_the_token_of_the_next_role_where_the_model_stops_there() -> None:
-    one = record("u: Hi", "a: Hello", "u: Why", "a: So")
-    for marked in (True, False):
-        for ends, said in (((), "Hello"), (("<|user|>", "<|endoftext|>"), "Hello<|user|>")):
-            tokenizer, ours = learnt(FORMATS["glm4"], one, marked, ends)
-            assert tokenizer.decode(ours.ids[ours.answer]) == f"\n{said}\nSo<|endoftext|>"
-            assert (
-                tokenizer.decode(ours.ids)
-                == "[gMASK]<sop><|user|>\nHi<|assistant|>\nHello<|user|>\nWhy<|assistant|>\nSo<|endoftext|>"
-            )
-    tokenizer, ours = learnt(FORMATS["chatml"], one, True, ("<|im_end|>", "<|im_start|>"))
-    assert tokenizer.decode(ours.ids[ours.answer]) == "Hello<|im_end|>So<|im_end|>", "it has an end"
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    ("name", "stops", "between", "last"),
+    [
+        ("glm4", (), "", "<|endoftext|>"),
+        ("glm4", ("<|user|>", "<|observation|>", "<|endoftext|>"), "<|user|>", "<|user|>"),
+        ("gemma", ("<end_of_turn>", "<eos>"), "<end_of_turn>", "<end_of_turn>"),
+        ("gemma", ("<eos>",), "<end_of_turn>", "<end_of_turn><eos>"),
+        ("llama3", ("<|end_of_text|>", "<|eot_id|>"), "<|eot_id|>", "<|eot_id|>"),
+        ("command-r", ("<|END_OF_TURN_TOKEN|>",), "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+        ("chatml", ("<|im_end|>", "<|im_start|>"), "<|im_end|>", "<|im_end|>"),
+        ("phi3", ("<|end|>", "<|endoftext|>"), "<|end|>", "<|end|>"),
+        ("mistral", ("</s>",), "</s>", "</s>"),
+    ],
+)
+def test_every_answer_ends_as_the_template_closes_it_where_the_model_stops_there(
+    name: str, stops: tuple[str, ...], between: str, last: str, marked: bool
+) -> None:
+    tokenizer, ours = learnt(FORMATS[name], record("u: Hi", "a: Hello", "u: Why", "a: So"), marked, stops)
+    first, second = tokenizer.decode(ours.ids[ours.answer]).split("Hello")[1].split("So")
+    assert (first.strip(), second) == (between, last)
+
+
+def test_calls_end_with_the_role_of_what_the_tool_gives(tmp_path: Path) -> None:
+    wanted = Format(GLM45, "<|endoftext|>", ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>"))
+    messages = [user("1"), call({"a": 17}), gave("18"), answer("It is 18"), user("2"), call({"a": 2})]
+    (one,) = records_of(tmp_path, {"messages": messages})
+    tokenizer, ours = learnt(wanted, one, ends=("<|endoftext|>", "<|user|>", "<|observation|>"))
+    calls = [f"<tool_call>sum\na={a}</tool_call><|observation|>" for a in (17, 2)]
+    assert tokenizer.decode(ours.ids[ours.answer]) == f"\n{calls[0]}\nIt is 18<|user|>\n{calls[1]}"
 
 
 def test_marks_that_cannot_be_told_apart_or_that_miss_the_answer(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ LENGTH, STEPS = 64, 3
 
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token + '\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 
 
@@ -86,10 +87,13 @@ def test_each_token_has_the_weight_of_its_message_and_its_record(tokenizer: Path
         for row, factor in ((0, 2.0), (1, 1.0)):
             counted = rows.targets[row] != IGNORED
             weights, words = rows.weights[row][counted], rows.targets[row][counted]
-            quarter = loaded.decode(words[weights == 0.25 * factor])
-            assert "abcd" in quarter and "ef ab" not in quarter
-            assert "ef ab" in loaded.decode(words[weights == factor])
-            assert set(weights) == {0.25 * factor, factor} and ("gh" in loaded.decode(words)) is prompts
+            runs = [list(run) for _, run in itertools.groupby(zip(weights, words, strict=True), lambda pair: pair[0])]
+            # Of all that the template prints, the weight of an answer is that of its text and its end alone. No record's first
+            # token is a target, nor what is printed behind the last answer.
+            asked, between = ("u>abc def<a>", "\n<u>gh<a>") if prompts else ("", "")
+            last = f"{between}{'ef ab' * (2 if row == 0 else 3)}<|end|>"
+            expected = [(factor, asked), (0.25 * factor, f"abcd {row + 1}<|end|>"), (factor, last)]
+            assert [(run[0][0], loaded.decode([word for _, word in run])) for run in runs] == expected[not prompts :]
         assert "weights in the loss go from 0.25 to 2" in rows.notes[-1]
     packed = dataset_of(path, tokenizer, True, False, 0.0)
     assert packed.weights is not None and len(packed.tokens) <= 2
