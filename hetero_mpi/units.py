@@ -68,6 +68,16 @@ def unit_of(sequence_length: int) -> str:
     return "samples" if sequence_length == 1 else "tokens"
 
 
+def amount(tokens: int, sequence_length: int) -> str:
+    """``1,024 tokens``, or in units of :func:`unit_of` ``8 samples``."""
+    return plural(tokens, unit_of(sequence_length)[:-1])
+
+
+def rows_of(sequence_length: int, ending: str = "s") -> str:
+    """``sequences of 1,024 tokens``, or ``samples``. ``ending``: "" of one."""
+    return f"sample{ending}" if sequence_length == 1 else f"sequence{ending} of {sequence_length:,} tokens"
+
+
 def device_name(name: str, most: int) -> str:
     """A device's name in at most ``most`` characters: ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``.
 

@@ -189,12 +189,13 @@ def simulation(
     with writing(folder):
         written = [save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg")]
         written.append(save_trace({"": result.events}, folder / "trace.json", labels))
-    tokens = chosen.plan.global_batch * chosen.plan.sequence_length
+    length = chosen.plan.sequence_length
+    tokens = units.amount(chosen.plan.global_batch * length, length)
     return [
         *plan_lines(chosen, question.profile),
         *_said(question),
         *(shared_nic_lines(result.step_s, chosen.predicted_step_s) if shared_nic else []),
-        f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens:,} tokens",
+        f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens}",
         *idling_lines(result, idling(result.events, chosen.plan), chosen.memory),
         "Written (trace.json opens in https://ui.perfetto.dev):",
         *(f"  {path}" for path in written),
@@ -215,7 +216,7 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path) -> PlanQ
     loaded = _job_of(profile, profile_path.stem, overrides)
     asked = plan_question(loaded, profile, str(profile_path))
     train, model = loaded.job.train, profile.model
-    taken = f"No job given: {train.global_batch} sequences of {model.sequence_length:,} tokens per step of the profile's own "
+    taken = f"No job given: {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's own "
     taken += f"model ({model.model_type}, {len(model.layers) - 2} blocks, {model.dtype}); --set train.global_batch=N changes that"
     return replace(asked, remarks=(taken, *asked.remarks))
 

@@ -142,7 +142,7 @@ def _notes(profile: ClusterProfile, chain: TransformersChain, loaded: LoadedJob)
     apart = " NICs that its hosts share are not emulated: each pair of ranks has a link to itself." if shared else ""
     return (
         f"{EMULATED}: times and messages are those of {loaded.job.cluster.emulate}, for {own.model_type} in {own.dtype} with "
-        f"sequences of {own.sequence_length:,} tokens; a {chain.config.model_type} of {units.count(parameters)} parameters "
+        f"{units.rows_of(own.sequence_length)}; a {chain.config.model_type} of {units.count(parameters)} parameters "
         f"with sequences of {loaded.job.data.sequence_length} is what is computed.{scale}{apart}",
     )
 

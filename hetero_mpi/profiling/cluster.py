@@ -242,7 +242,7 @@ def _notes(
 ) -> tuple[str, ...]:
     """How the figures came about, for a reader."""
     rows = sorted({count for table in tables for count in table.rows})
-    notes = [f"layers were timed with {', '.join(map(str, rows))} sequences of {subject.sequence_length} tokens"]
+    notes = [f"layers were timed with {', '.join(map(str, rows))} {units.rows_of(subject.sequence_length)}"]
     for host in hosts:
         sharing = [device.rank for device in devices if device.host == host.name and device.backend == "cpu"]
         threads = sum(devices[rank].threads for rank in sharing)

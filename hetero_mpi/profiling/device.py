@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from hetero_mpi import units
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.errors import UserError
@@ -118,8 +119,8 @@ class DeviceBenchmark:
             if not is_out_of_memory(error):
                 raise
             raise UserError(
-                f"{self.backend.description()} has no memory left for one layer with {self.rows[0]} sequences of "
-                f"{self.subject.sequence_length} tokens; lower [train] micro_batch or [data] sequence_length, or leave "
+                f"{self.backend.description()} has no memory left for one layer with {self.rows[0]} "
+                f"{units.rows_of(self.subject.sequence_length)}; lower [train] micro_batch or [data] sequence_length, or leave "
                 f"this rank out"
             ) from error
 

@@ -237,8 +237,9 @@ def _again(pipeline: PipelinePlan, stage: StagePlan) -> str:
 
 def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
     """A line about the columns of ``stage_table``."""
-    tokens = " or ".join(dict.fromkeys(f"{one.micro_batch * plan.sequence_length:,}" for one in plan.pipelines))
-    shown = f"weights: parameters; compute: forward + backward of {tokens} tokens; " if profile is not None else ""
+    length = plan.sequence_length
+    sizes = " or ".join(dict.fromkeys(units.amount(one.micro_batch * length, length) for one in plan.pipelines))
+    shown = f"weights: parameters; compute: forward + backward of {sizes}; " if profile is not None else ""
     return f"{shown}warm-up: micro-batches ahead of the first backward"
 
 

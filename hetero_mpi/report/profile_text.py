@@ -58,7 +58,7 @@ def measured_lines(profile: ClusterProfile) -> list[str]:
     """How fast the ranks and links of a profile are; of an emulated one also what it emulates."""
     ranks, tokens = len(profile.devices), profile.model.sequence_length
     blocks = [sum(block_s(profile, device, op) for op in (Op.F, Op.B)) for device in profile.devices]
-    text = f"{units.plural(ranks, 'rank')}; forward and backward of one block over {tokens:,} tokens take "
+    text = f"{units.plural(ranks, 'rank')}; forward and backward of one block over {units.amount(tokens, tokens)} take "
     text += least_most(blocks, units.seconds)
     if links := profile.told_links():
         text += f"; links take {least_most([link.latency_s for link in links], units.seconds)}, "
@@ -72,7 +72,7 @@ def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     tokens = profile.model.sequence_length
     lines = [f"Ranks: {len(profile.devices)}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
     lines += rank_table(profile).lines(None if every else MOST_ROWS)
-    lines += wrapped("  ", f"forward and backward: one block, one sequence of {tokens:,} tokens, {profile.model.dtype}")
+    lines += wrapped("  ", f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}")
     lines += _link_lines(profile)
     return lines + [line for note in profile.notes for line in wrapped("  ", note)]
 

@@ -232,7 +232,7 @@ def baseline_lines(
         for who, device, step_s, how in timed
     ]
     table = Table.of_texts(("", "device", "step", "tokens/s", ""), rows)
-    lines = [f"The same {tokens:,} tokens per step{kind}:", *table.lines(), ""]
+    lines = [f"The same {units.amount(tokens, report.plan.sequence_length)} per step{kind}:", *table.lines(), ""]
     lines += ["Was it worth adding the others?", *wrapped("  ", worth_adding(singles, report, profile, measured)), ""]
     return [*lines, *(line for remark in remarks for line in wrapped("", remark))]
 
@@ -349,7 +349,7 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
         "data": [
             told("text {}", "data.text"),
             told("records {}", "data.records"),
-            told("sequences of {} tokens", "data.sequence_length"),
+            units.rows_of(length) if (length := setting("data.sequence_length")) else "",
             "packed" if packed is True else "one document per sequence" if packed is False else "",
             told("evaluated on {}", "data.evaluation") or own_held_out,
         ],

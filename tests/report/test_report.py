@@ -150,6 +150,14 @@ def test_the_profile_in_a_few_lines() -> None:
     assert "\n".join(profile_lines(PROFILE)) == PROFILE_LINES
 
 
+def test_pictures_are_counted_as_samples() -> None:
+    """A sequence of one token is a sample of a model made of layers."""
+    profile = replace(PROFILE, model=replace(MODEL, sequence_length=1))
+    report = replace(REPORT, plan=replace(PLAN, sequence_length=1))
+    lines = [*profile_lines(profile), *measured_lines(profile), *plan_lines(report, profile)]
+    assert not re.search(r"\btokens?\b", "\n".join(lines)) and "one block, one sample, fp32" in "\n".join(lines)
+
+
 def test_the_plan_as_a_table() -> None:
     """8 sequences, 8 samples of the curve: stage 0 is (0.1 + 2) blocks of 10 ms, 8 times, thrice (backward doubles)."""
     assert "\n".join(plan_lines(REPORT, PROFILE)) == PLAN_LINES

@@ -50,7 +50,7 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     count = len(pipeline.stages)
     lines = [
         "the model does not fit in memory on these ranks "
-        f"(sequences of {request.sequence_length} tokens, {profile.model.dtype}). "
+        f"({units.rows_of(request.sequence_length)}, {profile.model.dtype}). "
         f"The one pipeline that comes closest has {count} stage{'s' if count > 1 else ''} "
         f"and micro-batches of {pipeline.micro_batch}:"
     ]

@@ -67,7 +67,7 @@ def generate(world: World, options: GenerateOptions) -> int:
     setup = set_up(world, opened)
     if opened is not None:
         reason = "continued as it is: --raw" if options.raw else opened.reason
-        say(f"prompt: {len(task.prompt)} tokens, {reason}", "")
+        say(f"prompt: {units.plural(len(task.prompt), 'token')}, {reason}", "")
     run_task(setup, task)
     return 0
 
@@ -125,7 +125,10 @@ def _told(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:
     write_text(spelling.end() + "\n", sys.stdout, exact=True)
     end = time.perf_counter()
     rate = f", then {(count - 1) / (end - first):.1f} tokens/s" if count > 1 else ""
-    say("", f"{count} tokens in {units.seconds(end - begin)}: the first after {units.seconds(first - begin)}{rate}")
+    say(
+        "",
+        f"{units.plural(count, 'token')} in {units.seconds(end - begin)}: the first after {units.seconds(first - begin)}{rate}",
+    )
 
 
 def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None, run_dir: Path) -> None:

@@ -101,11 +101,9 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     if job.model.factory is not None:
         own = material.dataset if material is not None else None
         chain = custom_chain(world, loaded, keys, own if isinstance(own, Samples) else None)
-        rows = "samples"
     else:
         with world.together("reading the model's configuration"):
             chain = TransformersChain(read_config(keys))
-        rows = f"sequences of {job.data.sequence_length} tokens"
     with world.together("reading the model's configuration"):
         tuning = tuning_of(job, chain)
         if job.train.optimizer != "adamw":
@@ -116,7 +114,8 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         smaller = job.train.last_batch == "smaller"
         epochs = job.train.steps / steps_per_epoch(len(dataset.train), job.train.global_batch, smaller)
         say(
-            f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out {rows}; "
+            f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out "
+            f"{units.rows_of(job.data.sequence_length)}; "
             f"{job.train.steps:,} steps of {job.train.global_batch} are {epochs:.3g} epochs"
         )
         if job.train.global_batch > len(dataset.train) and not smaller:
