@@ -300,9 +300,35 @@ def _doubled(value: Any) -> BadRecord | None:
     return next(filter(None, map(_doubled, inner)), None)
 
 
+_STRAY = {
+    "\ufeff": "a byte order mark (BOM) stands there, as where files were joined: remove it",
+    "\x1e": "a record separator (RS) of JSON text sequences stands there: remove it",
+    "\0": "a NUL byte stands there, as where writing broke off: write the file anew",
+    "\r": "a lone carriage return (CR) stands there: end lines with a line feed (LF), and write \\r in texts",
+    "'": "a single quotation mark stands there, as Python prints texts: write JSON",
+}
+"""Character at which JSON is broken -> the cause, and what to do."""
+
+
+def _cause(error: json.JSONDecodeError) -> str | None:
+    """The cause of broken JSON, as far as the characters around the place tell it."""
+    before, at = error.doc[max(0, error.pos - 100) : error.pos], error.doc[error.pos : error.pos + 1]
+    last = before.rstrip()[-1:]
+    if at in _STRAY:
+        return _STRAY[at]
+    if error.msg == "Extra data" and at != ",":
+        joined = "a line break is missing before the next record" if at in ("{", "[") else None
+        return _STRAY["\r"] if "\r" in before.rpartition(last)[2] else joined
+    if (at == "," and last in ("", ",", "[", "{", "}")) or (at in ("]", "}") and last == ",") or "comma" in error.msg:
+        return "a comma too many stands there"
+    lacking = at and error.msg.startswith("Expecting ','")
+    return "a comma is missing, or a quotation mark in a text has no backslash" if lacking else None
+
+
 def _broken(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"broken JSON at column {error.colno}: {error.msg}"
+        cause = _cause(error)
+        return f"broken JSON at column {error.colno}: {error.msg}" + (f" ({cause})" if cause else "")
     if isinstance(error, ValueError):
         return "JSON with a number of more digits than can be read"
     return "JSON nested too deeply to be a record"
