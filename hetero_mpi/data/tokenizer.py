@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from hetero_mpi.disk import require_regular
 from hetero_mpi.errors import UserError
@@ -101,8 +101,11 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     for path in directory.iterdir():
         if not path.is_dir():
             require_regular(path)
+    family = _family_of(directory / "config.json")
     with faults_named(f"the tokenizer in {directory} cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, config=family, local_files_only=True, trust_remote_code=False
+        )
         # Half characters (lone surrogates) could not be written at the end.
         json.dumps(getattr(tokenizer, "init_kwargs", None), ensure_ascii=False, default=str).encode()
     if not getattr(tokenizer, "is_fast", False):
@@ -110,6 +113,18 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
             f"the tokenizer in {directory} must be a fast one (tokenizer.json); it is {type(tokenizer).__name__}"
         )
     return tokenizer
+
+
+def _family_of(path: Path) -> PreTrainedConfig | None:
+    """What the tokenizer's class depends on in a model's ``config.json``. Its other values are checked where the model is read."""
+    if not path.is_file():
+        return None
+    try:
+        keys = json.loads(path.read_bytes())
+        family = CONFIG_MAPPING[keys["model_type"]] if keys.get("model_type") in CONFIG_MAPPING else PreTrainedConfig
+        return family(name_or_path=str(path.parent), tokenizer_class=keys.get("tokenizer_class"))
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} must hold the keys of a model's configuration as JSON: {error}; correct it") from None
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:

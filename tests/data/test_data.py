@@ -184,6 +184,20 @@ def test_missing_and_broken_tokenizers(tokenizer: PreTrainedTokenizerFast, tmp_p
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "of-tomorrow", None])
+def test_a_tokenizer_is_not_blamed_for_the_models_configuration(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, family: str | None
+) -> None:
+    save_tokenizer(tokenizer, tmp_path)
+    keys = {"model_type": family, "dtype": "auto", "hidden_size": "x", "rope_scaling": 3}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    assert load_tokenizer(tmp_path)(TEXTS[7])["input_ids"] == tokenizer(TEXTS[7])["input_ids"]
+    for broken in ("{", "[]", '"a"', '{"model_type": []}', '{"a": "\xff"}'):
+        (tmp_path / "config.json").write_bytes(broken.encode("latin-1"))
+        with pytest.raises(UserError, match=r"config.json must hold the keys of a model's configuration"):
+            load_tokenizer(tmp_path)
+
+
 def test_a_small_corpus_gives_a_note_and_a_small_model_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
     assert vocabulary_note(tokenizer, 300) is None
     small = train_bpe(["abc"], 5000)

@@ -51,6 +51,8 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
         )
     require_proven(family)
     arguments = {name: value for name, value in keys.items() if name not in ("model_type", "transformers_version")}
+    if arguments.get("dtype") == "auto":
+        del arguments["dtype"]  # that of the weights
     if is_mxfp4(arguments.get("quantization_config")) and family == "gpt_oss":
         del arguments["quantization_config"]  # ``weights.py`` unpacks it
     try:
