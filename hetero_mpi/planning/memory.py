@@ -150,12 +150,14 @@ def memory_of(
     return replace(own, staging=own.staging + group_sum_bytes(model, tokens))
 
 
-@lru_cache(maxsize=256)
 def sliced_costs(model: ModelCost, tokens: int) -> ModelCost:
-    """The costs where the head computes so many tokens at once; ``model`` itself where it cannot."""
+    """The costs where the head computes ``tokens`` tokens at once; ``model`` itself where it cannot."""
+    return _sliced_costs(model, tokens) if model.layers[-1].logits_bytes_per_token else model
+
+
+@lru_cache(maxsize=256)  # an equal model gets the first one's costs: what is returned here is never ``model`` itself
+def _sliced_costs(model: ModelCost, tokens: int) -> ModelCost:
     head = model.layers[-1]
-    if head.logits_bytes_per_token == 0:
-        return model
     at_once = head.logits_bytes_per_token + head.workspace_bytes_per_token
     sliced = replace(
         head,

@@ -91,6 +91,15 @@ def test_the_planner_slices_heads_where_nothing_fits_otherwise() -> None:
         make_plan(replace(narrow, model=model), request)
 
 
+def test_heads_without_known_logits_stay_whole_in_equal_clusters_too() -> None:
+    """Each cluster has a model object of its own: the answer for the first one is no answer about the others."""
+    request = PlanRequest(2, LONG, (1,))
+    for _ in range(2):
+        profile = make_profile([1.0], make_model(), 50_000_000)
+        assert sliced_costs(profile.model, 1024) is profile.model
+        assert [stage.head_tokens for _, _, stage in make_plan(profile, request).plan.numbered] == [None]
+
+
 def test_heads_that_leave_room_for_larger_shares_are_sliced_where_that_is_faster() -> None:
     """Without, forwards are repeated."""
     model = wordy(make_model())
