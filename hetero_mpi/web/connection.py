@@ -27,6 +27,10 @@ _LINGER_S, _LINGER_BYTES = 2.0, 32 << 20
 """A client that is answered before all of its request has come may go on sending for so long, and so much."""
 _PROBE_S = 1.0
 """A client that has closed its sending side is asked after this time whether it still listens."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 3}
+"""Options by which the system asks whether the system of a silent client is there: after 15 s, three times (Linux, macOS)."""
+_MAX_AHEAD_BYTES = 1 << 20
+"""Bytes behind a request that are kept for the next one while the request is answered."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -90,12 +94,15 @@ class Connection(BaseHTTPRequestHandler):
     def alive(self) -> bool:
         """True while the client is there. One that has closed its sending side may be, or may have gone. It is told to continue,
         which every client of HTTP/1.1 takes before its answer, and which the system of one that has gone refuses.
+
+        The end of its bytes comes behind all of them, so those are read.
         """
         if self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             return False
         looking = select.poll()
         looking.register(self.connection, select.POLLIN)
-        if not looking.poll(0) or self.connection.recv(1, socket.MSG_PEEK):
+        if not looking.poll(0) or self._arriving.read_ahead():
+            self.close_connection |= self._arriving.overrun
             return True
         now = time.monotonic()
         self._closed_at = now if self._closed_at is None else self._closed_at
@@ -111,15 +118,30 @@ class Connection(BaseHTTPRequestHandler):
     def send_content(self, content: bytes, kind: str, headers: dict[str, str] | None = None, status: int = 200) -> None:
         self._head(status, kind, {"Content-Length": str(len(content)), **(headers or {})}, content)
 
-    def begin_events(self) -> Callable[[str], None]:
-        """Begin an answer of server-sent events; returns what sends one. It ends with the connection."""
-        self.close_connection = True
-        self._head(200, "text/event-stream", {"Cache-Control": "no-cache"})
+    @contextlib.contextmanager
+    def events(self) -> Iterator[Callable[[str], None]]:
+        """An answer of server-sent events; yields what sends one. An HttpError of the block is one of them.
+
+        After an error of the block, as after the death of this process, the last chunk is missing: the client sees that the answer
+        is cut. HTTP/1.0 has no chunks: there an answer ends with its connection, and a cut one looks like a whole one.
+        """
+        chunked = self.request_version >= "HTTP/1.1"
+        self.close_connection = self.close_connection or not chunked
+        coding = {"Transfer-Encoding": "chunked"} if chunked else {}
+        self._head(200, "text/event-stream", {"Cache-Control": "no-cache", **coding})
+
+        def send(content: bytes) -> None:
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(content), content) if chunked else content)
 
         def tell(data: str) -> None:
-            self.wfile.write(f"data: {data}\n\n".encode())
+            send(f"data: {data}\n\n".encode())
 
-        return tell
+        try:
+            yield tell
+        except HttpError as error:
+            tell(json.dumps(error.body()))
+            raise
+        send(b"")
 
     def do_GET(self) -> None:
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
@@ -133,8 +155,12 @@ class Connection(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name in _KEEPALIVE.keys() & vars(socket).keys():
+            self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE[name])
         self.rfile.close()
-        self.rfile = io.BufferedReader(_Arriving(self.connection, lambda: self._deadline))
+        self._arriving = _Arriving(self.connection, lambda: self._deadline)
+        self.rfile = io.BufferedReader(self._arriving)
 
     def handle_one_request(self) -> None:
         self._deadline = time.monotonic() + RECEIVE_S
@@ -193,7 +219,8 @@ class Connection(BaseHTTPRequestHandler):
                 return True
             except HttpError as error:
                 self.close_connection = True  # its body may not have been read
-                self.send(error.body(), error.status, {"Allow": error.allow} if error.allow else None)
+                if not self._begun:
+                    self.send(error.body(), error.status, {"Allow": error.allow} if error.allow else None)
                 return False
             except Exception as error:  # a defect, which the server logs
                 self.close_connection = True
@@ -216,15 +243,34 @@ class Connection(BaseHTTPRequestHandler):
 
 
 class _Arriving(io.RawIOBase):
-    """The bytes that a client sends, up to a deadline: however few come at a time, they end."""
+    """The bytes that a client sends, up to a deadline: however few come at a time, they end.
+
+    Attributes:
+        overrun: more were read ahead than are kept; none of them is a request.
+    """
 
     def __init__(self, connection: socket.socket, deadline: Callable[[], float]) -> None:
         self._connection, self._deadline = connection, deadline
+        self._ahead = bytearray()
+        self.overrun = False
 
     def readable(self) -> bool:
         return True
 
+    def read_ahead(self) -> bool:
+        """Read what has come, without waiting where something has; returns False at the end of all bytes."""
+        content = self._connection.recv(1 << 16)
+        self.overrun |= len(self._ahead) + len(content) > _MAX_AHEAD_BYTES
+        if not self.overrun:
+            self._ahead += content
+        return bool(content)
+
     def readinto(self, buffer: Any, /) -> int:
+        if self._ahead:
+            content = self._ahead[: len(buffer)]
+            del self._ahead[: len(buffer)]
+            buffer[: len(content)] = content
+            return len(content)
         left_s = self._deadline() - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the request took too long")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import itertools
 import json
+import re
 import socket
 import struct
 import threading
@@ -21,7 +24,7 @@ from hetero_mpi.web.server import HttpError, Names, WebServer, bound_socket
 
 class _Answers(Connection):
     """Tells the size of what is posted; ``/slow`` answers once the gate is open, unless its client has gone; ``/defect`` has
-    one, and ``/late`` once its answer has begun."""
+    one. Below ``/events``, an answer ends as the rest of the path says."""
 
     gate = threading.Event()
     gone = threading.Event()
@@ -33,9 +36,15 @@ class _Answers(Connection):
             return
         if self.route == "/posted":
             raise HttpError(405, "by POST only", allow="POST")
-        if self.route == "/late":
-            self.begin_events()("begun")
-        if self.route in ("/defect", "/late"):
+        if self.route.startswith("/events"):
+            with self.events() as tell:
+                tell("begun")
+                if self.route == "/events/refused":
+                    raise HttpError(503, "the service ends")
+                if self.route == "/events/defect":
+                    raise ZeroDivisionError("a defect")
+            return
+        if self.route == "/defect":
             raise ZeroDivisionError("a defect")
         while self.route == "/slow" and not self.gate.wait(0.02):
             if not self.alive():
@@ -123,11 +132,35 @@ def test_a_client_that_has_closed_its_sending_side_gets_its_answer(web: WebServe
         assert read(client).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_requests_that_come_during_an_answer_are_answered_behind_it(
+    web: WebServer, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they are more than the server keeps: then the connection ends with the answer."""
+    monkeypatch.setattr(connection, "_MAX_AHEAD_BYTES", 1000 if kept else 80)
+    request = "GET /{} HTTP/1.1\r\nHost: localhost\r\n{}\r\n"
+    with connected(web) as client:
+        client.sendall(request.format("slow", "").encode())
+        time.sleep(0.1)
+        client.sendall(f"{request.format('b', '')}{request.format('c', 'Connection: close')[:40]}".encode())
+        time.sleep(0.2)
+        client.sendall(request.format("c", "Connection: close\r\n")[40:].encode())
+        time.sleep(0.1)
+        _Answers.gate.set()
+        answers = read(client)
+    assert re.findall(rb'"route": "/(\w+)"', answers) == ([b"slow", b"b", b"c"] if kept else [b"slow"])
+    assert answers.count(b"Connection: close") == 1
+
+
+@pytest.mark.parametrize("behind", [b"", b"\r\n", b"a" * 3_000_000], ids=["nothing", "a line", "3 MB"])
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-def test_a_client_that_leaves_is_noticed_though_nothing_is_sent(web: WebServer, reset: bool) -> None:
+def test_a_client_that_leaves_is_noticed_though_nothing_is_sent(web: WebServer, reset: bool, behind: bytes) -> None:
+    """Whatever it has sent behind its request, and nobody reads."""
     client = connected(web)
     client.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
     time.sleep(0.2)
+    client.sendall(behind)
+    time.sleep(0.05)
     if reset:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
@@ -183,13 +216,31 @@ def test_head_has_the_status_and_headers_of_get_and_no_content(web: WebServer, p
 def test_a_defect_is_an_answer_unless_another_has_begun(web: WebServer, caplog: pytest.LogCaptureFixture) -> None:
     head, _, body = asked(web, "GET /defect").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 500 ") and "a defect of the server" in json.loads(body)["error"]["message"]
-    late = asked(web, "GET /late")
-    assert late.startswith(b"HTTP/1.1 200 ") and late.endswith(b"data: begun\n\n")
+    asked(web, "GET /events/defect")
     assert asked(web, "GET /").startswith(b"HTTP/1.1 200 ")
     end = time.monotonic() + 60
     while caplog.text.count("ZeroDivisionError: a defect") < 2:  # told once the client has its answer
         assert time.monotonic() < end, caplog.text
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("route", "whole"), [("", True), ("/refused", False), ("/defect", False)])
+def test_a_stream_that_is_cut_does_not_look_whole(web: WebServer, route: str, whole: bool) -> None:
+    """By a client of HTTP/1.1, which may then ask again; one of HTTP/1.0 gets the same events, and the connection's end."""
+    client = http.client.HTTPConnection("localhost", int(web.server_address[1]), timeout=60)
+    client.request("GET", f"/events{route}")
+    answer, events = client.getresponse(), b"data: begun\n\n"
+    with contextlib.nullcontext() if whole else pytest.raises(http.client.IncompleteRead) as cut:
+        got = answer.read()
+    assert answer.status == 200 and (got if whole else cut.value.partial).startswith(events)
+    if whole:
+        client.request("GET", "/")
+        assert got == events and client.getresponse().status == 200
+    with connected(web) as older:
+        older.sendall(f"GET /events{route} HTTP/1.0\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n".encode())
+        head, _, content = read(older).partition(b"\r\n\r\n")
+    assert b"chunked" not in head and content.startswith(events)
+    assert (b"the service ends" in content) == (route == "/refused")
 
 
 def test_one_host_is_named(web: WebServer) -> None:

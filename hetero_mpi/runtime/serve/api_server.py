@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 from hetero_mpi.report.run_files.logs import say
@@ -145,22 +144,15 @@ class _ApiConnection(Connection):
 
     def _stream(self, pieces: Iterator[tuple[Choice, str]], choices: Sequence[Choice], bodies: Bodies) -> str:
         before = [next(pieces)]  # what fails before the first token has a status of its own
-        send, begun = self.begin_events(), set[int]()
-
-        def tell(value: dict[str, Any]) -> None:
-            send(json.dumps(value))
-
-        try:
+        begun = set[int]()
+        with self.events() as send:
             for choice, text in chain(before, pieces):
                 if text or choice.number not in begun:
-                    tell(bodies.chunk(choice, text, first=choice.number not in begun))
+                    send(json.dumps(bodies.chunk(choice, text, first=choice.number not in begun)))
                     begun.add(choice.number)
                 if choice.finish is not None:
-                    tell(bodies.chunk(choice, None))
-        except HttpError as error:
-            tell(error.body())
-            return str(error.status)
-        for chunk in bodies.usage_chunk(choices):
-            tell(chunk)
-        send("[DONE]")
+                    send(json.dumps(bodies.chunk(choice, None)))
+            for chunk in bodies.usage_chunk(choices):
+                send(json.dumps(chunk))
+            send("[DONE]")
         return "200"
