@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -265,9 +266,14 @@ def written_by(
 
 
 def rounds_by(
-    path: Path, cuts: tuple[int, ...], ranks: tuple[int, ...], tasks: dict[int, Task], piece_tokens: int
+    path: Path,
+    cuts: tuple[int, ...],
+    ranks: tuple[int, ...],
+    tasks: dict[int, Task],
+    piece_tokens: int,
+    rests: Sequence[tuple[int, ...]] = (),
 ) -> tuple[list[Round], list[int]]:
-    """The same with log-likelihoods, which rank 0 has."""
+    """The same with log-likelihoods, which rank 0 has. ``rests``: of each round from the second on, the texts that rest."""
     stages, active = stages_of(path, cuts), sorted(set(ranks))
     network = LoopbackNetwork(len(active))
     lengths: list[int] = []
@@ -275,7 +281,7 @@ def rounds_by(
     def write(rank: int) -> list[Round]:
         own, begun = (
             [stage for stage, holder in zip(stages, ranks, strict=True) if holder == rank],
-            [TextChanges(tasks)],
+            [*(TextChanges(rest=numbers) for numbers in reversed(rests)), TextChanges(tasks)],
         )
         writer = Writer(rank, ranks, active, network.transports[rank], own[0].chain, own, piece_tokens)
         return list(writer.written(lambda idle: begun.pop() if begun else None if idle else TextChanges()))
@@ -290,6 +296,24 @@ def rounds_by(
     tokens = [[found.tokens for found in result] for result in results]
     assert all(own == tokens[0] for own in tokens) and not any(found.scores for own in results[1:] for found in own)
     return results[0], lengths
+
+
+@pytest.mark.parametrize("family", CHANGES)
+def test_a_text_that_rests_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
+    """Also one that rests while its prompt passes, and one that begins anew."""
+    path = model_directory(tmp_path, Case("rests", family, False, 0.0, True, 2, "even"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **CHANGES[family]}))
+    tasks = {n: Task([5 + n] * (15 - 6 * n), [], 14, Sampling(1.0, seed=n), likeliest=1) for n in range(3)}
+    rests = [(0,), (0, 1), (0, 1), (1, 2), (), (0, 2), (2,), (2,), (1,), (0, 1), (0, 1)]
+    without, resting = (rounds_by(path, (2, 3, 4), (1, 0, 0, 1), tasks, PIECE, these)[0] for these in ((), rests))
+    for number in tasks:
+        of_text = [
+            [(found.tokens.get(number), found.scores.get(number)) for found in rounds if number in found.scores]
+            for rounds in (without, resting)
+        ]
+        assert of_text[0] == of_text[1] and len(of_text[0]) >= 14
+    assert len(resting) > len(without) and not any(found.tokens.keys() & {0, 1} for found in resting[2:4])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -308,6 +309,36 @@ def test_several_choices_are_those_of_their_seeds(served: Served) -> None:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     whole = served.client.chat.completions.create(messages=MESSAGES, n=3, seed=5, **asked)
     assert texts == [choice.message.content for choice in whole.choices] and len(set(texts)) > 1
+
+
+@pytest.mark.slow
+def test_a_request_of_many_answers_leaves_a_place_to_other_clients(served: Served) -> None:
+    """And its answers, which rest meanwhile, stay those of their seeds."""
+    asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
+    alice = openai.OpenAI(base_url=f"{served.url}/v1", api_key=ALICE, max_retries=0, timeout=240)
+    with ThreadPoolExecutor(1) as pool:
+        many = pool.submit(served.client.completions.create, model="any", prompt="abc", n=16, seed=3, **asked)
+        served.running.wait_for("running answers", lambda: served.health()["running"] == 3)
+        one = alice.completions.create(model="any", prompt="abc", max_tokens=12, temperature=0)
+        assert one.choices[0].text == served.expected("abc", 12)
+        left = served.health()
+        assert left["running"] == 3 and left["waiting"] > 5 and not many.done()
+        texts = [choice.text for choice in many.result().choices]
+    assert texts[:4] == [served.completed("abc", seed=3 + number, **asked).text for number in range(4)]
+
+
+@pytest.mark.slow
+def test_a_stream_that_a_death_cuts_does_not_look_whole(base: Path, tmp_path: Path) -> None:
+    asked = {"prompt": "abc", "max_tokens": 50, "n": 100, "stream": True, "ignore_eos": True}
+    with service(0, base, tmp_path / "output.txt") as running:
+        address = Served(running, None, None).url.removeprefix("http://")  # type: ignore[arg-type]
+        client = http.client.HTTPConnection(address, timeout=120)
+        client.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        answer = client.getresponse()
+        assert answer.read(6) == b"data: "
+        running.process.kill()
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
 
 
 def metrics(served: Served, token: str = TOKEN) -> dict[tuple[str, ...], float]:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from hetero_mpi.runtime.generate.source import open_source
 from hetero_mpi.runtime.generate.writer import Round, Task, TextChanges
 from hetero_mpi.runtime.serve.api_requests import ChatRequest, CompletionRequest, parse
 from hetero_mpi.runtime.serve.api_server import ApiServer
-from hetero_mpi.runtime.serve.scheduler import Answer, CacheRoom, News, Scheduler
+from hetero_mpi.runtime.serve.scheduler import MOST_WAITING, Answer, CacheRoom, News, Scheduler
 from hetero_mpi.runtime.serve.serve import ServeOptions, _default_sampling, _say_address, check_options
 from hetero_mpi.runtime.serve.served_models import ServedModel
 from hetero_mpi.runtime.serve.service import Service, context_of
@@ -77,7 +78,7 @@ def test_texts_begin_as_soon_as_there_is_room_in_the_order_of_their_requests() -
     small, large = [submitted(scheduler, task(10)) for _ in range(2)], submitted(scheduler, task(51))
     behind = submitted(scheduler, task(10))
     assert list(scheduler.next_changes(0.0).begin.values()) == [small[0].task, small[1].task]
-    assert scheduler.next_changes(0.0) == TextChanges({}, []), "nobody overtakes the large one"
+    assert scheduler.next_changes(0.0) == TextChanges({}, [], []), "nobody overtakes the large one"
     scheduler.hand_out(Round({1: 7, 2: 0}))
     assert (small[0].events.get_nowait(), small[1].events.get_nowait()) == (News(0, 7), News(0, 0))
     change = scheduler.next_changes(0.0)
@@ -92,6 +93,71 @@ def test_texts_begin_as_soon_as_there_is_room_in_the_order_of_their_requests() -
     assert behind.events.get_nowait() == News(0, 5) and isinstance(behind.events.get_nowait(), HttpError)
     with pytest.raises(HttpError, match="over"):
         scheduler.submit([task(1)])
+
+
+def take_rounds(scheduler: Scheduler, rounds: int) -> None:
+    """Give every answer with a place its token, so often."""
+    for _ in range(rounds):
+        change = scheduler.next_changes(0.0)
+        placed = [number for number in scheduler._begun if number not in change.rest]
+        assert scheduler.counts() == {"running": len(placed), "waiting": len(scheduler._answers) - len(placed)}
+        scheduler.hand_out(Round(dict.fromkeys(placed, 7)))
+
+
+@pytest.mark.parametrize(
+    ("requests", "places"),
+    [
+        ([("", 32)], [8]),
+        ([("", 32), ("", 1)], [7, 1]),
+        ([("", 1)] * 8 + [("", 2)], [8 / 9] * 9),
+        ([("", 1)] * 16, [1 / 2] * 16),
+        ([("a", 8), ("a", 8), ("b", 8)], [2, 2, 4]),
+        ([("a", 8)] * 3 + [("b", 8)], [4 / 3] * 3 + [4]),
+        ([("a", 1)] * 30 + [("b", 1), ("c", 128)], [3.5 / 30] * 30 + [1, 3.5]),
+    ],
+)
+def test_places_go_round_by_client_and_request(requests: list[tuple[str, int]], places: list[float]) -> None:
+    scheduler = Scheduler([], parallel=8)
+    answers = [scheduler.submit([task(1, 10_000)] * count, client) for client, count in requests]
+    take_rounds(scheduler, 360)
+    written = [sum(answer.written for answer in request) / 360 for request in answers]
+    assert written == pytest.approx(places, abs=0.01) and sum(written) == pytest.approx(8)
+
+
+def test_no_flow_of_new_requests_keeps_an_old_one_from_its_place() -> None:
+    scheduler = Scheduler([], parallel=2)
+    old = submitted(scheduler, task(1, 1000))
+    for _ in range(100):
+        scheduler.submit([task(1, 1)])
+        scheduler.submit([task(1, 1)])
+        take_rounds(scheduler, 1)
+    assert old.written > 10
+
+
+def test_waiting_requests_are_limited_together_however_many_come_at_once() -> None:
+    """And a client that has filled the queue does not keep another one out of it."""
+    scheduler, refused, start = Scheduler([], parallel=1), list[int](), threading.Barrier(64)
+
+    def submit() -> None:
+        start.wait()
+        for _ in range(10):
+            try:
+                scheduler.submit([task(1)], "a")
+            except HttpError as error:
+                refused.append(error.status)
+
+    threads = [threading.Thread(target=submit) for _ in range(64)]
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(switch_s)
+    assert scheduler.counts()["waiting"] == MOST_WAITING and refused == [503] * (640 - MOST_WAITING)
+    scheduler.submit([task(1)] * 128, "b")
+    with pytest.raises(HttpError, match="wait already"):
+        scheduler.submit([task(1)] * 128, "b")
 
 
 def test_a_prompt_that_memory_has_no_room_for_is_refused_with_the_numbers(model: ServedModel) -> None:

@@ -4,8 +4,9 @@ prefill   every stage passes the prompt on in pieces (1, T, D), each behind the 
           memory of the activations does not grow with the square of the prompt
 then      per token (1, 1, D) from stage to stage, and 8 bytes from the last stage to every active rank
 
-Several texts are written side by side: in every round each gets one token, and a stage computes one text while the next stage
-computes the text before it, or the piece before it. Every text is computed by itself, so its bits do not depend on the others.
+Several texts are written side by side: in every round each gets one token, unless it rests, and a stage computes one text while
+the next stage computes the text before it, or the piece before it. Every text is computed by itself, so its bits do not depend on
+the others.
 """
 
 from __future__ import annotations
@@ -89,10 +90,11 @@ class Round:
 
 @dataclass(frozen=True)
 class TextChanges:
-    """The texts that begin, and those that end early, by number, before the next round."""
+    """The texts that begin before the next round, those that end early, and those that take no part in it, by number."""
 
     begin: Mapping[int, Task] = field(default_factory=dict)
     end: Sequence[int] = ()
+    rest: Sequence[int] = ()
 
 
 class _Text:
@@ -216,7 +218,7 @@ class Writer:
                 texts.update({number: _Text(task) for number, task in change.begin.items()})
                 if not texts:
                     continue
-                found = self._round(texts)
+                found = self._round({number: text for number, text in texts.items() if number not in change.rest})
                 yield found
                 for number, token in found.tokens.items():
                     texts[number].known.append(token)

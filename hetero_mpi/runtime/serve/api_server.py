@@ -105,7 +105,7 @@ class _ApiConnection(Connection):
         tasks, counts = service.tasks(asked), self.server.counts
         choices, bodies = service.choices(asked, tasks), service.bodies(asked, tasks)
         begin = time.monotonic()
-        answers = service.scheduler.submit(tasks)
+        answers = service.scheduler.submit(tasks, told["client"])
         try:
             pieces = self._timed(service.pieces(answers, choices, asked.limit == 0, self.alive), choices, begin)
             if asked.stream:

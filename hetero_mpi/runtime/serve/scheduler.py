@@ -1,16 +1,24 @@
-"""The order in which requests are written: first come, first served, side by side as far as memory and ``--parallel`` allow.
+"""The order in which requests are written: ``--parallel`` places in each round go round by client and request.
 
 HTTP threads submit requests and take their tokens; the thread that drives the pipeline asks for the next changes and hands tokens
 out. Nothing else passes between them.
+
+    client a   request 1   answers A B C D      three places:  A E B, then E A F, A E B, ...
+    client b   request 2   answer  E            A is the first answer of client a, E of b; B the second of a, F of b;
+               request 3   answer  F            the third place is the client's that has waited for it longer
+
+A client alone has all places, which go round by request in the same way. An answer that has begun and has no place rests: its keys
+and values stay in memory, so its later tokens have the same bits.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hetero_mpi.model.decoding import NOT_A_NUMBER, Scored
@@ -62,9 +70,12 @@ class Answer:
     with."""
 
     task: Task
-    choice: int = 0
+    choice: int
     """Its number in the request."""
-    events: Events = field(default_factory=queue.SimpleQueue)
+    events: Events
+    request: int
+    client: str
+    """The name of its API key; "" where the service has none."""
     given_up: threading.Event = field(default_factory=threading.Event)
     """Nobody wants the rest."""
     written: int = 0
@@ -81,73 +92,113 @@ class Answer:
 
 
 class Scheduler:
-    """The requests of all clients. ``submit`` may be called by any thread, the rest by the pipeline's only.
+    """The requests of all clients. ``next_changes`` and ``hand_out`` are for the pipeline's thread, the rest for any.
 
     Args:
         room: of every rank with a stage.
-        parallel: texts that are written side by side at most.
+        parallel: places: answers that get a token in one round at most.
     """
 
     def __init__(self, room: Sequence[CacheRoom], parallel: int) -> None:
         self.room, self.parallel = room, parallel
-        self._arriving: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._waiting: deque[Answer] = deque()
-        self._running: dict[int, Answer] = {}
-        self._numbers = 0
+        self._arrival = threading.Condition()
+        """Its lock guards all that follows."""
+        self._answers: dict[int, Answer] = {}
+        """Every answer that has not ended, in the order of arrival."""
+        self._begun: set[int] = set()
+        """The numbers of those that have memory for their keys and values..."""
+        self._placed: set[int] = set()
+        """...and of those with a place in this round."""
+        self._latest: dict[str | int, int] = {}
+        """Client or request -> its latest place, or its arrival; places are counted from the first round on."""
+        self._numbers, self._requests, self._places = itertools.count(1), itertools.count(), itertools.count()
         self._closed: HttpError | None = None
 
     def counts(self) -> dict[str, int]:
-        return {"running": len(self._running), "waiting": len(self._waiting) + self._arriving.qsize()}
+        with self._arrival:
+            return {"running": len(self._placed), "waiting": len(self._answers) - len(self._placed)}
 
-    def submit(self, tasks: Sequence[Task]) -> list[Answer]:
+    def submit(self, tasks: Sequence[Task], client: str = "") -> list[Answer]:
         """Queue a request's texts to be written. Raises HttpError: the service is ending, or too many wait."""
-        waiting = self.counts()["waiting"]
-        if waiting and waiting + len(tasks) > MOST_WAITING:
-            raise HttpError(503, f"{waiting} answers wait already, of at most {MOST_WAITING}; try again later")
-        events: Events = queue.SimpleQueue()
-        answers = [Answer(task, choice, events) for choice, task in enumerate(tasks)]
-        for answer in answers:
-            self._arriving.put(answer)
-        if self._closed is not None:  # looked at after the put: whoever closes fails what it finds
-            raise self._closed
+        events, request = Events(), next(self._requests)
+        answers = [Answer(task, choice, events, request, client) for choice, task in enumerate(tasks)]
+        with self._arrival:
+            if self._closed is not None:
+                raise self._closed
+            waiting = Counter(answer.client for number, answer in self._answers.items() if number not in self._placed)
+            count, own = waiting.total(), waiting[client]
+            if own and count + len(tasks) > MOST_WAITING and own + len(tasks) > MOST_WAITING // len(waiting):
+                raise HttpError(503, f"{count} answers wait already, of at most {MOST_WAITING}; try again later")
+            self._answers.update((number, answer) for answer, number in zip(answers, self._numbers, strict=False))
+            for group in (client, request):
+                self._latest.setdefault(group, next(self._places))
+            self._arrival.notify()
         return answers
 
     def next_changes(self, wait_s: float) -> TextChanges:
-        """The texts that begin and that end now. Waits up to ``wait_s`` for a request where there is none."""
-        if wait_s and not self._waiting:
-            try:
-                self._waiting.append(self._arriving.get(timeout=wait_s))
-            except queue.Empty:
-                return TextChanges()
-        while not self._arriving.empty():
-            self._waiting.append(self._arriving.get())
-        ended = [number for number, answer in self._running.items() if answer.given_up.is_set()]
-        for number in ended:
-            del self._running[number]
-        self._waiting = deque(answer for answer in self._waiting if not answer.given_up.is_set())
-        begun = {}
-        while self._waiting and self._has_room_for(self._waiting[0]):
-            self._numbers += 1
-            self._running[self._numbers] = self._waiting.popleft()
-            begun[self._numbers] = self._running[self._numbers].task
-        return TextChanges(begun, ended)
+        """The texts that begin, end and rest now. Waits up to ``wait_s`` for a request where there is none."""
+        with self._arrival:
+            if not self._answers:
+                self._arrival.wait(wait_s)
+            ended = [number for number, answer in self._answers.items() if answer.given_up.is_set()]
+            self._forget(ended)
+            groups = {group for answer in self._answers.values() for group in (answer.client, answer.request)}
+            self._latest = {group: self._latest[group] for group in groups}
+            begun = self._give_places()
+            return TextChanges(begun, ended, sorted(self._begun - self._placed))
 
     def hand_out(self, found: Round) -> None:
         """Pass what a round has made on to those who wait for it."""
-        for number in found.tokens.keys() | found.scores.keys():
-            answer, token = self._running[number], found.tokens.get(number)
-            answer.add(token, found.scores.get(number, ()))
-            if token is not None and answer.task.ends_with(token, answer.written):
-                del self._running[number]
+        with self._arrival:
+            for number in found.tokens.keys() | found.scores.keys():
+                answer, token = self._answers[number], found.tokens.get(number)
+                answer.add(token, found.scores.get(number, ()))
+                if token is not None and answer.task.ends_with(token, answer.written):
+                    self._forget([number])
 
     def close(self, error: HttpError) -> None:
         """End all requests, present and future, with an error. By any thread that knows that the pipeline's is done or stuck."""
-        self._closed = error
-        for answer in [*self._running.values(), *self._waiting]:
-            answer.events.put(error)
-        while not self._arriving.empty():
-            self._arriving.get().events.put(error)
+        with self._arrival:
+            self._closed = error
+            for answer in self._answers.values():
+                answer.events.put(error)
+
+    def _give_places(self) -> dict[int, Task]:
+        """Give the places of the next round; returns the texts that begin with it."""
+        begun: dict[int, Task] = {}
+        full = False
+        self._placed.clear()
+        by_request = self._in_turn(self._answers, lambda answer: answer.request)
+        for number in self._in_turn(by_request, lambda answer: answer.client):
+            if len(self._placed) == self.parallel:
+                break
+            answer = self._answers[number]
+            if number not in self._begun:
+                full = full or not self._has_room_for(answer)
+                if full:  # nobody overtakes a large one that waits for memory
+                    continue
+                self._begun.add(number)
+                begun[number] = answer.task
+            self._placed.add(number)
+            self._latest[answer.client] = self._latest[answer.request] = next(self._places)
+        return begun
+
+    def _in_turn(self, numbers: Iterable[int], group_of: Callable[[Answer], str | int]) -> list[int]:
+        """Sorted: each group's first answer, each one's second, ...; among these, the group whose latest place is the oldest."""
+        before: Counter[str | int] = Counter()
+        due: dict[int, tuple[int, int]] = {}
+        for number in numbers:
+            group = group_of(self._answers[number])
+            due[number] = before[group], self._latest[group]
+            before[group] += 1
+        return sorted(due, key=due.__getitem__)
 
     def _has_room_for(self, answer: Answer) -> bool:
-        lengths = [other.length for other in (*self._running.values(), answer)]
-        return len(lengths) <= self.parallel and all(one.needed_bytes(lengths) <= one.free_bytes for one in self.room)
+        lengths = [answer.length, *(self._answers[number].length for number in self._begun)]
+        return all(one.needed_bytes(lengths) <= one.free_bytes for one in self.room)
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            del self._answers[number]
+        self._begun &= self._answers.keys()
+        self._placed &= self._answers.keys()

@@ -224,7 +224,7 @@ def _follows(world: World, members: World, stop: StopRequest, idle: bool) -> Tex
     if word is None:
         return None
     begin = {int(number): Task.from_dict(task) for number, task in word["begin"].items()}
-    return TextChanges(begin, word["end"])
+    return TextChanges(begin, word["end"], word["rest"])
 
 
 def cache_room(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheRoom]:
