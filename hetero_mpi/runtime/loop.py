@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -55,6 +56,14 @@ class PlanChanges(Protocol):
 
     def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
         """Report on rank 0 that layers have moved, and that training stood still for ``stall_s`` (wall clock)."""
+
+
+class After(Enum):
+    """What follows a step."""
+
+    NEXT_STEP = auto()
+    CHANGE_PLAN = auto()
+    DONE = auto()
 
 
 @dataclass(frozen=True)
@@ -130,11 +139,66 @@ class Loop:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
             CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has written a checkpoint.
         """
+        train, outcome = self.job.train, After.DONE
         with self.saver:
             self._tell(self._report)
-            done = self._run()
+            for step in range(self.state.step, train.steps):
+                if self._over():
+                    break
+                self.world.doing = f"training step {step + 1}"
+                begin = time.perf_counter()
+                batch = self._batch(step)
+                rebalancing = self._rebalancer.word() if self._rebalancer is not None else np.zeros(0)
+                result = self.trainer.step(step, batch, self._asked, rebalancing)
+                line = self._line(step, result.decision, batch, time.perf_counter() - begin)
+                outcome = self._after(result, line, step + 1 == train.steps)
+                if outcome is not After.NEXT_STEP:
+                    break
             self.trainer.settle()
         self._tell()
+        return self._ended(outcome is not After.CHANGE_PLAN)
+
+    def _after(self, result: StepResult, line: StepMetrics, last: bool) -> After:
+        """Record a step, evaluate, save and tell what is due after it; returns what follows, the same on all ranks."""
+        train, decision = self.job.train, result.decision
+        self._record(result, line)
+        evaluated, best = len(self.state.evaluations), False
+        if len(self._held_out.tokens) and (last or _due(line.step, train.evaluate_every)):
+            self._evaluate()
+            best = self.state.higher_in_a_row == 0 and train.patience > 0
+            last = last or self._over()
+        saved = last or decision.stop or best or _due(line.step, self.job.checkpoint.every)
+        if saved:
+            self._save()
+        self._tell(*self.state.evaluations[evaluated:], line)
+        if last:
+            return After.DONE
+        if self._reply == Reply.SAMPLE:
+            self._reply = Reply.GO_ON
+            self._sample(self.trainer)
+        ended = self._reply >= Reply.END
+        if ended and not saved:
+            self._save()
+        if decision.stop or self._reply == Reply.LEAVE:
+            self._stop("the program has left it" if self._reply == Reply.LEAVE else "a signal asked for")
+        if ended:
+            say(f"step {line.step}: training ends, as the program asked for")
+            return After.DONE
+        self._beside()
+        due = self._rebalancer is not None and self._rebalancer.due(line.step - 1, result)
+        return After.CHANGE_PLAN if due else After.NEXT_STEP
+
+    def _record(self, result: StepResult, line: StepMetrics) -> None:
+        if self._metrics is not None and self._display is not None:
+            self._metrics.step(line)
+            self._display.update(line)
+        self._recorder(line, result)
+        self.state.add_step(line, result.decision.finite)
+        if not result.decision.finite:
+            self._skipped(line.step - 1, result.decision)
+
+    def _ended(self, done: bool) -> bool:
+        """Report the end of the steps under this plan; ``done``: of the run."""
         if done and self._over():
             waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
             say(
@@ -148,65 +212,18 @@ class Loop:
             self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
         return done
 
-    def _run(self) -> bool:
-        train, every = self.job.train, self.job.checkpoint.every
-        for step in range(self.state.step, train.steps):
-            if self._over():
-                break
-            self.world.doing = f"training step {step + 1}"
-            begin = time.perf_counter()
-            result, batch = self._step(step)
-            decision = result.decision
-            line = self._line(step, decision, batch, time.perf_counter() - begin)
-            if self._metrics is not None and self._display is not None:
-                self._metrics.step(line)
-                self._display.update(line)
-            self._recorder(line, result)
-            self.state.add_step(line, decision.finite)
-            if not decision.finite:
-                self._skipped(step, decision)
-            last = step + 1 == train.steps
-            best = False
-            evaluated = len(self.state.evaluations)
-            if len(self._held_out.tokens) and (last or _due(step + 1, train.evaluate_every)):
-                self._evaluate()
-                best = self.state.higher_in_a_row == 0 and train.patience > 0
-                last = last or self._over()
-            saved = last or decision.stop or best or _due(step + 1, every)
-            if saved:
-                self._save()
-            self._tell(*self.state.evaluations[evaluated:], line)
-            if self._reply == Reply.SAMPLE and not last:
-                self._reply = Reply.GO_ON
-                self._sample(self.trainer)
-            ended = self._reply >= Reply.END and not last
-            if ended and not saved:
-                self._save()
-            if (decision.stop or self._reply == Reply.LEAVE) and not last:
-                self._stop("the program has left it" if self._reply == Reply.LEAVE else "a signal asked for")
-            if ended:
-                say(f"step {step + 1}: training ends, as the program asked for")
-                return True
-            if not last:
-                self._beside()
-            if self._rebalancer is not None and self._rebalancer.due(step, result) and not last:
-                return False
-        return True
-
     def _over(self) -> bool:
         """Has the held-out loss not become lower for as long as the job has patience? The same on all ranks."""
         return 0 < self.job.train.patience <= self.state.higher_in_a_row
 
-    def _step(self, step: int) -> tuple[StepResult, Batch]:
-        """(result, batch) of one step on the batch that rank 0 reads."""
-        train, own = self.job.train, None
+    def _batch(self, step: int) -> Batch:
+        """The batch of a step, which rank 0 reads."""
+        train, batch = self.job.train, None
         if self.dataset is not None:
-            own = self.dataset.batch(step, train.global_batch, train.last_batch == "smaller")
+            batch = self.dataset.batch(step, train.global_batch, train.last_batch == "smaller")
         with self.world.waiting("rank 0 and the batch" if self.world.rank else "the others to take the batch"):
-            batch, mismatched = self._broadcast(own), self._broadcast_mismatched(own)
-        batch = self._with_point(batch, mismatched)
-        along = self._rebalancer.word() if self._rebalancer is not None else np.zeros(0)
-        return self.trainer.step(step, batch, self._asked, along), batch
+            shared, mismatched = self._broadcast(batch), self._broadcast_mismatched(batch)
+        return self._with_point(shared, mismatched)
 
     def _tell(self, *events: Event) -> None:
         """Tell the program, if one follows, what has happened, a checkpoint once it is whole. Its reply counts after the step."""
