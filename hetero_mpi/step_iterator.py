@@ -14,9 +14,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from hetero_mpi.background import Background
 from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
 from hetero_mpi.runtime.follower import Event, OnEvent, Reply
 from hetero_mpi.runtime.signals import StopRequest
@@ -67,15 +68,12 @@ class _Exchange:
         self.steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         """Steps, then None at the end of the run."""
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self.result: TrainResult | None = None
-        self.error: BaseException | None = None
 
-    def work(self, run: Work, stop: StopRequest) -> None:
+    def work(self, run: Work, stop: StopRequest) -> TrainResult | None:
         try:
-            self.result = run(StepEvents(self._receive), stop)
-        except BaseException as error:
-            self.error = error
-        self.steps.put(None)
+            return run(StepEvents(self._receive), stop)
+        finally:
+            self.steps.put(None)
 
     def _receive(self, event: Event) -> Reply:
         if not isinstance(event, Step):
@@ -95,18 +93,19 @@ class Steps:
     def __init__(self, run: Work, prepare: Callable[[], object]) -> None:
         self._run, self._prepare = run, prepare
         self._exchange, self._stop = _Exchange(), StopRequest()
-        self._thread: threading.Thread | None = None
+        self._work: Background[TrainResult | None] | None = None
         self._reply, self._ended = Reply.GO_ON, False
+        self._result: TrainResult | None = None
 
     @property
     def result(self) -> TrainResult | None:
         """The products of the run; None: it is under way, or was left before its end."""
-        return self._exchange.result
+        return self._result
 
     @property
     def under_way(self) -> bool:
         """Whether the run has begun and not ended."""
-        return self._thread is not None and not self._ended
+        return self._work is not None and not self._ended
 
     def __iter__(self) -> Iterator[Step]:
         """A loop over the remaining steps. Leaving the loop leaves the run."""
@@ -123,14 +122,11 @@ class Steps:
 
     def _next(self) -> Step | None:
         """The next step; None: the run has ended."""
-        if self._thread is None:
+        if self._work is None:
             self._prepare()
             self._stop.__enter__()
-            self._thread = threading.Thread(
-                target=self._exchange.work, args=(self._run, self._stop), name="hetero_mpi.steps", daemon=True
-            )
             _RUNS.add(self)
-            self._thread.start()
+            self._work = Background("training, step by step", partial(self._exchange.work, self._run, self._stop))
         elif not self._ended:
             reply, self._reply = self._reply, Reply.GO_ON
             self._exchange.replies.put(reply)
@@ -150,8 +146,8 @@ class Steps:
         if step is None:
             self._ended = True
             self._stop.__exit__()
-            if self._exchange.error is not None:
-                raise self._exchange.error
+            assert self._work is not None
+            self._result = self._work.finish()
         return step
 
     def stop(self) -> None:
