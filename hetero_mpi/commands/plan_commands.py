@@ -286,9 +286,8 @@ def _said(question: PlanQuestion) -> list[str]:
 
 
 def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
-    """Whether the job draws random numbers in training, as far as its files say. (A family's own defaults are not seen.)"""
+    """Whether the job has dropout, as far as its files say. (A family's own defaults are not seen.)"""
     rates = [value for key, value in config.items() if isinstance(value, float) and ("drop" in key or "jitter" in key)]
-    rates.append(loaded.job.train.neftune_noise_alpha or 0.0)
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
 

@@ -58,6 +58,7 @@ def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) 
         sequence_length=job.data.sequence_length,
         micro_batch_choices=choices,
         alone_micro_batch_choices=alone,
+        mask_sequences=choices[0] if dropout else None,
         max_pipelines=wanted,
         split_choices=(False, True) if trains_all else (False,),
         schedule=job.plan.schedule,

@@ -98,7 +98,8 @@ class TrainTable(JobTable):
     """Where an epoch leaves fewer sequences than ``global_batch``: "full": a step goes on with the next epoch's; "smaller": it has
     what is left, as transformers' Trainer has it."""
     micro_batch: Positive | Literal["auto"] = "auto"
-    """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses."""
+    """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses; with dropout it is the largest divisor
+    up to a quarter of the batch."""
     preference: Literal["none", "dpo", "ipo", "simpo", "orpo", "kto"] = "none"
     """Learn from pairs of answers, or from single ones with a label ("kto"); docs/preferences.md has the formulas. "dpo", "ipo" and
     "kto" compare with the model as it is when the run begins."""

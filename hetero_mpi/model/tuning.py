@@ -206,8 +206,8 @@ class Tuning:
         )
 
     def uses_dropout(self, chain: LayerChain) -> bool:
-        """Whether training draws random numbers."""
-        return chain.draws or self.noise is not None or (self.adapter is not None and self.adapter.dropout > 0)
+        """Whether training draws masks, which depend on the sequences that are computed together; noise on embeddings does not."""
+        return chain.draws or (self.adapter is not None and self.adapter.dropout > 0)
 
 
 def full_training(chain: LayerChain) -> Tuning:

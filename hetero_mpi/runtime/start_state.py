@@ -39,8 +39,8 @@ from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_to_dict
+from hetero_mpi.job.plan_request import micro_batch_choices
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import (
@@ -315,24 +315,30 @@ def _same_data(context: RunContext, path: Path, said: Mapping[str, Any]) -> bool
     check_steps(path, step, train)
     with damage_named(path, "metadata/job"):
         changes = [told(said["job"]["train"], train, step) for told in (rate_change, step_change)]
-        changes.append(_adapter_change(said["job"], context.job, step))
+        changes.append(_other_change(said["job"], context, step))
     say(*filter(None, changes))
     return then == now
 
 
-def _adapter_change(then: Mapping[str, Any], job: JobConfig, step: int) -> str | None:
-    """A remark if the job of an adapter has changed how it learns, or the place of its base, whose weights are in no checkpoint;
-    else None. ``then``: the job's tables when the state after ``step`` steps was written.
+def _other_change(then: Mapping[str, Any], context: RunContext, step: int) -> str | None:
+    """A remark if the job has changed the dropout of an adapter, the place of its base, whose weights are in no checkpoint, or the
+    sequences that masks are drawn for; else None. ``then``: the job's tables when the state after ``step`` steps was written.
     """
-    dropout, base = then["adapter"].get("dropout", 0.0), then["model"].get("path")
-    told = []
-    if job.adapter.dropout != dropout:
-        told.append(f"[adapter] dropout is {as_toml(job.adapter.dropout)}, was {as_toml(dropout)}")
-    if job.model.path != base and job.model.path is not None and base is not None:
-        text = f'[model] path is "{job.model.path}", was "{base}"'
-        told.append(f"{text}: the run goes on as it was only if the weights there are the same")
-    wanted = told and job.adapter.method != "none" and step < job.train.steps
-    return f"From step {step + 1} on {'; '.join(told)}" if wanted else None
+    job, told = context.job, []
+    if job.adapter.method != "none":
+        dropout, base = then["adapter"].get("dropout", 0.0), then["model"].get("path")
+        if job.adapter.dropout != dropout:
+            told.append(f"[adapter] dropout is {as_toml(job.adapter.dropout)}, was {as_toml(dropout)}")
+        if job.model.path != base and job.model.path is not None and base is not None:
+            text = f'[model] path is "{job.model.path}", was "{base}"'
+            told.append(f"{text}: the run goes on as it was only if the weights there are the same")
+    if context.tuning.uses_dropout(context.chain):
+        sizes = then["train"].get("micro_batch", "auto"), job.train.micro_batch
+        before, now = (micro_batch_choices(job.train.global_batch, size, 1, True)[0][0] for size in sizes)
+        if now != before:
+            text = f"dropout masks are drawn for {now} sequences at a time, were for {before}"
+            told.append(f"{text} ([train] micro_batch)")
+    return f"From step {step + 1} on {'; '.join(told)}" if told and step < job.train.steps else None
 
 
 def _make_room(context: RunContext, options: TrainOptions, found: bool, pending: Pending) -> None:

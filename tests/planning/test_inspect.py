@@ -181,3 +181,5 @@ def test_dropout_is_seen_in_the_jobs_files(folder: Path) -> None:
     question = plan_commands.ask(Path("job.toml"), (), Path("profile.toml"))
     assert not plan_commands.uses_dropout(question.loaded, {"attention_dropout": 0.0, "drop_count": 3})
     assert plan_commands.uses_dropout(question.loaded, {"resid_pdrop": 0.1})
+    noisy = plan_commands.ask(Path("job.toml"), ("train.neftune_noise_alpha=5",), Path("profile.toml"))
+    assert not plan_commands.uses_dropout(noisy.loaded, {}), "noise is drawn by sequence"

@@ -472,7 +472,7 @@ packing = {str(case.packing).lower()}
 sequence_length = {SEQUENCE}
 held_out = 0.1
 [train]
-micro_batch = {case.micro_batch}
+micro_batch = {(case.dropout and case.slice_sequences) or case.micro_batch}
 dtype = "{case.dtype}"
 recompute = {str(case.recompute).lower()}
 optimizer = "{case.optimizer}"

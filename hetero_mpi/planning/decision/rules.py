@@ -113,6 +113,24 @@ def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
     if sum(shares) != plan.global_batch:
         terms = " + ".join(map(str, shares))
         yield f"sequences = {terms}: the pipelines' shares must add up to global_batch = {plan.global_batch}"
+    if request.mask_sequences is not None:
+        yield from _mask_problems(plan, request.mask_sequences)
+
+
+def _mask_problems(plan: Plan, sequences: int) -> Iterator[str]:
+    """Pipelines in which dropout would draw other masks than in the job's other plans: a mask depends on the sequences that are
+    computed together, always the first ``sequences`` of the global batch, then the next ones, and so on."""
+    for index, pipeline in enumerate(plan.pipelines):
+        micro_batch, share = pipeline.micro_batch, pipeline.sequences
+        sizes = {min(stage.slice_sequences or micro_batch, micro_batch) for stage in pipeline.stages}
+        fitting = {size for size in sizes if len(sizes) == 1 and micro_batch % size == share % size == 0}
+        if sequences not in fitting:
+            change = f", or change the job: --set train.micro_batch={min(fitting)}" if fitting else ""
+            yield (
+                f"pipelines[{index}] computes {' and '.join(map(str, sorted(sizes)))} of its {share} sequences at a time: dropout "
+                f"of this job draws its masks for {sequences} at a time, in every plan. Set micro_batch = {sequences} there, "
+                f"without slice_sequences, and shares that {sequences} divides{change}"
+            )
 
 
 def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:

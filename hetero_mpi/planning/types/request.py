@@ -22,6 +22,8 @@ class PlanRequest:
     """Sequences per micro-batch the planner may choose from; each divides ``global_batch``."""
     alone_micro_batch_choices: tuple[int, ...] = ()
     """The same for a rank by itself, which may take larger ones than a rank of many; empty: ``micro_batch_choices``."""
+    mask_sequences: int | None = None
+    """Sequences whose dropout masks are drawn together, which a given plan keeps; None: there is no dropout."""
     max_pipelines: int = 1
     """How many pipelines may hold the model side by side."""
     recompute_choices: tuple[bool, ...] = (False,)

@@ -16,6 +16,7 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.decision.explain import beaten
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
+from hetero_mpi.planning.decision.rules import batch_problems
 from hetero_mpi.planning.plan_memory import predict_memory
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cost import EMBEDDING
@@ -353,3 +354,47 @@ def test_hand_written_plans_with_a_wrong_batch_depth_or_too_little_memory() -> N
     small = make_profile((1.0, 1.0), memory_bytes=(10_000_000, 1000))
     with pytest.raises(UserError, match=r"rank 1 needs .* short by \d+ bytes"):
         complete_plan(plan, small, request)
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "kept", "remedy"),
+    [
+        ([(2, 8, (None, None))], True, None),
+        ([(2, 6, (None, None)), (2, 2, (None, 4))], True, None),
+        ([(4, 8, (2, 2))], True, None),  # computed in slices as large as the masks
+        ([(1, 8, (None, None))], False, 1),
+        ([(4, 8, (None, None))], False, 4),
+        ([(2, 8, (1, 1))], False, 1),
+        ([(4, 8, (2, None))], False, None),
+        ([(3, 8, (2, 2))], False, None),  # 2 1, 2 1, 2
+        ([(2, 5, (None, None)), (2, 3, (None, None))], False, None),  # the second one begins within a mask's sequences
+    ],
+)
+def test_with_dropout_a_given_plan_keeps_the_sequences_of_each_mask(
+    pipelines: list[tuple[int, int, tuple[int | None, int | None]]], kept: bool, remedy: int | None
+) -> None:
+    profile, made = make_profile((1.0,) * 4), []
+    for number, (micro_batch, sequences, slices) in enumerate(pipelines):
+        ranks, cuts = (2 * number, 2 * number + 1), ((0, 2), (2, 4))
+        stages = [StagePlan((r,), *cut, 0, slice_sequences=n) for r, cut, n in zip(ranks, cuts, slices, strict=True)]
+        made.append(PipelinePlan(tuple(stages), micro_batch, sequences))
+    plan, request = Plan(tuple(made), 8, SEQUENCE, 4), PlanRequest(8, SEQUENCE, (2,), max_pipelines=2)
+    assert complete_plan(plan, profile, request).plan == plan, "without dropout any will do"
+    if kept:
+        assert complete_plan(plan, profile, replace(request, mask_sequences=2)).plan == plan
+        return
+    with pytest.raises(UserError) as refused:
+        complete_plan(plan, profile, replace(request, mask_sequences=2))
+    assert ("--set" in str(refused.value)) is (remedy is not None)
+    if remedy is not None:
+        assert f"train.micro_batch={remedy}" in str(refused.value)
+        assert complete_plan(plan, profile, replace(request, mask_sequences=remedy)).plan == plan
+
+
+@seeds(20, 2)
+def test_plans_of_the_planner_keep_the_sequences_of_each_mask(seed: int) -> None:
+    profile, request = random_instance(seed, ranks=3, layers=5)
+    size, streaming = request.micro_batch_choices[seed % 2], "shorter" if seed % 3 else "never"
+    request = replace(request, micro_batch_choices=(size,), mask_sequences=size, max_pipelines=3, streaming=streaming)
+    found = decide(profile, request)
+    assert found is None or not [*batch_problems(found.plan, request)]
