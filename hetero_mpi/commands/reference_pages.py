@@ -95,7 +95,6 @@ COMMANDS_HEADER = """\
 ENVIRONMENT = {
     "HETERO_MPI_DEVICE": "device of this rank, `cuda` or `cuda:1`, say; goes before `[cluster] device`",
     "HETERO_MPI_MPIEXEC": "path of the launcher that `launch` takes, instead of the one it finds",
-    "HETERO_MPI_SELF_TEST": "0: this rank's GPU is not tested at the start ([devices.md](devices.md#the-self-test))",
     "HETERO_MPI_TOKEN": "what clients of `serve` must show ([serving.md](serving.md#who-may-ask)), and of the live page",
     "XDG_CACHE_HOME": "where token ids of data and what devices were measured to do are kept, instead of `~/.cache`",
 }

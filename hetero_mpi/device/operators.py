@@ -1,7 +1,8 @@
-"""``python -m hetero_mpi.device.operators cuda 1 [NEEDS]``: ten operators on a device, against the same in fp64 on the CPU.
+"""``python -m hetero_mpi.device.operators cuda 1``: six operators on a device, against the same in fp64 on the CPU.
 
 A process of its own, which ``self_test`` starts and listens to, because a driver or a kernel may end the process that meets it.
-Outputs and gradients of what training computes with are compared, and bytes that were copied to the device and back.
+Outputs and gradients of what training computes with are compared, and bytes that were copied to the device and back. The start of a
+run calls ``product_on`` only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -27,7 +28,7 @@ from hetero_mpi.background import Background
 from hetero_mpi.comm.ranks.versions import installed
 from hetero_mpi.device.accelerators import BACKENDS
 from hetero_mpi.device.backend import DTYPES, HOST, Backend, Copied
-from hetero_mpi.device.self_test import MARK, NF4, OPENING, Result
+from hetero_mpi.device.self_test import MARK, OPENING, Result
 from hetero_mpi.device.shortage import is_out_of_memory
 
 ALLOWED = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
@@ -41,25 +42,11 @@ Compared = Iterator[tuple[str, Tensor, Tensor]]
 Operator = Callable[[Backend, torch.dtype], Compared]
 
 
-def _numbers(count: int, device: torch.device) -> Tensor:
-    return torch.arange(_TOKENS, device=device) * 7 % count
-
-
-_FUNCTIONS: dict[str, tuple[dict[str, tuple[int, ...]], Callable[..., Tensor]]] = {
-    "embedding": ({"weights": (_INNER, _WIDTH)}, lambda w: F.embedding(_numbers(_INNER, w.device), w)),
-    "normalisation": ({"inputs": (_TOKENS, _WIDTH), "weights": (_WIDTH,)}, lambda x, w: F.rms_norm(x, (_WIDTH,), w, 1e-6)),
-    "product": ({"inputs": (_TOKENS, _WIDTH), "weights": (_INNER, _WIDTH)}, F.linear),
-    "activation": ({"gates": (_TOKENS, _INNER), "inputs": (_TOKENS, _INNER)}, lambda gate, x: F.silu(gate) * x),
-    "loss": (
-        {"logits": (_TOKENS, _INNER)},  # a sum: a mean's gradients are too small for fp16
-        lambda x: F.cross_entropy(x if x.dtype is torch.float64 else x.float(), _numbers(_INNER, x.device), reduction="sum"),
-    ),
-}  # fmt: skip
-"""Name -> shapes of the arguments, and the function of them."""
+_GENERATOR = torch.Generator()
 
 
 def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+    return torch.randn(shape, dtype=torch.float64, generator=_GENERATOR)
 
 
 def _both_ways(
@@ -73,8 +60,8 @@ def _both_ways(
     ):
         arguments = [value.requires_grad_() for value in values]
         output = compute(*arguments)
-        torch.manual_seed(1)
-        gradient = torch.randn(output.shape, dtype=torch.float64).to(next(iter(leaves.values())).dtype)
+        _GENERATOR.manual_seed(1)
+        gradient = _random(*output.shape).to(next(iter(leaves.values())).dtype)
         output.backward(gradient.to(output.device, output.dtype))
         sides.append([output, *(argument.grad for argument in arguments)])
     names = ["output", *(f"gradient of {name}" for name in leaves)]
@@ -83,10 +70,20 @@ def _both_ways(
         yield name, found, expected
 
 
-def _function(name: str, backend: Backend, dtype: torch.dtype) -> Compared:
-    shapes, function = _FUNCTIONS[name]
-    leaves = {name: _random(*shape).to(dtype) for name, shape in shapes.items()}
-    yield from _both_ways(backend, leaves, function, function)
+def _product(backend: Backend, dtype: torch.dtype) -> Compared:
+    leaves = {"inputs": _random(_TOKENS, _WIDTH).to(dtype), "weights": _random(_INNER, _WIDTH).to(dtype)}
+    yield from _both_ways(backend, leaves, F.linear, F.linear)
+
+
+def _loss(backend: Backend, dtype: torch.dtype) -> Compared:
+    """A sum: a mean's gradients are too small for fp16."""
+
+    def summed(logits: Tensor) -> Tensor:
+        targets = torch.arange(_TOKENS, device=logits.device) * 7 % _INNER
+        wide = logits if logits.dtype is torch.float64 else logits.float()
+        return F.cross_entropy(wide, targets, reduction="sum")
+
+    yield from _both_ways(backend, {"logits": _random(_TOKENS, _INNER).to(dtype)}, summed, summed)
 
 
 def _attention(masked: bool, backend: Backend, dtype: torch.dtype) -> Compared:
@@ -160,20 +157,28 @@ def _nf4(backend: Backend, dtype: torch.dtype) -> Compared:
     yield "output of one row", one, rows[:1].double() @ exact.T
 
 
-def checks_for(needs: Sequence[str]) -> dict[str, Callable[[Backend], Result]]:
-    """Name -> check, of what a job needs: dtypes, and ``NF4``."""
-    operators: dict[str, Operator] = {name: partial(_function, name) for name in _FUNCTIONS}
+def _checks(backend: Backend) -> dict[str, Callable[[Backend], Result]]:
+    """Name -> check, of all that the device can do."""
+    operators: dict[str, Operator] = {"product": _product, "loss": _loss}
     operators |= {"attention": partial(_attention, False), "masked attention": partial(_attention, True)}
-    operators |= {"NF4 product": _nf4} if NF4 in needs else {}
+    operators |= {"NF4 product": _nf4} if importlib.util.find_spec("bitsandbytes") is not None else {}
     checks: dict[str, Callable[[Backend], Result]] = {"AdamW": partial(_compare, "AdamW", _adamw, "fp32")}
-    for dtype in (dtype for dtype in DTYPES if dtype in needs):
+    for dtype in (dtype for dtype in DTYPES if dtype in backend.dtypes()):
         for name, operator in operators.items():
             checks[f"{name} {dtype}"] = partial(_compare, f"{name} {dtype}", operator, dtype)
-    return checks
+    return checks | ({"copies": copies} if backend.name != "cpu" else {})
+
+
+def product_on(backend: Backend) -> Result:
+    """Compare one product on the device, both ways, with the CPU's."""
+    try:
+        return _compare("product fp32", _product, "fp32", backend)
+    except Exception as error:  # whatever a driver may say
+        return _failed("product fp32", error)
 
 
 def _compare(check: str, operator: Operator, dtype: str, backend: Backend) -> Result:
-    torch.manual_seed(0)
+    _GENERATOR.manual_seed(0)
     begin, worst, what = time.perf_counter(), 0.0, ""
     for name, found, expected in operator(backend, DTYPES[dtype]):
         expected = expected.detach().double()
@@ -240,30 +245,27 @@ def _tell(value: object) -> None:
     print(MARK + json.dumps(value), flush=True)
 
 
-def _failed(check: str, error: Exception) -> dict[str, object]:
+def _failed(check: str, error: Exception) -> Result:
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return asdict(Result(check, error=text, short=is_out_of_memory(error)))
+    return Result(check, error=text, short=is_out_of_memory(error))
 
 
-def main(name: str, index: str, needs: str = "") -> int:
-    """``needs``: dtypes and nf4, separated by commas; without: all of the device's, and copies."""
+def main(name: str, index: str) -> int:
     warnings.simplefilter("ignore")
     Background("waiting for the parent's end", _end_with_the_parent)
     try:
         backend = BACKENDS[name](int(index))
         backend.make_current()
-        packs = importlib.util.find_spec("bitsandbytes") is not None
-        checks = checks_for(needs.split(",") if needs else [*backend.dtypes(), *([NF4] if packs else [])])
-        checks |= {"copies": copies} if not needs and name != "cpu" else {}
+        checks = _checks(backend)
         _tell({"about": about(backend), "checks": list(checks)})
     except Exception as error:
         checks = {}
-        _tell(_failed(OPENING, error))
+        _tell(asdict(_failed(OPENING, error)))
     for check, compare in checks.items():
         try:
             _tell(asdict(compare(backend)))
         except Exception as error:  # whatever a driver may say
-            _tell(_failed(check, error))
+            _tell(asdict(_failed(check, error)))
     return 0
 
 

@@ -13,15 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
 
 from hetero_mpi.background import lines_of
 from hetero_mpi.device.shortage import OTHER_KERNELS
 
-NF4 = "nf4"
-"""Stands among the dtypes of ``needs``: packed weights too."""
 PATIENCE_S = 120.0
 """How long a check may take; importing torch from a cold network disk is one."""
 OPENING = "opening the device"
@@ -88,11 +86,6 @@ class SelfTest:
         """A line for every check that failed."""
         return [f"{result.check}: {result.problem}" for result in self.results if result.problem]
 
-    @property
-    def passed(self) -> bool:
-        """True where every result is there, and good."""
-        return not any(result.problem or result.short for result in self.results)
-
     def remedy(self) -> str:
         """The remedy for the first failure, which those after it may follow from."""
         failed = next(result for result in self.results if result.problem)
@@ -119,12 +112,12 @@ class SelfTest:
         return cls(**{**values, "results": tuple(Result(**result) for result in values["results"])})
 
 
-def self_test(backend: str, index: int, needs: Sequence[str] = (), patience_s: float = PATIENCE_S) -> SelfTest:
-    """Run the checks of ``needs``; without: all that the device can do, and its copies timed.
+def self_test(backend: str, index: int, patience_s: float = PATIENCE_S) -> SelfTest:
+    """Run the checks of all that the device can do.
 
     ``patience_s``: a check that takes longer has failed, and its process is killed.
     """
-    command = [sys.executable, "-m", "hetero_mpi.device.operators", backend, str(index), ",".join(needs)]
+    command = [sys.executable, "-m", "hetero_mpi.device.operators", backend, str(index)]
     test, waiting, error = SelfTest(backend, index), [OPENING], ""
     with tempfile.TemporaryFile("w+", errors="replace") as complaints:
         process = subprocess.Popen(

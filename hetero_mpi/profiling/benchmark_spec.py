@@ -1,6 +1,5 @@
 """The subject of a profile and its pieces: token counts, and stages that show every kind of layer; what was measured, and where it
-is kept, so that a rank that joins makes nobody measure again (``runtime/setup/device_test.py`` keeps there who passed its
-self-test).
+is kept, so that a rank that joins makes nobody measure again.
 
 One JSON file per key in ``$XDG_CACHE_HOME/hetero_mpi/profiles`` (``~/.cache`` without the variable); may be deleted at any
 time. Memory and links are never kept: they depend on who else uses the machine, and a link has no name by which to find it

@@ -5,25 +5,20 @@ The GPU is the stand-in, in the processes that the program starts; ``STAND_IN_GP
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
 
-from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.accelerators import Accelerator, CudaBackend
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.device.self_test import NF4, Result, SelfTest, self_test, text_of
+from hetero_mpi.device.operators import product_on
+from hetero_mpi.device.self_test import Result, SelfTest, self_test, text_of
 from hetero_mpi.launch.doctor.host_facts import devices_to_test
-from hetero_mpi.runtime.setup import device_test
 from tests.stand_in_gpu import build
 from tests.support.long_run import LongRun
 from tests.support.mpi import run_bounded
@@ -47,7 +42,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @needs_gpu
 def test_a_gpu_that_computes_rightly_passes_and_its_copies_are_timed(gpus: pytest.MonkeyPatch) -> None:
     test = self_test("cuda", 1)
-    assert test.passed and not test.problems, text_of(test, "")
+    assert not test.problems, text_of(test, "")
     names = [result.check for result in test.results]
     assert {"AdamW", "product fp32", "attention bf16", "masked attention fp16", "NF4 product bf16", "copies"} <= set(
         names
@@ -78,8 +73,8 @@ def test_a_faulty_operator_is_found_and_named(
     gpus: pytest.MonkeyPatch, fault: str, check: str, problem: str, remedy: str
 ) -> None:
     gpus.setenv(FAULT, f"0 {fault}")
-    test = self_test("cuda", 0, ["fp32"])
-    assert not test.passed
+    gpus.setenv("STAND_IN_GPU_DTYPES", "fp32")
+    test = self_test("cuda", 0)
     assert test.problems[0].startswith(f"{check}: ") and problem in test.problems[0]
     assert remedy in test.remedy()
 
@@ -88,18 +83,19 @@ def test_a_faulty_operator_is_found_and_named(
 @pytest.mark.long
 def test_an_operator_that_hangs_is_found_and_its_process_killed(gpus: pytest.MonkeyPatch) -> None:
     gpus.setenv(FAULT, "0 aten::mm hang")
-    test = self_test("cuda", 0, ["fp32"], patience_s=45)
+    gpus.setenv("STAND_IN_GPU_DTYPES", "fp32")
+    test = self_test("cuda", 0, patience_s=45)
     assert test.problems == ["product fp32: no result within 45 s; its process was killed"]
 
 
 def test_a_device_that_does_not_open_is_a_result() -> None:
-    test = self_test("xpu", 0, ["fp32"])
+    test = self_test("xpu", 0)
     assert [result.check for result in test.results] == ["opening the device"] and test.problems
 
 
-def test_shortage_of_memory_is_no_fault_and_no_pass() -> None:
+def test_shortage_of_memory_is_no_fault() -> None:
     test = SelfTest("cuda", 0, results=(Result("product fp32", error="CUDA out of memory", short=True),))
-    assert not test.problems and not test.passed
+    assert not test.problems
     assert "no memory left to try it" in text_of(test, "")[1]
 
 
@@ -124,8 +120,8 @@ def test_the_processor_is_tested_where_there_is_no_gpu() -> None:
     assert devices_to_test({"devices": [gpu, cpu]}) == [("cuda", 1)]
     assert devices_to_test({"devices": [cpu]}) == [("cpu", 0)]
     assert devices_to_test({"error": "no torch"}) == []
-    test = self_test("cpu", 0, ["fp32", NF4])
-    assert test.passed, text_of(test, "")
+    test = self_test("cpu", 0)
+    assert not test.problems, text_of(test, "")
 
 
 @needs_gpu
@@ -140,76 +136,27 @@ def test_doctor_goes_on_with_the_next_device(gpus: pytest.MonkeyPatch) -> None:
     assert "cuda:1" in found[1]["text"]
 
 
-class Card(Backend):
-    """In this process the first stand-in GPU is a name only."""
+class Doubling(Backend):
+    """A device on which everything is twice as large."""
 
-    name = "cuda"
-
-    def identity(self) -> str:
-        return "cuda stand-in-0"
-
-    def architecture(self) -> str:
-        return "sm_00"
-
-    def dtypes(self) -> tuple[str, ...]:
-        return ("fp32", "bf16")
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return 2 * tensor
 
 
-class Alone:
-    """The collectives of a single rank."""
+class Refusing(Backend):
+    """A device whose driver refuses."""
 
-    rank, host = 0, "box"
-
-    def all_gather_json(self, value: Any) -> list[Any]:
-        return [value]
-
-    @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        yield
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available")
 
 
-def failure(needs: device_test.Needs) -> str:
-    return device_test.failure(cast(World, Alone()), Card(), needs)
-
-
-@pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """What was asked of devices, with a cache in which nothing is kept."""
-    asked: list[Any] = []
-    once = functools.cache(
-        lambda fault: self_test("cuda", 0, ["fp32"])
-    )  # what it finds does not change from run to run
-
-    def counted(backend: str, index: int, needs: list[str]) -> SelfTest:
-        asked.append(needs)
-        return once(os.environ.get(FAULT))
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(device_test, "self_test", counted)
-    return asked
-
-
-@needs_gpu
-def test_a_gpu_is_tested_once_for_each_build_and_need(
-    gpus: pytest.MonkeyPatch, count: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fp32 = device_test.Needs("fp32", False)
-    assert failure(fp32) == "" and failure(fp32) == ""
-    assert count == [["fp32"]]
-    assert failure(device_test.Needs("auto", True)) == ""
-    assert count == [["fp32"], ["fp32", "bf16", NF4]]
-    monkeypatch.setattr(torch, "__version__", "2.99")
-    assert failure(fp32) == "" and len(count) == 3
-
-
-@needs_gpu
-def test_a_gpu_that_failed_is_tested_again(gpus: pytest.MonkeyPatch, count: list[Any]) -> None:
-    """A setting may have mended it, which no version shows."""
-    gpus.setenv(FAULT, "0 aten::_fused_adamw_ crash")
-    for _ in range(2):
-        assert "cuda:0 of rank 0 on box" in failure(device_test.Needs("fp32", False))
-    gpus.setenv(device_test.SELF_TEST_VARIABLE, "0")
-    assert failure(device_test.Needs("fp32", False)) == "" and len(count) == 2
+def test_a_start_compares_one_product() -> None:
+    before = torch.random.get_rng_state()
+    assert product_on(Backend()).problem == ""
+    assert product_on(Doubling()).worst == pytest.approx(3.0), "4 x as large"
+    refused = product_on(Refusing())
+    assert "RuntimeError" in refused.problem and refused.worst is None
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 @needs_gpu

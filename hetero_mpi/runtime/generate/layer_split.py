@@ -37,7 +37,6 @@ from hetero_mpi.profiling.host_profiles import sharing_ranks
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.generate.source import GenerateSource, Opened
 from hetero_mpi.runtime.generate.writer import Writer
-from hetero_mpi.runtime.setup.device_test import Needs
 from hetero_mpi.runtime.setup.setup import open_rank, settle_products
 from hetero_mpi.state.file_supply import open_start
 from hetero_mpi.state.redistribute import Parcel, deliveries, move, parcels
@@ -69,7 +68,7 @@ def set_up(world: World, opened: Opened | None) -> GenerateSetup:
     """
     source = GenerateSource(**world.broadcast_json(asdict(opened.source) if opened is not None else None))
     cluster = ClusterTable(**source.cluster)
-    backend, _, _ = open_rank(world, cluster, Needs(source.dtype, source.nf4))
+    backend, _, _ = open_rank(world, cluster)
     settle_products(world, backend, source.dtype)
     with world.together("reading the model's configuration"):
         chain = TransformersChain(read_config(source.config))

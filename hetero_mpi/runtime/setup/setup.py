@@ -23,9 +23,11 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.batch import steps_per_epoch
 from hetero_mpi.data.dataset import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
-from hetero_mpi.device.backend import Backend, best_dtype
+from hetero_mpi.device.backend import HOST, Backend, best_dtype
 from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish
+from hetero_mpi.device.operators import product_on
 from hetero_mpi.device.products import widen_products
+from hetero_mpi.device.self_test import SelfTest
 from hetero_mpi.errors import UserError
 from hetero_mpi.host_limits import core_quota, own_cores
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
@@ -42,7 +44,6 @@ from hetero_mpi.report.run_files.run_directory import claim, refuse_links
 from hetero_mpi.runtime.setup.context import RunContext, TrainOptions
 from hetero_mpi.runtime.setup.custom_model import custom_chain
 from hetero_mpi.runtime.setup.data_setup import prepare
-from hetero_mpi.runtime.setup.device_test import SELF_TEST_VARIABLE, Needs, failure
 from hetero_mpi.runtime.setup.job_tuning import tuning_of
 
 
@@ -85,8 +86,7 @@ def claimed(world: World, run_dir: Path) -> Iterator[None]:
 def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> RunContext:
     """Open the devices, read the data (rank 0) and build the model's chain without weights. Collective."""
     job, material = loaded.job, None
-    needs = Needs(job.train.dtype, job.model.quantization == "nf4")
-    backend, cores, threads = open_rank(world, job.cluster, needs)
+    backend, cores, threads = open_rank(world, job.cluster)
     _say_ranks(world, backend, threads)
     loaded = _with_dtype(world, loaded, backend)
     job = loaded.job
@@ -130,9 +130,9 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     return RunContext(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
 
 
-def open_rank(world: World, cluster: ClusterTable, needs: Needs) -> tuple[Backend, float, int]:
+def open_rank(world: World, cluster: ClusterTable) -> tuple[Backend, float, int]:
     """This rank's device, the CPU cores that it can count on, and the threads it computes with. Collective."""
-    backend = open_device(world, cluster.device, needs)
+    backend = open_device(world, cluster.device)
     cores = share_of_cores(world, backend)
     threads = cluster.threads if isinstance(cluster.threads, int) else default_threads(cores)
     torch.set_num_threads(threads)  # the bits of a matrix product may depend on their number
@@ -204,10 +204,10 @@ def settle_products(world: World, backend: Backend, dtype: str) -> None:
         say(f"rank {', '.join(others)}: products are computed in fp32, since the processor has none in {dtype}")
 
 
-def open_device(world: World, job_device: str, needs: Needs) -> Backend:
+def open_device(world: World, job_device: str) -> Backend:
     """This rank's device; each rank of a host gets another GPU. Collective.
 
-    A GPU that fails its self-test is refused; where it was not asked for by name, the rank computes on the CPU instead.
+    A GPU whose product is wrong is refused; where it was not asked for by name, the rank computes on the CPU instead.
     ``job_device``: ``[cluster] device``.
     """
     with world.together("looking for the device"):
@@ -222,18 +222,27 @@ def open_device(world: World, job_device: str, needs: Needs) -> Backend:
     for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
         say(*(f"{host}: {reason}" for reason in reasons))
     index = device_of(world.rank, places)
-    # Tested before it is opened: a device may be set to serve one process at a time.
-    usable = index is not None and index < BACKENDS[name].count() and index not in refused
-    problem = failure(world, BACKENDS[name](index or 0) if usable else None, needs)
-    for other in filter(None, world.all_gather_json(problem if wanted.name == "auto" else "")):
-        say(f"{other}; the rank computes on the CPU instead")
     with world.together("opening the device"):
+        backend = open_backend(wanted.name, index)
+        problem = _wrong_product(world, backend)
         if problem and wanted.name != "auto":
-            way_out = f'device = "cpu" or "auto" leaves it alone; {SELF_TEST_VARIABLE}=0 uses it untested'
-            raise UserError(f"{problem}; {way_out}")
-        backend = open_backend(wanted.name, index if not problem else None)
+            raise UserError(f'{problem}; device = "cpu" or "auto" leaves it alone')
+        backend = open_backend("cpu") if problem else backend
         backend.free_unused()  # an earlier run of this process may have left its stage there
-        return backend
+    for other in filter(None, world.all_gather_json(problem)):
+        say(f"{other}; the rank computes on the CPU instead")
+    return backend
+
+
+def _wrong_product(world: World, backend: Backend) -> str:
+    """The difference between a product on this rank's GPU and on the CPU, and what to do; "" where there is none."""
+    result = product_on(backend) if backend.device != HOST else None
+    if result is None or not result.problem:
+        return ""
+    device = f"{backend.name}:{backend.index} of rank {world.rank} on {world.host} ({backend.description()})"
+    remedy = SelfTest(backend.name, backend.index, results=(result,)).remedy()
+    told = f"{device} does not compute what the CPU does: {result.check}: {result.problem}. Remedy: {remedy}"
+    return f"{told}. All checks: python -m hetero_mpi doctor --selftest"
 
 
 def share_of_cores(world: World, backend: Backend) -> float:
