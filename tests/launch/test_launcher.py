@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hetero_mpi.comm.ranks.library import MpiLibrary
@@ -25,7 +27,7 @@ from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface, re
 from hetero_mpi.launch.launch import main
 from hetero_mpi.launch.launcher import command_line as building
 from hetero_mpi.launch.launcher import launcher as launching
-from hetero_mpi.launch.launcher.command_line import build_command
+from hetero_mpi.launch.launcher.command_line import CommandLine, build_command
 from hetero_mpi.launch.launcher.launcher import Launcher, launcher_version
 from hetero_mpi.launch.launcher.launcher_process import ErrorStream, run_command
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
@@ -312,6 +314,16 @@ def test_real_ranks_start_and_their_exit_code_comes_back(monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     program = [sys.executable, str(ROOT / "tests/programs/comm_failures.py"), "exit-code"]
     assert run_command(build_command(launcher_or_skip(), 3, None, program)) == 7
+
+
+@pytest.mark.parametrize("needs_s", [1, 60], ids=["ends by itself", "is killed"])
+def test_no_process_is_left_when_a_failed_launch_ends(needs_s: int, tmp_path: Path) -> None:
+    """As of Open MPI's launcher, which under ``--with-ft`` does not wait for the ranks that it kills."""
+    script = f"cd {tmp_path}; (sleep {needs_s}; touch ended) & echo $! > rank; exit 3"
+    assert run_command(CommandLine(["sh", "-c", script], "")) == 3
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int((tmp_path / "rank").read_text())).status() == psutil.STATUS_ZOMBIE
+    assert (tmp_path / "ended").exists() == (needs_s == 1)
 
 
 def mpich_launcher_or_skip() -> Path:

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -58,7 +59,8 @@ _NOBODY_LEFT = b"launch: no rank is left, and none has told that the job has com
 _TOLD = (ExitCode.USER_ERROR, ExitCode.STOPPED)
 """Exit codes whose reason the job has printed."""
 _PATIENCE_S = 2.0
-"""Longest wait for the end of stderr, seconds: processes that the launcher left behind may hold it open."""
+"""Longest wait for processes that the launcher left behind, and for the end of stderr, which they may hold open; seconds."""
+_LOOK_S = 0.02
 
 
 def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str | None, doctor: str) -> int:
@@ -109,7 +111,8 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
         asked = True
 
     with handling(pass_on):
-        code = process.wait()
+        if (code := process.wait()) != 0:
+            _end_session(process.pid)
     # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
     code = errors.finish(code if code >= 0 else 128 - code)
     if code > MOST_OF_RANKS:
@@ -188,6 +191,31 @@ def ask_to_end(process: subprocess.Popen[bytes], again: bool) -> None:
     """
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM if again or not hasattr(signal, "SIGUSR1") else signal.SIGUSR1)
+
+
+def _end_session(session: int) -> None:
+    """Wait until no process of an ended launcher's session runs on this machine, and kill those that take too long.
+
+    Open MPI's launcher ends before the ranks that it has killed where it lets ranks die.
+    """
+    began = time.monotonic()
+    while (running := _running_in(session)) and (waited_s := time.monotonic() - began) < 2 * _PATIENCE_S:
+        for process in running if waited_s > _PATIENCE_S else []:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+
+
+def _running_in(session: int) -> list[int]:
+    """Ids of a session's processes that run."""
+    import psutil
+
+    running = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):  # it has just gone
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process.pid)
+    return running
 
 
 def check_temporary_folder() -> None:
