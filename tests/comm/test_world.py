@@ -9,8 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 
+import psutil
 import pytest
 
 from hetero_mpi.comm.links import ALIKE, MEASURED_ALIKE, LinkSamples, agreed, fit_line, spread
@@ -25,7 +29,8 @@ from hetero_mpi.comm.ranks.library import (
 from hetero_mpi.comm.ranks.mpi_start import host_labels
 from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_source, own_versions, version_problem
 from hetero_mpi.comm.ranks.world import describe_problems
-from tests.support.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
+from hetero_mpi.errors import ExitCode
+from tests.support.mpi import ROOT, launcher_or_skip, outliving_or_skip, run_bounded, run_mpi
 
 FAILURES = "tests/programs/comm_failures.py"
 
@@ -92,6 +97,64 @@ def test_interrupt_of_one_rank_ends_the_others() -> None:
 
 def test_exit_codes_are_kept() -> None:
     assert run_mpi(2, [FAILURES, "exit-code"], timeout_s=20).returncode == 7
+
+
+def ended_while_joining(kind: str, rank: int, step: str, options: Sequence[str] = ()) -> CompletedProcess[str]:
+    """A job of three ranks, one of which fails; none of its processes may be left."""
+    mark = f"COMM_JOINS_{os.urandom(4).hex()}"
+    program = ["tests/programs/comm_joins.py", kind, str(rank), step, mark]
+    result = run_mpi(3, program, timeout_s=60, options=options)
+    deadline = time.monotonic() + 10  # the shell around a rank sleeps for two seconds
+    while left := [one for one in psutil.process_iter(["cmdline"]) if mark in (one.info["cmdline"] or [])]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    return result
+
+
+STEPS_OF_JOINING = (
+    "mpi_start.world_size_problem", "mpi_start._meet_first", "socket.gethostname", "mpi_start.own_source", "ulfm.duplicate",
+    "World.all_gather_bytes", "mpi_start.version_problem", "World.all_gather_json", "mpi_start.host_labels",
+    "mpi_start._tell_joined",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recovers", [False, True], ids=["plain", "recover"])
+@pytest.mark.parametrize("step", STEPS_OF_JOINING)
+def test_an_exception_at_any_step_of_joining_ends_all_ranks_np3(step: str, recovers: bool) -> None:
+    options = outliving_or_skip() if recovers else ()
+    result = ended_while_joining("OSError", 1, step, options)
+    assert result.returncode == ExitCode.FAILED, result.stderr
+    told = result.stderr
+    assert told.count(f"rank 1/3 on {socket.gethostname()} failed while ") == told.count("the bridge is up") == 1, told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "code"), [("UserError", ExitCode.USER_ERROR), ("SystemExit", ExitCode.FAILED)])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_other_errors_of_one_rank_that_joins_end_all_ranks_np3(kind: str, code: ExitCode, rank: int) -> None:
+    result = ended_while_joining(kind, rank, "mpi_start.host_labels")
+    assert result.returncode == code and f"rank {rank}/3 on " in result.stderr, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rank", "step"),
+    [
+        ("hang", 1, "mpi_start.own_source"),
+        ("hang", 0, "mpi_start.own_source"),
+        ("hang", 1, "mpi_start._tell_joined"),
+        ("hang", 2, "mpi_start.host_labels"),
+        ("stopped", 1, "mpi_start.own_source"),
+        ("stopped", 0, "mpi_start.own_source"),
+    ],
+)
+def test_a_rank_that_does_not_join_is_named_and_ends_all_ranks_np3(kind: str, rank: int, step: str) -> None:
+    result = ended_while_joining(kind, rank, step)
+    assert result.returncode == ExitCode.HUNG, result.stderr
+    lines = [line.strip() for line in result.stderr.splitlines() if line.startswith("  rank ")]
+    assert len(lines) == 1 and lines[0].startswith(f"rank {rank} "), result.stderr
+    assert (socket.gethostname() in lines[0]) == (kind == "hang"), result.stderr
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -16,10 +16,9 @@ import pytest
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.errors import ExitCode
 from hetero_mpi.report.run_files.metrics import read_metrics
-from tests.runtime.test_recovery import outliving_or_skip
 from tests.runtime.test_signals import stopped
 from tests.support.long_run import LongRun, Running, rank_of
-from tests.support.mpi import ROOT
+from tests.support.mpi import ROOT, outliving_or_skip
 
 pytestmark = pytest.mark.slow
 

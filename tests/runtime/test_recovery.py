@@ -32,7 +32,7 @@ from tests.runtime.test_signals import tensors as checkpoint_tensors
 from tests.support.elastic import Cluster, Elastic, events
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left, newest_step
-from tests.support.mpi import launcher_or_skip, run_mpi
+from tests.support.mpi import outliving_or_skip, run_mpi
 
 pytestmark = pytest.mark.slow
 
@@ -110,14 +110,6 @@ def test_a_planned_run_that_fixes_its_sums_keeps_every_bit_np3(tmp_path: Path) -
 
 
 # --------------------------------------------------------------------------------------------------------- real ranks that die
-def outliving_or_skip() -> list[str]:
-    """The launcher's options that let a job outlive its ranks; skipped where there is no such MPI."""
-    try:
-        return outliving_ranks(launcher_or_skip())
-    except UserError as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> LongRun:
     return LongRun(tmp_path_factory.mktemp("recovery"), 4)

@@ -12,7 +12,7 @@ import pytest
 
 from hetero_mpi.errors import UserError
 from hetero_mpi.launch.launcher.command_line import build_command
-from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher
+from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher, outliving_ranks
 from tests.support.processes import run_within
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,14 @@ def launcher_or_skip() -> Launcher:
     """The launcher of the loaded MPI library; the test is skipped, with the reason, where there is none."""
     try:
         return find_launcher()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def outliving_or_skip() -> list[str]:
+    """The launcher's options that let a job outlive its ranks; skipped where there is no such MPI."""
+    try:
+        return outliving_ranks(launcher_or_skip())
     except UserError as error:
         pytest.skip(str(error))
 

@@ -25,11 +25,11 @@ import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.collectives import Collectives
+from hetero_mpi.comm.ranks.join_guard import joining, next_step, world_of_strangers
 from hetero_mpi.comm.ranks.leave import end_alone, end_together, leave_now
 from hetero_mpi.comm.ranks.library import (
     ENDED_LINE,
     JOINED_VARIABLE,
-    MpiLibrary,
     foreign_launcher_problem,
     keep_to_the_launcher_s_interfaces,
     launched_as,
@@ -168,18 +168,22 @@ def join() -> World:
     mpi = _import_mpi()
     library = parse_library_version(mpi.Get_library_version())
     launched = launched_as(os.environ, library.family)
-    if not mpi.Is_initialized():
+    starts = not mpi.Is_initialized()
+    if starts:
         _refuse(foreign_launcher_problem(launched, library))
         with warnings.catch_warnings():
             # mpi4py suspects a wrong launcher too; the check below says it with the remedy.
             warnings.filterwarnings("ignore", message="suspicious MPI execution", category=RuntimeWarning)
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        atexit.register(_finalize)
-        # With this handler mpi4py turns MPI's errors into exceptions; duplicates of the communicator inherit it.
-        mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
-    _refuse(world_size_problem(launched, library, mpi.COMM_WORLD.Get_size()))
-    world = _look_around(mpi, library)
-    _tell_joined()
+    world = world_of_strangers(mpi, str(library), _thread_level(mpi))
+    # The ranks of a program that has started MPI by itself come when they like.
+    with joining(world, watched=starts):
+        if starts:
+            atexit.register(_finalize)
+            # With this handler mpi4py turns MPI's errors into exceptions; duplicates of the communicator inherit it.
+            mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
+        _refuse(world_size_problem(launched, library, world.size))
+        _meet_first(world, mpi)
     return world
 
 
@@ -194,40 +198,49 @@ def _tell_joined() -> None:
             pipe.write("joined\n")
 
 
-def _look_around(mpi: Any, library: MpiLibrary) -> World:
-    comm = ulfm.duplicate(mpi.COMM_WORLD)
-    rank, size = comm.Get_rank(), comm.Get_size()
+def _thread_level(mpi: Any) -> str:
     levels = {
         mpi.THREAD_MULTIPLE: "multiple",
         mpi.THREAD_SERIALIZED: "serialized",
         mpi.THREAD_FUNNELED: "funneled",
         mpi.THREAD_SINGLE: "single",
     }
-    name = socket.gethostname()
-    _refuse(_sources_problem(comm, name))
+    return levels[mpi.Query_thread()]
+
+
+def _meet_first(world: World, mpi: Any) -> None:
+    """Fill in what a world of strangers lacks: communicators of its own, and the hosts."""
+    next_step(world, "finding this host's name and source")
+    name, source = socket.gethostname(), own_source()
+    next_step(world, "comparing sources")
+    world.comm = ulfm.duplicate(mpi.COMM_WORLD)
+    _refuse(_sources_problem(world, source, name))
+    next_step(world, "finding the ranks of each host")
     # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name:
     # containers on unlike machines may share a name, network namespaces of one kernel may share memory.
-    shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    lowest = np.array([rank], np.int64)
+    shared = world.comm.Split_type(mpi.COMM_TYPE_SHARED)
+    lowest = np.array([world.rank], np.int64)
     shared.Bcast(lowest, root=0)
     shared.Free()
-    places = Collectives(comm, rank, size).all_gather_json([name, int(lowest[0])])
-    hosts = host_labels([(str(host), int(group)) for host, group in places])
-    return World(comm, rank, size, hosts, str(library), levels[mpi.Query_thread()], guard=ulfm.duplicate(comm))
+    places = world.all_gather_json([name, int(lowest[0])])
+    world.hosts = host_labels([(str(host), int(group)) for host, group in places])
+    next_step(world, "telling the launcher")
+    _tell_joined()
+    next_step(world, "waiting for all ranks")
+    world.guard = ulfm.duplicate(world.comm)
 
 
-def _sources_problem(comm: Any, host: str) -> str | None:
+def _sources_problem(world: World, source: str, host: str) -> str | None:
     """The message where ranks run different sources of this package; None where they do not. Collective; the first exchange of all.
 
     Two commits may disagree about the form of any other message, so this form never changes: 256 bytes of each rank, source and
     host.
     """
-    own = f"{own_source()}\n{host}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
-    records = np.empty((comm.Get_size(), _RECORD_BYTES), np.uint8)
-    Collectives(comm, comm.Get_rank(), comm.Get_size()).all_gather_bytes(np.frombuffer(own, np.uint8), records)
+    own = f"{source}\n{host}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
+    records = np.empty((world.size, _RECORD_BYTES), np.uint8)
+    world.all_gather_bytes(np.frombuffer(own, np.uint8), records)
     texts = [record.tobytes().rstrip(b"\0").decode(errors="replace").partition("\n") for record in records]
-    sources, hosts = [{PACKAGE: source} for source, _, _ in texts], [place for _, _, place in texts]
-    return version_problem(sources, hosts)
+    return version_problem([{PACKAGE: text} for text, _, _ in texts], [place for _, _, place in texts])
 
 
 def host_labels(places: Sequence[tuple[str, int]]) -> tuple[str, ...]:
@@ -270,8 +283,9 @@ def _import_mpi() -> Any:
 
 
 def _refuse(problem: str | None) -> None:
+    """Refuse what all ranks find out alike."""
     if problem is not None:
-        raise UserError(problem)
+        raise CollectiveUserError(problem)
 
 
 def _finalize() -> None:
