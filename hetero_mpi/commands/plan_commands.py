@@ -287,7 +287,8 @@ def _said(question: PlanQuestion) -> list[str]:
 
 def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
     """Whether the job has dropout, as far as its files say. (A family's own defaults are not seen.)"""
-    rates = [value for key, value in config.items() if isinstance(value, float) and ("drop" in key or "jitter" in key)]
+    words = ("drop", "jitter") if loaded.job.train.dropout else ("jitter",)
+    rates = [value for key, value in config.items() if isinstance(value, float) and any(word in key for word in words)]
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
 

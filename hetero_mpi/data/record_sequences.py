@@ -40,7 +40,7 @@ class RecordSequences:
     tokenizer: PreTrainedTokenizerFast
     template: ChatTemplate
     settings: SequenceSettings
-    train_on_prompt: bool = False
+    train_on_prompt: bool | str = False
     isolate: bool = True
     """Packed ones get positions."""
     preference: Compared | None = None
@@ -161,9 +161,10 @@ class _Part:
     """Of its answer in ``Compared.answers``."""
 
 
-def _singles(tokenized: Iterable[Tokenized], capacity: int, train_on_prompt: bool) -> Iterator[tuple[_Part]]:
+def _singles(tokenized: Iterable[Tokenized], capacity: int, train_on_prompt: bool | str) -> Iterator[tuple[_Part]]:
     for entry in tokenized:
-        yield (_part(entry, capacity, entry.answer, entry.answer | (train_on_prompt & ~entry.never)),)
+        prompts = entry.record.is_dialogue if train_on_prompt == "chats" else train_on_prompt is True
+        yield (_part(entry, capacity, entry.answer, entry.answer | (prompts & ~entry.never)),)
 
 
 def _pairs(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_Part, _Part]]:

@@ -60,6 +60,8 @@ class Record:
     """False: its answer is not (``label``)."""
     weight: float = 1.0
     """Factor of the weights of all its tokens in the loss."""
+    is_dialogue: bool = False
+    """It is one list of messages, which does not say where the answer begins."""
 
     def needs_tools(self) -> bool:
         return bool(self.tools) or any(message.role == "tool" or message.calls() for message in self.messages)
@@ -213,7 +215,8 @@ def _record(fields: _Fields, source: str) -> Record | None:
     tools = fields.tools()
     for key in SPELLINGS:
         if key in fields.values:
-            return _conversation(_with_system(fields, fields.messages(key)), "chat", source, tools, key)
+            record = _conversation(_with_system(fields, fields.messages(key)), "chat", source, tools, key)
+            return record and replace(record, is_dialogue=True)
     for shape, (questions, answers) in PAIRS.items():
         question, answer = fields.first(questions), fields.first(answers)
         if question in fields.values and question is not None and answer is not None:

@@ -357,9 +357,9 @@ def overlapping(stream: Tokens, length: int) -> tuple[Tokens, Tokens]:
 
 
 def _pad(pieces: Iterable[tuple[Tokens, bool]], end: int, pad: int, length: int) -> Rows:
-    """One document per row; a note says how many documents were too short."""
+    """One document per row; notes say how many documents were too short, or too long."""
     parts: list[Tokens] = []
-    dropped, begun = 0, np.empty(0, np.int32)
+    dropped, cut, begun = 0, 0, np.empty(0, np.int32)
     for ids, ends in pieces:
         begun = np.concatenate([begun, ids[: length + 1]])
         if not ends:
@@ -368,11 +368,14 @@ def _pad(pieces: Iterable[tuple[Tokens, bool]], end: int, pad: int, length: int)
         if len(ids) < 2:
             dropped += 1
             continue
+        cut += len(ids) > length
         parts.append(np.array([*ids[:length], ids[length] if len(ids) > length else end], dtype=np.int32))
     tokens = np.full((len(parts), length), pad, dtype=np.int32)
     targets = np.full((len(parts), length), IGNORED, dtype=np.int32)
     for row, part in enumerate(parts):
         tokens[row, : len(part) - 1] = part[:-1]
         targets[row, : len(part) - 1] = part[1:]
-    notes = (f"{dropped:,} documents of fewer than 2 tokens dropped",) if dropped else ()
+    short = f"{dropped:,} documents of fewer than 2 tokens dropped"
+    long = f"{cut:,} documents are longer than a sequence and lose their ends (data.sequence_length = {length})"
+    notes = tuple(note for count, note in ((dropped, short), (cut, long)) if count)
     return Rows(tokens, targets, f"{len(parts)} documents of at least 2 tokens", notes)

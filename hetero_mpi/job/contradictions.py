@@ -88,8 +88,8 @@ def _model(known: Known) -> Problems:
 
 
 OF_PREFERENCES = {
-    "preference_beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
-    "preference_smoothing": ("dpo", "simpo"),
+    "preference_beta": ("dpo", "hinge", "robust", "ipo", "simpo", "orpo", "kto"),
+    "preference_smoothing": ("dpo", "robust", "simpo"),
     "preference_margin": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
@@ -115,6 +115,7 @@ _TEXT_ONLY = (
         "train.preference",
         "train.lora_plus_ratio",
         "train.neftune_noise_alpha",
+        "train.dropout",
         "train.wire",
         "sample.prompt",
         "cluster.emulate",
@@ -189,8 +190,8 @@ def _data(known: Known) -> Problems:
     if known("train.preference") not in (None, "none"):
         if records is None:
             yield "train.preference", "learns from answers: set data.records, not data.text"
-        for key, wrong in (("data.isolate", False), ("data.train_on_prompt", True)):
-            if known(key) is wrong:
+        for key, wrong in (("data.isolate", (False,)), ("data.train_on_prompt", (True, "chats"))):
+            if known(key) in wrong:
                 yield key, "does not apply to preferences (train.preference), whose records are compared: leave it out"
 
 

@@ -108,8 +108,8 @@ class DataTable(JobTable):
     template: Literal["auto", "chat", "plain", "none"] = "auto"
     """Records: "chat": by the tokenizer's chat template; "plain": under the headings ``## Task`` and ``## Answer``; "auto": by the
     chat template where there is one, else plain (never of chat records); "none": a prompt with its completion right behind it."""
-    train_on_prompt: bool = False
-    """Records: true learns the prompts too; false learns the answers only."""
+    train_on_prompt: bool | Literal["chats"] = False
+    """Records: true learns the prompts too; "chats": those of ``messages`` only, as TRL does; false learns the answers only."""
     packing: bool = True
     """true: documents are joined (an end token between them) and cut to full sequences, records are joined whole.
     false: one document or record per sequence, cut or padded."""
@@ -133,8 +133,8 @@ class DataTable(JobTable):
 class CheckpointTable(JobTable):
     """When to save."""
 
-    every: NotNegative = 0
-    """Steps between checkpoints; 0: at the end only."""
+    every: NotNegative | Fraction = 0
+    """Steps between checkpoints; 0: at the end only. Below 1: a share of the run."""
     keep: Positive = 3
     """Newest checkpoints to keep."""
     keep_best: NotNegative = 1

@@ -59,8 +59,9 @@ class AdapterTable(JobTable):
     weights, in a longer step."""
     dropout: Fraction = 0.0
     """Dropout before the adapters."""
-    targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Linear layers inside the blocks that get an adapter, by name such as ["q_proj", "v_proj"], or "all-linear"."""
+    targets: Literal["all-linear", "family"] | list[str] = "all-linear"
+    """Linear layers inside the blocks that get an adapter, by name such as ["q_proj", "v_proj"], or "all-linear"; "family": those
+    that peft takes for the model's family where none are named."""
     parameters: list[str] = []
     """Fused experts that get an adapter, such as ["experts.gate_up_proj", "experts.down_proj"] (peft's ``target_parameters``; with
     ``dropout = 0``)."""
@@ -100,14 +101,14 @@ class TrainTable(JobTable):
     micro_batch: Positive | Literal["auto"] = "auto"
     """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses; with dropout it is the largest divisor
     up to a quarter of the batch."""
-    preference: Literal["none", "dpo", "ipo", "simpo", "orpo", "kto"] = "none"
-    """Learn from pairs of answers, or from single ones with a label ("kto"); docs/preferences.md has the formulas. "dpo", "ipo" and
-    "kto" compare with the model as it is when the run begins."""
+    preference: Literal["none", "dpo", "hinge", "robust", "ipo", "simpo", "orpo", "kto"] = "none"
+    """Learn from pairs of answers, or from single ones with a label ("kto"); docs/preferences.md has the formulas. All but
+    "simpo" and "orpo" compare with the model as it is when the run begins."""
     preference_beta: Annotated[float, Field(gt=0)] = 0.1
-    """dpo, ipo, kto: how closely the model stays with the one that the run begins with; simpo (2 and more are usual): scale of the
-    comparison; orpo: its weight."""
+    """orpo: its weight; simpo (2 and more are usual): scale of the comparison; others: how closely the model stays with what
+    the run begins with."""
     preference_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """dpo (then called conservative), simpo: share of the pairs that are taken to be the wrong way round."""
+    """dpo (then called conservative), robust, simpo: share of the pairs that are taken to be the wrong way round."""
     preference_margin: Annotated[float, Field(ge=0)] = 0.5
     """simpo: by how much the chosen answer is to have the higher reward (gamma)."""
     desirable_weight: Annotated[float, Field(gt=0)] = 1.0
@@ -144,6 +145,8 @@ class TrainTable(JobTable):
     "warmup_stable_decay": constant, and down in the last ``decay_steps``; "cosine_with_restarts": ``cycles`` half cosines."""
     warmup_steps: NotNegative | Fraction = 0
     """Optimizer steps of linear warm-up from 0 (of "warmup_stable_decay": from the minimum). Below 1: a share of the run."""
+    max_warmup_steps: Positive | None = None
+    """Longest warm-up, where ``warmup_steps`` is a share of the run; empty: no limit."""
     min_learning_rate_ratio: Fraction = 0.0
     """The schedule ends at this share of the learning rate instead of 0."""
     decay_steps: Positive | Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -162,9 +165,11 @@ class TrainTable(JobTable):
     """AdamW: decay of the second moment."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW: added to the denominator."""
+    dropout: bool = True
+    """Dropout of the model's own layers, at the rates of its ``config.json``; false: none."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this global norm; empty: never."""
-    evaluate_every: NotNegative = 0
-    """Steps between evaluations on the held-out share; 0: at the end only."""
+    evaluate_every: NotNegative | Fraction = 0
+    """Steps between evaluations on the held-out share; 0: at the end only. Below 1: a share of the run."""
     evaluate_sequences: Positive = 64
     """Held-out sequences per evaluation, at most."""

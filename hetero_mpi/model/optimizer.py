@@ -31,10 +31,11 @@ def learning_rate(train: TrainTable, step: int) -> float:
 
     The numbers are those of transformers' schedules, whose import alone takes two seconds.
     """
-    warm_up, lowest = _steps_of(train.warmup_steps, train.steps), train.min_learning_rate_ratio
+    warm_up, lowest = steps_of(train.warmup_steps, train.steps), train.min_learning_rate_ratio
+    warm_up = min(warm_up, train.max_warmup_steps or warm_up)
     falling, factor, is_stable = train.steps - warm_up, 1.0, train.schedule == "warmup_stable_decay"
     if is_stable:
-        falling = min(_steps_of(train.decay_steps, train.steps), falling)
+        falling = min(steps_of(train.decay_steps, train.steps), falling)
     done = (step - (train.steps - falling)) / max(1, falling)
     if step < warm_up:
         factor = step / warm_up
@@ -48,7 +49,7 @@ def learning_rate(train: TrainTable, step: int) -> float:
     return train.learning_rate * (factor * (1 - lowest) + lowest)
 
 
-def _steps_of(steps: float, run: int) -> int:
+def steps_of(steps: float, run: int) -> int:
     """Steps that a job's key says, where a number below 1 is a share of the run."""
     return math.ceil(run * steps) if 0 < steps < 1 else int(steps)
 

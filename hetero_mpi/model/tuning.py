@@ -37,10 +37,10 @@ ROWS = ".token_adapter.trainable_tokens_delta"
 
 
 def lora_config(
-    adapter: AdapterTable, targets: list[str] | str, parameters: list[str], layers: list[int] | None = None
+    adapter: AdapterTable, targets: list[str] | str | None, parameters: list[str], layers: list[int] | None = None
 ) -> LoraConfig:
-    """peft's configuration of the job's adapter for the given targets: modules (in blocks ``layers``; None: wherever they are), and
-    parameters of fused experts."""
+    """peft's configuration of the job's adapter for the given targets: modules (None: peft's choice for the family; in blocks
+    ``layers``; None: wherever they are), and parameters of fused experts."""
     config: LoraConfig = imported_peft().LoraConfig(
         r=adapter.rank,
         lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,  # others take no 8.0 for 8

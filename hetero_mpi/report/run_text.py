@@ -335,7 +335,7 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
     by_plan = setting("train.micro_batch") == "auto"
     warm_up = told("{} steps of warm-up", "train.warmup_steps")
     if isinstance(share := setting("train.warmup_steps"), float) and 0 < share < 1:
-        warm_up = f"warm-up in {units.percent(share)} of the steps"
+        warm_up = f"warm-up in {units.percent(share)} of the steps{told(', at most {}', 'train.max_warmup_steps')}"
     betas = [_setting_text(beta) for key in ("beta1", "beta2") if (beta := setting(f"train.{key}")) is not None]
     rows = {
         "method": [

@@ -368,6 +368,6 @@ def _rewards(batch: Batch, sums: Sequence[float]) -> dict[str, float]:
     return found | ({"reward_accuracy": sums[2] / compared.count} if compared.point is None else {"kl": compared.point})
 
 
-def _due(steps: int, every: int) -> bool:
+def _due(steps: int, every: float) -> bool:
     """Whether something is due after ``steps`` steps that happens every ``every`` steps (0: never)."""
     return every > 0 and steps % every == 0

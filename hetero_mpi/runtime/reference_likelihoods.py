@@ -21,7 +21,7 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.runtime.setup.context import RunContext
 from hetero_mpi.state.training_state import TrainingState
 
-METHODS = ("dpo", "ipo", "kto")
+METHODS = ("dpo", "hinge", "robust", "ipo", "kto")
 """``[train] preference`` of runs that have a reference."""
 _TELL_S = 30.0
 """Seconds between words on how far the reference is."""

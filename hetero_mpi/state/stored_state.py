@@ -65,11 +65,11 @@ _OF_ADAPTER = ("start", "alpha", "rslora", "alpha_pattern", "tokens")
 """The same of ``[adapter]``: what shapes and names of tensors do not tell."""
 _TOLD = (
     *("preference_beta", "preference_smoothing", "preference_margin", "desirable_weight", "undesirable_weight"),
-    *("neftune_noise_alpha", "weight_decay", "beta1", "beta2", "epsilon", "clip_norm"),
+    *("neftune_noise_alpha", "weight_decay", "beta1", "beta2", "epsilon", "clip_norm", "dropout"),
 )
 """Keys that it may change, which is told."""
 _RATE = (
-    *("steps", "learning_rate", "schedule", "warmup_steps"),
+    *("steps", "learning_rate", "schedule", "warmup_steps", "max_warmup_steps"),
     *("min_learning_rate_ratio", "decay_steps", "decay", "cycles"),
 )
 """Keys of ``[train]`` that determine the learning rate of a step."""

@@ -246,7 +246,8 @@ def test_padding_teaches_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     end, (a, b, c, d, e, *_) = tokenizer.eos_token_id, ids["abcdqxzj"]
     assert dataset.tokens.tolist() == [[a, b, end, end], [a, b, c, d], [a, b, c, d]]
     assert dataset.targets.tolist() == [[b, end, IGNORED, IGNORED], [b, c, d, end], [b, c, d, e]]
-    assert dataset.notes == ("2 documents of fewer than 2 tokens dropped",)
+    assert [note.split()[:2] for note in dataset.notes] == [["2", "documents"], ["1", "documents"]]
+    assert "2 tokens dropped" in dataset.notes[0] and "longer than a sequence" in dataset.notes[1]
     assert dataset.batch(0, 3).target_tokens == 2 + 4 + 4
     assert list(dataset.held_out_batches(2)) == []
     assert len(dataset.fingerprint()) == 32

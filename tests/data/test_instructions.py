@@ -151,6 +151,24 @@ def test_prompts_are_learnt_when_asked_for(chatty: PreTrainedTokenizerFast) -> N
         """)  # noqa: E501
 
 
+@pytest.mark.parametrize(
+    ("keys", "whole"),
+    [
+        ({"prompt": "Hi", "completion": "Hello you"}, False),
+        ({"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]}, False),
+        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, True),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, True),
+    ],
+)  # fmt: skip
+def test_prompts_of_chats_alone_are_learnt_when_asked_for(
+    keys: object, whole: bool, chatty: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps(keys))
+    (read,) = read_records([str(tmp_path / "one.jsonl")]).records
+    chats, same = (build(chatty, "chat", 24, read, train_on_prompt=asked) for asked in ("chats", whole))
+    assert chats.targets.tolist() == same.targets.tolist()
+
+
 def test_packing_keeps_records_whole(chatty: PreTrainedTokenizerFast) -> None:
     """14 and 7 tokens share a sequence of 23 + 1, in the order of the file; 18 have one for themselves."""
     dataset = build(chatty, "chat", 23, ALPACA, CHAT, COMPLETION, packing=True)

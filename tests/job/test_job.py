@@ -224,12 +224,12 @@ def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -
         (["train.preference=dpo"], 'preference = "dpo": learns from answers: set data.records, not data.text'),
         (
             ["train.preference_beta=0.2"],
-            "preference_beta = 0.2: is for train.preference = dpo and ipo and simpo and orpo",
+            "preference_beta = 0.2: is for train.preference = dpo and hinge and robust and ipo",
         ),
         (["train.preference_margin=1"], "preference_margin = 1: is for train.preference = simpo: leave it out"),
         (
             ["train.preference=orpo", "train.preference_smoothing=0.1"],
-            "preference_smoothing = 0.1: is for train.preference = dpo and simpo: leave it out",
+            "preference_smoothing = 0.1: is for train.preference = dpo and robust and simpo",
         ),
         (["train.preference=dpo", "train.undesirable_weight=2"], "is for train.preference = kto: leave it out"),
         (

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
 from bitsandbytes.nn import Linear4bit
+from transformers import AutoConfig
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
@@ -47,6 +48,29 @@ def stage(tuning: Tuning, first: int, last: int, dtype: str = "fp32") -> Stage:
 def test_targets_that_match_nothing() -> None:
     with pytest.raises(UserError, match=r"c_attn matches no module.*q_proj.*all-linear"):
         tuning_of(job(targets=["c_attn"]), chain())
+
+
+def test_targets_that_peft_has_for_a_family() -> None:
+    reached = {name.rpartition(".")[2] for _, name in tuning_of(job(targets="family"), chain()).modules}
+    assert reached == {"q_proj", "v_proj"}
+    unknown = TransformersChain(
+        AutoConfig.for_model("smollm3", hidden_size=64, num_hidden_layers=2, vocab_size=99, pad_token_id=None)
+    )
+    with pytest.raises(UserError, match=r'"family".*q_proj.*all-linear'):
+        tuning_of(job(targets="family"), unknown)
+
+
+def test_layers_without_their_dropout() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("phi3", **sizes, vocab_size=99, resid_pdrop=0.1, pad_token_id=None)
+    with_dropout, without = TransformersChain(config), TransformersChain(config, dropout=False)
+    assert with_dropout.draws and not without.draws
+    rates = [
+        {one.p for one in model.frame().modules() if isinstance(one, torch.nn.Dropout)}
+        for model in (with_dropout, without)
+    ]
+    assert rates == [{0.1}, {0.0}]
+    assert without.to_dict()["resid_pdrop"] == 0.1, "which is what the written model has"
 
 
 def test_targets_outside_the_blocks() -> None:

@@ -575,7 +575,7 @@ def test_evaluation() -> None:
     torch.testing.assert_close(found[0], evaluated(alone), rtol=LIMIT, atol=0.0)
 
 
-@pytest.mark.parametrize("method", ["dpo", "ipo", "simpo", "orpo", "kto"])
+@pytest.mark.parametrize("method", ["dpo", "hinge", "robust", "ipo", "simpo", "orpo", "kto"])
 def test_preferences(method: Any) -> None:
     chain = group_chain("llama")
     tokens, targets = batch()

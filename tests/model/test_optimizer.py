@@ -82,6 +82,14 @@ def test_learning_rate_is_a_function_of_the_step() -> None:
     )
 
 
+@pytest.mark.parametrize(("steps", "longest"), [(20, 2), (100, 10), (1000, 10)])
+def test_a_warm_up_that_is_a_share_may_have_a_longest(steps: int, longest: int) -> None:
+    train = TrainTable(steps=steps, warmup_steps=0.1, max_warmup_steps=10, learning_rate=1.0, schedule="constant")
+    assert [learning_rate(train, step) for step in range(longest + 1)] == [
+        step / longest for step in range(longest + 1)
+    ]
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warm_up", [0, 1, 7])
 def test_learning_rates_are_those_of_transformers(

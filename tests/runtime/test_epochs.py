@@ -31,7 +31,8 @@ class Runs(Workshop):
         values["checkpoint"] = {"every": 1, "keep": 100}
         rising = {"steps": 60, "learning_rate": 0.1, "evaluate_every": EVERY, "patience": PATIENCE}
         kept = {"every": 0, "keep": 1}
-        epochs = self.job("epochs", values, train={"epochs": 0.4})
+        shares = {"train": {"epochs": 0.4, "evaluate_every": 0.4}, "checkpoint": {"every": 0.3, "keep": 100}}
+        epochs = self.job("epochs", values, **shares)
         smaller = self.job("smaller", values, train={"epochs": 1.1, "last_batch": "smaller"})
         write_profile(directory / "profile.toml", epochs, ranks)
         patient = self.job("patient", values, train=rising)
@@ -79,6 +80,12 @@ def test_epochs_are_so_many_passes(on: Any, ranks: int) -> None:
     assert steps > 1 and ended_after(runs.run("epochs")) == steps
     assert f"{steps} steps of {GLOBAL_BATCH} are {steps * GLOBAL_BATCH / sequences:.3g} epochs" in printed
     assert f"step {steps}/{steps}, epoch {steps * GLOBAL_BATCH / sequences:.2f} loss" in printed
+    evaluations = [one.step for one in read_metrics(runs.run("epochs") / "metrics.jsonl").evaluations]
+    assert evaluations == [*range((every := math.ceil(0.4 * steps)), steps, every), steps], "a share of the run"
+    every = math.ceil(0.3 * steps)
+    assert all(
+        checkpoint_path(runs.run("epochs") / "checkpoints", step).exists() for step in range(every, steps, every)
+    )
 
 
 @on_ranks(1, 3, quick=(1,))

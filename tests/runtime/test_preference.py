@@ -45,6 +45,8 @@ ON_RANKS = pytest.mark.parametrize(
 METHODS: dict[str, dict[str, Any]] = {
     "dpo": {},
     "conservative": {"train": {"preference_smoothing": 0.1}},
+    "hinge": {"train": {"preference": "hinge"}},
+    "robust": {"train": {"preference": "robust", "preference_smoothing": 0.1}},
     "ipo": {"train": {"preference": "ipo"}},
     "simpo": {"train": {"preference": "simpo", "preference_margin": 0.4, "preference_smoothing": 0.1}},
     "orpo": {"train": {"preference": "orpo"}},
@@ -336,6 +338,8 @@ def by_trl(
     parts = {"loss_type": ["sigmoid", "robust"], "loss_weights": [2 * (1 - flipped), 2 * flipped - 1]}
     config, trainer, own = {
         "conservative": (DPOConfig, DPOTrainer, {**parts, "label_smoothing": flipped}),
+        "hinge": (DPOConfig, DPOTrainer, {"loss_type": "hinge"}),
+        "robust": (DPOConfig, DPOTrainer, {"loss_type": "robust", "label_smoothing": flipped}),
         "ipo": (DPOConfig, DPOTrainer, {"loss_type": "ipo"}),
         "simpo": (
             CPOConfig,

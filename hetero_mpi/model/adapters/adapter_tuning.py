@@ -53,7 +53,7 @@ def adapted(whole: PreTrainedModel, adapter: AdapterTable) -> Adapted:
     linear_names = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
     head = whole.get_output_embeddings()
     linears = sorted({name.rpartition(".")[2] for name in linear_names if whole.get_submodule(name) is not head})
-    targets = adapter.targets
+    targets = None if adapter.targets == "family" else adapter.targets
     if targets == "all-linear" and adapter.layers is not None:  # peft takes either
         targets = [end for end in linears if any(reaches(name, [end], adapter.layers) for name in linear_names)]
     if isinstance(targets, list):

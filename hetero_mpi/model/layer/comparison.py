@@ -78,7 +78,9 @@ class Comparison:
         else:
             margins = chosen - rejected - (self.train.preference_margin if method == "simpo" else 0.0)
             flipped = self.train.preference_smoothing
+            flipped /= 2 * flipped - 1 if method == "robust" else 1  # below 0: takes off what the flipped pairs add
             pairs = -F.logsigmoid(margins) * (1 - flipped) - F.logsigmoid(-margins) * flipped
+            pairs = torch.relu(1 - margins) if method == "hinge" else pairs
         loss = torch.where(there, pairs, 0.0).sum()
         if method == "orpo":
             loss = loss + self.likelihood_weight * (losses.unsqueeze(1) * own[:, ::2]).sum()

@@ -59,27 +59,26 @@ def _constants_to_parameters(model: PreTrainedModel) -> None:
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
 
 
-def uses_dropout(model: nn.Module) -> bool:
-    """Whether any layer draws random numbers in training: a dropout module, or a rate (``hidden_dropout``, a router's jitter)."""
-    return any(
-        (isinstance(module, nn.Dropout) and module.p > 0)
-        or any(
-            isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
-            for name, value in vars(module).items()
-        )
+def random_rates(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(layer, attribute) of rates at which layers draw random numbers in training: of dropout, or of a router's jitter."""
+    return [
+        (module, name)
         for module in model.modules()
-    )
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value > 0
+        if "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
+    ]
 
 
 class TransformersChain(LayerChain):
     """A causal language model of transformers; ``model`` is all of it, on the meta device. Blocks with equal shapes and attention
-    type are of one kind."""
+    type are of one kind. Without ``dropout`` layers have none, whatever ``config`` says."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self.config = config
+    def __init__(self, config: PreTrainedConfig, dropout: bool = True) -> None:
+        self.config, self._dropout = config, dropout
         self.name, self.logits = config.model_type, config.vocab_size
         self._fp32_names: dict[torch.dtype, set[str]] = {}
-        self.model = build_on_meta(config)
+        self.model = self._build()
         plan = self.model._pp_plan or {}
         base = self.model.base_model_prefix
         inner = [name for name in plan if name.startswith(f"{base}.")]
@@ -98,7 +97,7 @@ class TransformersChain(LayerChain):
         self.blocks = len(self.model.get_submodule(self.blocks_name))
         self.layer_count = self.blocks + 2
         self.summary = f"{self.name}, {self.blocks} blocks"
-        self.embeddings, self.draws = embedding_matrices(self.model), uses_dropout(self.model)
+        self.embeddings, self.draws = embedding_matrices(self.model), bool(random_rates(self.model))
         self.tied = self._tied_pair()
         held = {
             name: (ParameterSpec(name, self.layer_of(name), tuple(parameter.shape)), parameter.requires_grad)
@@ -147,8 +146,15 @@ class TransformersChain(LayerChain):
     def to_dict(self) -> dict[str, Any]:
         return dict(self.config.to_dict())
 
-    def frame(self) -> PreTrainedModel:
+    def _build(self) -> PreTrainedModel:
         model = build_on_meta(self.config)
+        for module, name in random_rates(model) if not self._dropout else ():
+            if "jitter" not in name:
+                setattr(module, name, 0.0)
+        return model
+
+    def frame(self) -> PreTrainedModel:
+        model = self._build()
         packed_records.install_rotary(model)
         return model
 
@@ -167,7 +173,7 @@ class TransformersChain(LayerChain):
         """Uses transformers' own checkpointing, of blocks; later versions call it that of activations. States of random numbers are
         kept only where some are drawn. Packed experts are repeated with their block, or by themselves."""
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-        draws = uses_dropout(model)
+        draws = bool(random_rates(model))
         unpack_experts(model, not enabled, draws)
         if enabled:
             getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False, "preserve_rng_state": draws})

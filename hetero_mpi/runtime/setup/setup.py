@@ -36,6 +36,7 @@ from hetero_mpi.job.schema import ClusterTable, TokenizerTable
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_files import with_patterns_of
 from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.optimizer import steps_of
 from hetero_mpi.model.optimizer_check import check_optimizer
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -103,7 +104,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         chain = custom_chain(world, loaded, keys, own if isinstance(own, Samples) else None)
     else:
         with world.together("reading the model's configuration"):
-            chain = TransformersChain(read_config(keys))
+            chain = TransformersChain(read_config(keys), job.train.dropout)
     with world.together("reading the model's configuration"):
         tuning = tuning_of(job, chain)
         if job.train.optimizer != "adamw":
@@ -140,13 +141,17 @@ def open_rank(world: World, cluster: ClusterTable) -> tuple[Backend, float, int]
 
 
 def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJob:
-    """The job with its number of steps settled, where it counts epochs of ``samples`` (known to rank 0). Collective."""
-    train = loaded.job.train
-    if train.epochs is None:
-        return loaded
-    per_epoch = steps_per_epoch(samples or 0, train.global_batch, train.last_batch == "smaller")
-    table = train.model_copy(update={"steps": world.broadcast_json(math.ceil(train.epochs * per_epoch))})
-    return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
+    """The job with its number of steps settled, where it counts epochs of ``samples`` (known to rank 0), and the steps that are
+    shares of it. Collective."""
+    train, checkpoint, steps = loaded.job.train, loaded.job.checkpoint, loaded.job.train.steps
+    if train.epochs is not None:
+        per_epoch = steps_per_epoch(samples or 0, train.global_batch, train.last_batch == "smaller")
+        steps = world.broadcast_json(math.ceil(train.epochs * per_epoch))
+    tables = {
+        "train": train.model_copy(update={"steps": steps, "evaluate_every": steps_of(train.evaluate_every, steps)}),
+        "checkpoint": checkpoint.model_copy(update={"every": steps_of(checkpoint.every, steps)}),
+    }
+    return replace(loaded, job=loaded.job.model_copy(update=tables))
 
 
 def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None) -> LoadedJob:
