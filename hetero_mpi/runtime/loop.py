@@ -292,7 +292,7 @@ class Loop:
         good = self.state.good_checkpoint
         checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
         if checkpoint is None:
-            return "there is no good checkpoint: lower [train] learning_rate, add warmup_steps, or look at the data"
+            return "there is no good checkpoint to --resume: lower [train] learning_rate, add warmup_steps, or look at the data"
         return (
             f"the last good checkpoint is {checkpoint}: lower [train] learning_rate or look at the data, "
             f"then --resume {checkpoint}"

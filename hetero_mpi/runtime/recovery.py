@@ -84,6 +84,14 @@ class RunHistory:
     launched_as: tuple[int, ...] = ()
     """Each rank's number at the start of the job."""
 
+    def resume_text(self) -> str:
+        """The one text of all ends of a run before its last step: what to type; "": no step could be taken yet."""
+        if self.state is None or self.job is None:
+            return ""
+        return (
+            f"`train --resume any` continues from the newest state in {self.job[1]}, or from the beginning without one"
+        )
+
     def shared(self, world: World, thing: object) -> bool:
         """Whether all ranks have ``thing`` from an earlier attempt. Collective."""
         return bool(self.losses) and all(world.all_gather_json(thing is not None))
@@ -166,7 +174,7 @@ class RunHistory:
         with world.led("preparing the data"):
             if world.rank == 0 and material is None:
                 who = f"The rank that led has died, and the first of those that are left, on {world.host}, cannot take its place"
-                remedy = "start again with --resume where the data and the run directory can be read"
+                remedy = "start where the data and the run directory can be read"
                 try:
                     material = prepare(context.loaded)
                 except (UserError, OSError) as error:
@@ -182,8 +190,16 @@ def run_with_recovery(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
     result of that attempt. Raises CollectiveUserError: the error of that attempt, on all ranks.
     """
     history = RunHistory()
-    if not ulfm.active():
-        return attempt(history)
+    world.activity.resume_text = history.resume_text
+    try:
+        result = _attempts(world, attempt, history) if ulfm.active() else attempt(history)
+    except CollectiveUserError as error:
+        raise CollectiveUserError(world.resumable(str(error)), error.exit_code) from error.__cause__
+    world.activity.resume_text = str
+    return result
+
+
+def _attempts(world: World, attempt: Callable[[RunHistory], _T], history: RunHistory) -> _T:
     while True:
         problem: CollectiveUserError | None = None
         ended: list[_T] = []

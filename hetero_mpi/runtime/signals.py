@@ -30,7 +30,7 @@ _BEFORE = "before the first step, so nothing of this start is saved" + (
     if "SLURM_JOB_ID" in os.environ
     else ""
 )
-_AFTER = "after the last step: `train --resume` goes on from its checkpoint, and writes the result"
+_AFTER = "after the last step, before the result was written"
 REQUESTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 

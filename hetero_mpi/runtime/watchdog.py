@@ -312,11 +312,8 @@ def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
 def _cause(world: World, unheard: Sequence[int]) -> str:
     if unheard:
         names = ", ".join(_name(world, rank) for rank in unheard)
-        return f"Stopped, or cut off from the others: {names}. Look at it, then go on with --resume."
-    return (
-        "All ranks answer, so a device, a driver or a disk is stuck, or the program waits for itself: the ranks' logs show where. "
-        "Then go on with --resume."
-    )
+        return f"Stopped, or cut off from the others: {names}. Look at it."
+    return "All ranks answer: a device, a driver or a disk is stuck, or the program waits for itself. The ranks' logs show where."
 
 
 def _name(world: World, rank: int) -> str:

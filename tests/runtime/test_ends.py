@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 
 from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.errors import ExitCode
+from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
 from tests.runtime.test_signals import stopped
 from tests.support.long_run import LongRun, Running, rank_of
@@ -62,6 +64,22 @@ def test_a_run_that_did_not_reach_its_end_says_what_to_type_np2(tmp_path: Path, 
     arguments = " ".join(job.arguments(run))
     assert command == f"launch: python -m hetero_mpi launch -np 2 --recover -- {arguments} --resume any"
     assert not (run / "model").exists()
+
+
+def test_a_recovery_that_lacks_memory_says_how_to_resume_np2(tmp_path: Path) -> None:
+    outliving_or_skip()
+    job, run = LongRun(tmp_path, 2), tmp_path / "run"
+    arguments = launched(job, run, "--set", "plan.stream=false", "--set", "checkpoint.every=2")
+    place = arguments.index("--profile") + 1
+    profile = load_profile(arguments[place])
+    # Enough for the stage of each rank, not for both.
+    devices = tuple(replace(device, memory_bytes=600_000) for device in profile.devices)
+    save_profile(replace(profile, devices=devices), Path(arguments[place]))
+    with job.started(arguments, job.environment(), run) as running:
+        running.wait_for_steps(6)
+        running.ranks[1].kill()
+        assert running.end() == ExitCode.USER_ERROR, running.text()
+    assert last_lines(running)[-1].startswith("`train --resume any` ") and str(run) in last_lines(running)[-1]
 
 
 def test_a_signal_while_the_run_recovers_is_noted_np2(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def end_together(world: World, problem: str | None, code: int) -> str | None:
     try:
         if not _all_have_come(world.guard, code):
             end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
-        return describe_problems(world.all_gather_json(problem), world.hosts)
+        text = describe_problems(world.all_gather_json(problem), world.hosts)
+        return text and world.resumable(text)
     except RankLost:  # everything had been done
         world.bereaved = True
         return problem
@@ -98,24 +99,24 @@ def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAI
         isinstance(cause, Exception) and logging.getLogger().handlers
     ):  # without one logging would print it on stderr, too
         _LOG.error(text)
-    _abort(f"\n{text}\n", code)
+    _abort(world, text, code)
 
 
 def end_all(world: World, text: str, code: int) -> NoReturn:
-    """Print ``text`` unchanged, and end every rank of the job with ``code``. From any thread."""
+    """Print ``text``, and end every rank of the job with ``code``. From any thread."""
     time.sleep(_turn_s(world))
-    _abort(f"\n{text}\n", code)
+    _abort(world, text, code)
 
 
 def _turn_s(world: World) -> float:
     return min(TURN_S, LONGEST_TURN_S / world.size) * world.rank
 
 
-def _abort(text: str, code: int) -> NoReturn:
+def _abort(world: World, text: str, code: int) -> NoReturn:
     from mpi4py import MPI
 
     # One write, so that the launcher does not mix other ranks' output into it.
-    write_text(text, sys.stderr)
+    write_text(f"\n{world.resumable(text)}\n", sys.stderr)
     write_text("", sys.stdout)
     _set_alarm()
     MPI.COMM_WORLD.Abort(code)

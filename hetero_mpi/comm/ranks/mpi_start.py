@@ -100,6 +100,7 @@ def collectively() -> Iterator[World]:
     action, and ends all ranks; a rank that is the only one raises it.
     """
     world = world_of_program()
+    world.activity.resume_text = str
     problem: UserError | None = None
     try:
         yield world

@@ -47,6 +47,8 @@ class Activity:
     """A counter of progress within the present activity."""
     busy: int = 0
     """Number of blocks under way (on any thread) that may last long without visible progress."""
+    resume_text: Callable[[], str] = str
+    """Returns what to type where the run ends before its last step; "": there is nothing to resume from."""
 
 
 @dataclass
@@ -114,6 +116,11 @@ class World(Collectives):
         for thing in things:
             self.activity.marks += 1
             yield thing
+
+    def resumable(self, text: str) -> str:
+        """``text``, why the job ends, with what to type to resume it, unless ``text`` says so itself. Not collective."""
+        remedy = self.activity.resume_text()
+        return f"{text}\n{remedy}" if remedy and "--resume" not in text else text
 
     def agree(self, problem: str | None) -> None:
         """If any rank has a problem, every rank raises it. Raises CollectiveUserError: each distinct problem once, with its ranks
