@@ -21,11 +21,12 @@ from typing import Any
 
 from hetero_mpi.api import Job, collective, steps, train
 from hetero_mpi.commands.other_tools import PEFT, arguments
-from hetero_mpi.disk import cache_folder, writing
+from hetero_mpi.disk import cache_folder, sync, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.logs import write_line
 from hetero_mpi.report.run_files.metrics import Evaluation
 from hetero_mpi.runtime.result import TrainResult
+from hetero_mpi.sealed import discard, opened, store
 from hetero_mpi.step_iterator import Steps
 
 _OBJECTIVES = {
@@ -273,7 +274,11 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
                         raise UserError(f"dataset: row {number} is no dict that JSON can hold: {error}") from None
                     digest.update(line)
                     file.write(line)
-            return made.rename(folder / f"{digest.hexdigest()[:32]}.jsonl")
+            sync(made)
+            place = folder / f"{digest.hexdigest()[:32]}.jsonl"
+            if not place.is_file():
+                discard(place)
+            return made.rename(place)
         finally:
             made.unlink(missing_ok=True)
 
@@ -286,7 +291,7 @@ def _tokenizer_directory(tokenizer: Any) -> str | None:
         tokenizer.save_pretrained(folder)
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         digest = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:32]
-        kept = cache_folder("datasets") / f"tokenizer-{digest}"
-        with writing(kept, _ELSEWHERE):
-            shutil.copytree(folder, kept, dirs_exist_ok=True)
-    return str(kept)
+        place = cache_folder("datasets") / f"tokenizer-{digest}"
+        if opened(place, lambda *_: True, write_line) is None:
+            store(place, tokenizer.save_pretrained, _ELSEWHERE)
+    return str(place)

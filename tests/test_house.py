@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hetero_mpi"
-BASE = {"background", "disk", "errors", "host_limits", "shipped", "terminal", "toml", "units"}
+BASE = {"background", "disk", "errors", "host_limits", "sealed", "shipped", "terminal", "toml", "units"}
 """Modules beside the packages that everybody may import."""
 PACKAGES = [
     "comm/ranks", "comm",

@@ -30,7 +30,7 @@ from hetero_mpi.data.messages import kind_name, text_of
 from hetero_mpi.data.record_files import TEXT, BadRecord, BadRecords, OwnKeys, kind_of, values_of, without_text
 from hetero_mpi.data.source_files import matching_files, shown_patterns
 from hetero_mpi.data.tokenizer import beginning, encoded, end_token, in_batches, own_tokens_only, pad_token
-from hetero_mpi.disk import require_regular
+from hetero_mpi.disk import require_regular, writing
 from hetero_mpi.errors import UserError
 
 PIECE = 250_000
@@ -46,6 +46,8 @@ _TELL_S = 10.0
 _BLOCK_BYTES = 1 << 20
 STREAM = "stream.i32"
 """File of packed text: the tokens of all documents, int32."""
+REMEDY = "make room there, or name another folder: XDG_CACHE_HOME, or TMPDIR with data.cache = false"
+"""What to do where token ids cannot be written."""
 Blocks = Iterable[tuple[str, bool]]
 """Texts in blocks: (a part of a text, is it the text's last)."""
 
@@ -119,9 +121,12 @@ class Corpus:
             if not _is_text(path, left, report):
                 continue
             texts = _texts(path, left)
-            for text, ends in _whole(texts) if self.documents == "file" else _lines(texts):
-                report.documents += ends
-                yield text, ends
+            try:
+                for text, ends in _whole(texts) if self.documents == "file" else _lines(texts):
+                    report.documents += ends
+                    yield text, ends
+            except OSError as error:  # it could be, a moment ago
+                raise UserError(f"{self.key}: {path} cannot be read ({error.strerror}). Check its disk") from error
         self.report = report
         if not report.documents:
             reasons = "; ".join(f"{path}: {reason}" for path, reason in list(report.skipped.items())[:3])
@@ -319,7 +324,8 @@ def build_sequences(
         end, length = end_token(tokenizer), settings.length
         pieces = ids_of(blocks, own_tokens_only(tokenizer), tell)
         if settings.packing:
-            return _pack(pieces, end, length, None if folder is None else folder / name)
+            with writing(folder.parent if folder else Path(), REMEDY):  # what cannot be read is a UserError before
+                return _pack(pieces, end, length, None if folder is None else folder / name)
         return _pad(pieces, end, pad_token(tokenizer), length)
 
     advice = "Add text ({}) or lower data.sequence_length."
@@ -328,7 +334,8 @@ def build_sequences(
         return share_out(rows, settings, "the text", own)
     other = rows_of(evaluation, f"evaluation-{STREAM}")
     dataset = share_out(rows, replace(settings, held_out=0), "the text", own)
-    dataset = join_evaluation(dataset, other, "the text", advice.format("data.evaluation"), folder)
+    with writing(folder.parent if folder else Path(), REMEDY):
+        dataset = join_evaluation(dataset, other, "the text", advice.format("data.evaluation"), folder)
     if folder is not None:
         for name in (STREAM, f"evaluation-{STREAM}"):
             (folder / name).unlink(missing_ok=True)

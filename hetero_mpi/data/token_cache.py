@@ -1,8 +1,8 @@
 """Token ids of data, kept on rank 0's machine and mapped into memory: a second start reads and tokenises nothing.
 
-An entry is a folder of ``$XDG_CACHE_HOME/hetero_mpi/tokens`` (``~/.cache`` without the variable), made beside its place and then
-renamed, so that several runs may make the same one. Its name is a hash of all that decides its content. The entries that were not
-used for longest go when all together are larger than ``MOST_BYTES``. The folder may be deleted at any time.
+An entry is a sealed folder of ``$XDG_CACHE_HOME/hetero_mpi/tokens`` (``~/.cache`` without the variable). Its name is a hash of all
+that decides its content. The entries that were not used for longest go when all together are larger than ``MOST_BYTES``. The folder
+may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from hetero_mpi.data.dataset import Dataset, Rows, mapped
-from hetero_mpi.data.text_sequences import STREAM, overlapping
-from hetero_mpi.disk import cache_folder, require_regular
-from hetero_mpi.errors import UserError
+from hetero_mpi.data.batch import IGNORED
+from hetero_mpi.data.dataset import Dataset, Rows, mapped, parts_of_rows
+from hetero_mpi.data.text_sequences import REMEDY, STREAM, overlapping
+from hetero_mpi.disk import cache_folder, require_regular, writing
+from hetero_mpi.sealed import opened, store
 
 MOST_BYTES = 20_000_000_000
 _LAYOUT = 5
@@ -34,8 +34,8 @@ _LAYOUT = 5
 _SAMPLES, _SAMPLE_BYTES = 16, 65_536
 """Parts of a file that are looked at; all of a file that is not larger than these."""
 _ABANDONED_S = 86_400.0
-_TOLD = "told.json"
-_COLUMNS = ("tokens", "targets", "positions", "answers", "weights")
+_COLUMNS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "answers": np.uint8, "weights": np.float32}
+T = TypeVar("T")
 
 
 def file_marks(paths: Sequence[Path]) -> list[Any]:
@@ -63,37 +63,40 @@ def _mark_of(path: Path) -> tuple[int, int, str]:
     return stat.st_size, stat.st_mtime_ns, digest.hexdigest()
 
 
-@contextlib.contextmanager
-def entry(key: Sequence[Any] | None, fill: Callable[[Path], None]) -> Iterator[tuple[Path, bool]]:
-    """A context with a folder that ``fill`` has filled, now or in an earlier run with an equal ``key`` (JSON values): (folder, was
-    it there?). Where nothing can be kept, or ``key`` is None, it is gone at the end; what was mapped from it stays readable.
+def kept(
+    key: Sequence[Any] | None,
+    fill: Callable[[Path], Any],
+    read: Callable[[Path, Any], T],
+    tell: Callable[[str], object],
+) -> tuple[T, bool]:
+    """The content of the folder that ``fill`` has filled, now or in an earlier run with an equal ``key``: (it, was it there?).
+
+    Args:
+        key: JSON values; None: nothing is kept. What ``read`` maps from the folder stays readable.
+        fill: writes files, and returns values (JSON) to keep with them.
+        read: returns the content, from the folder and those values.
+        tell: gets a sentence about an entry that was damaged.
+
+    Raises UserError: the files cannot be written.
     """
     if key is None or (root := _root()) is None:
         with tempfile.TemporaryDirectory(prefix="hetero_mpi-tokens-") as folder:
-            fill(Path(folder))
-            yield Path(folder), False
-        return
+            return read(Path(folder), fill(Path(folder))), False
     libraries = [version(name) for name in ("tokenizers", "transformers", "jinja2")]
-    name = hashlib.sha256(json.dumps([_LAYOUT, libraries, *key], sort_keys=True).encode()).hexdigest()[:32]
-    there = (root / name).is_dir()
-    if not there:
-        made = root / f".{name}.{secrets.token_hex(8)}"
-        try:
-            made.mkdir()
-            fill(made)
-            with contextlib.suppress(OSError):  # another run was first
-                made.rename(root / name)
-        except OSError as error:
-            raise UserError(
-                f"{root}: token ids cannot be written ({error.strerror}). Make room there, name another folder by "
-                f"XDG_CACHE_HOME, or set data.cache = false, which takes the folder for temporary files"
-            ) from error
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+    place = root / hashlib.sha256(json.dumps([_LAYOUT, libraries, *key], sort_keys=True).encode()).hexdigest()[:32]
+    contents = [content for content in (opened(place, read, tell),) if content is not None]
+
+    def fill_and_read(folder: Path) -> Any:  # before another program can remove it
+        values = fill(folder)
+        contents.append(read(folder, values))
+        return values
+
+    if not (there := bool(contents)):
+        store(place, fill_and_read, REMEDY)
     with contextlib.suppress(OSError):
-        os.utime(root / name)
-    yield root / name, there
-    _make_room(root, root / name)
+        os.utime(place)
+        _make_room(root, place)
+    return contents[0], there
 
 
 def _root() -> Path | None:
@@ -123,24 +126,23 @@ def _make_room(root: Path, used: Path) -> None:
             left -= size
 
 
-def write_dataset(folder: Path, dataset: Dataset, told: dict[str, Any]) -> None:
-    """Put a dataset, and what else is ``told`` of it (JSON values), into an entry. A stream lies there already."""
-    values = {"found": dataset.found, "notes": dataset.notes, "parts": dataset.parts, "seed": dataset.seed}
-    stream = folder / STREAM
-    if not stream.exists():
-        for name in _COLUMNS:
+def write_dataset(folder: Path, dataset: Dataset, told: dict[str, Any]) -> dict[str, Any]:
+    """Put a dataset into files of a folder; returns what is to be kept with them, and with it what else is ``told`` of the data
+    (JSON values). A stream lies there already. Raises UserError: the disk is full."""
+    stream = (folder / STREAM).exists()
+    names = ("train", "held_out") if stream else ("train", "held_out", *_COLUMNS)
+    with writing(folder.parent, REMEDY):
+        for name in names:
             if (column := getattr(dataset, name)) is not None and not (folder / f"{name}.npy").exists():
                 np.save(folder / f"{name}.npy", column)
-    for name in ("train", "held_out"):
-        np.save(folder / f"{name}.npy", getattr(dataset, name))
-    length = dataset.tokens.shape[1] if stream.exists() else None
-    values |= {"fingerprint": dataset.fingerprint(), "stream": length, "told": told}
-    (folder / _TOLD).write_text(json.dumps(values))
+    values = {name: getattr(dataset, name) for name in ("found", "notes", "parts", "seed")}
+    length = dataset.tokens.shape[1] if stream else None
+    return {**values, "fingerprint": dataset.fingerprint(), "stream": length, "told": told}
 
 
-def read_dataset(folder: Path) -> tuple[Dataset, dict[str, Any]]:
-    """The inverse of ``write_dataset``; the sequences are mapped from its files."""
-    values = json.loads((folder / _TOLD).read_text())
+def read_dataset(folder: Path, values: dict[str, Any], ids: int) -> tuple[Dataset, dict[str, Any]]:
+    """The inverse of ``write_dataset``; the sequences are mapped from the files. Raises ValueError, or what numpy raises: they are
+    no dataset of token ids below ``ids``."""
     if values["stream"] is not None:
         rows = Rows(*overlapping(mapped(folder / STREAM), values["stream"]))
     else:
@@ -152,4 +154,19 @@ def read_dataset(folder: Path) -> tuple[Dataset, dict[str, Any]]:
     shares = {name: np.load(folder / f"{name}.npy") for name in ("train", "held_out")}
     parts = tuple((size, take) for size, take in values["parts"])
     known = values["fingerprint"]
-    return Dataset(**vars(rows), **shares, seed=values["seed"], parts=parts, known_fingerprint=known), values["told"]
+    dataset = Dataset(**vars(rows), **shares, seed=values["seed"], parts=parts, known_fingerprint=known)
+    _check(dataset, ids)
+    return dataset, values["told"]
+
+
+def _check(dataset: Dataset, ids: int) -> None:
+    for name, dtype in _COLUMNS.items():
+        column = getattr(dataset, name)
+        if column is not None and (column.dtype, column.shape, column.ndim) != (dtype, dataset.tokens.shape, 2):
+            raise ValueError(f"{name} are {column.dtype} {list(column.shape)}")
+    rows = len(dataset.tokens)
+    limits = {"tokens": (0, ids), "targets": (IGNORED, ids), "train": (0, rows), "held_out": (0, rows)}
+    for name, (least, limit) in limits.items():
+        for _, part in parts_of_rows(getattr(dataset, name)):
+            if part.size and not least <= part.min() <= part.max() < limit:
+                raise ValueError(f"{name} are numbers from {part.min()} to {part.max()}")

@@ -205,9 +205,14 @@ def rows_with_added(tokenizer: PreTrainedTokenizerFast, rows: int) -> int:
     return max(rows, *(number + 1 for number in added.values())) if fits and added else rows
 
 
+def largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The largest token id; -1: it has no tokens."""
+    return max(tokenizer.get_vocab().values(), default=-1)
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
     """Raise UserError unless every id of the tokenizer has a row in an embedding of ``vocab_size`` rows."""
-    largest = max(tokenizer.get_vocab().values(), default=-1)
+    largest = largest_id(tokenizer)
     if largest >= vocab_size:
         raise UserError(
             f"every token needs a row of the model's embedding: the tokenizer's largest id is {largest}, the model's "

@@ -46,7 +46,7 @@ class ModelTable(JobTable):
     download: bool = True
     """May rank 0 fetch a model of the hub that is not in its Hugging Face cache?"""
     shard_cache: str | None = None
-    """Where ranks without the model directory keep the tensors that rank 0 sends them, for the next start (checked by hash);
+    """Where ranks without the model directory keep the tensors that rank 0 sends them, for the next start (checked by CRC-32);
     may be deleted at any time."""
     config: str | dict[str, Any] | None = None
     """A ``config.json`` file, or its keys inline as ``[model.config]`` with ``model_type``: weights start from

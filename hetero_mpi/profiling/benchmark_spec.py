@@ -1,7 +1,7 @@
 """The subject of a profile and its pieces: token counts, and stages that show every kind of layer; what was measured, and where it
 is kept, so that a rank that joins makes nobody measure again.
 
-One JSON file per key in ``$XDG_CACHE_HOME/hetero_mpi/profiles`` (``~/.cache`` without the variable); may be deleted at any
+One sealed file per key in ``$XDG_CACHE_HOME/hetero_mpi/profiles`` (``~/.cache`` without the variable); may be deleted at any
 time. Memory and links are never kept: they depend on who else uses the machine, and a link has no name by which to find it
 again.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,15 @@ from typing import Any
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.disk import cache_folder, write_whole
-from hetero_mpi.errors import UserError
+from hetero_mpi.disk import cache_folder
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.types.codec import decode
+from hetero_mpi.planning.types.codec import decode, raise_all
 from hetero_mpi.planning.types.cost import DTYPE_BYTES
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.planning.types.profile_rules import number_problems
+from hetero_mpi.sealed import opened, store_value
 
 CACHE_BYTES = 64 << 20
 """More than a processor's caches hold for one of its cores."""
@@ -176,23 +176,26 @@ def device_key(world: World, backend: Backend, subject: BenchmarkSpec, repeats: 
     return key_of([_LAYOUT, device, place, rows, repeats, *subject_content(subject, world.library)])
 
 
-def load_times(key: str) -> DeviceTimes | None:
-    """The times that are kept under ``key``; None when none are, or when they cannot be read."""
-    data = load(key)
-    try:
-        return decode(DeviceTimes, data, key) if data is not None and not number_problems(data) else None
-    except UserError:
-        return None
+def load_times(key: str, tell: Callable[[str], object]) -> DeviceTimes | None:
+    """The times that are kept under ``key``; None when none are. ``tell``: gets a sentence about damaged ones."""
+
+    def read(_: Path, data: Any) -> DeviceTimes:
+        raise_all(key, number_problems(data))
+        return decode(DeviceTimes, data, key)
+
+    return opened(_place(key), read, tell)
 
 
-def load(key: str) -> Any:
-    try:
-        return json.loads((cache_folder("profiles") / f"{key}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def is_kept(key: str) -> bool:
+    """Whether something is kept under ``key``, and whole."""
+    return opened(_place(key), lambda *_: True, lambda _: None) is not None
 
 
 def save(key: str, value: Any) -> None:
     """Keep a value that JSON can express. A cache that cannot be written is no reason to end a run."""
     with contextlib.suppress(OSError):
-        write_whole(cache_folder("profiles") / f"{key}.json", json.dumps(value), make_folder=True)
+        store_value(_place(key), value)
+
+
+def _place(key: str) -> Path:
+    return cache_folder("profiles") / f"{key}.json"

@@ -129,9 +129,13 @@ def _device_times(
     """
     world.doing = "timing layers"
     key = device_key(world, backend, subject, settings.repeats)
-    known = load_times(key) if use_cache else None
-    gathered = world.all_gather_json([world.host, known is not None])
-    lacking = {host for host, has in gathered if not has}
+    damaged: list[str] = []
+    known = load_times(key, damaged.append) if use_cache else None
+    gathered = world.all_gather_json([world.host, known is not None, damaged])
+    lacking = {host for host, has, _ in gathered if not has}
+    for host, _, lines in gathered:
+        for line in lines:
+            say(f"{host}: {line}")
     ranks = [rank for rank, host in enumerate(world.hosts) if host in lacking]
     kept = world.size - len(ranks)
     if kept:

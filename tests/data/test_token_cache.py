@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.data import token_cache
+from hetero_mpi.data import text_sequences, token_cache
 from hetero_mpi.data.dataset import mapped, parts_of_rows
-from hetero_mpi.data.token_cache import entry, file_marks
+from hetero_mpi.data.token_cache import file_marks, kept
 from hetero_mpi.disk import cache_folder
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
@@ -106,49 +107,42 @@ def test_large_files_are_told_apart_by_samples(tmp_path: Path) -> None:
     assert before[:3] == after[:3] and before[3] != after[3], "its end is always among them"
 
 
+def entry(key: object, fill: Callable[[Path], object]) -> tuple[str, bool]:
+    """(the text of the file "x" of an entry, was it there?)."""
+    return kept([key], fill, lambda folder, _: (folder / "x").read_text(), print)
+
+
 def test_runs_at_once_and_what_dead_ones_left(job: Path) -> None:
     def fill(folder: Path) -> None:
         (folder / "x").write_text("mine")
-        if folder.parent == cache_folder("tokens") and not (cache_folder("tokens") / "inner").exists():
-            (cache_folder("tokens") / "inner").touch()
-            with entry(["k"], fill) as (other, there):  # another run makes the same entry meanwhile, and is first
-                assert not there and (other / "x").read_text() == "mine"
 
-    with entry(["k"], fill) as (folder, there):
-        assert not there and (folder / "x").read_text() == "mine"
-    with entry(["k"], fill) as (_, there):
-        assert there
-    (cache_folder("tokens") / "inner").unlink()
+    def fill_late(folder: Path) -> None:
+        fill(folder)
+        assert entry("k", fill) == ("mine", False)  # another run makes the same entry meanwhile, and is first
+
+    assert entry("k", fill_late) == ("mine", False)
+    assert entry("k", fill) == ("mine", True)
     left = cache_folder("tokens") / ".dead.abcd"
     left.mkdir()
     os.utime(left, (1, 1))
-    with entry(["k"], fill):
-        pass
-    assert not left.exists()
-    with pytest.raises(ZeroDivisionError), entry(["bad"], lambda folder: print(1 // 0)):
-        pass
+    assert entry("k", fill)[1] and not left.exists()
+    with pytest.raises(ZeroDivisionError):
+        entry("bad", lambda folder: print(1 // 0))
     assert len(list(cache_folder("tokens").iterdir())) == 1, "nothing of a failed one"
 
 
 def test_the_oldest_go_first(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(folder: Path) -> None:
-        (folder / "x").write_bytes(b"0" * 1000)
+        (folder / "x").write_text("0" * 1000)
 
     for number in range(4):
-        with entry([number], fill) as (folder, _):
-            pass
-        os.utime(folder, (time.time() - 100 + number,) * 2)
-    with entry([0], fill) as (_, there):
-        assert there  # and is the newest now
+        entry(number, fill)
+        newest = max(cache_folder("tokens").iterdir(), key=lambda path: path.stat().st_mtime)
+        os.utime(newest, (time.time() - 100 + number,) * 2)
+    assert entry(0, fill)[1]  # and is the newest now
     monkeypatch.setattr(token_cache, "MOST_BYTES", 2500)
-    with entry([9], fill):
-        pass
-    assert [entry_there(number, fill) for number in (0, 9, 3, 2, 1)] == [True, True, False, False, False]
-
-
-def entry_there(number: int, fill: object) -> bool:
-    with entry([number], fill) as (_, there):  # type: ignore[arg-type]
-        return there
+    entry(9, fill)
+    assert [entry(number, fill)[1] for number in (0, 9, 3, 2, 1)] == [True, True, False, False, False]
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_end(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,17 +151,24 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_end(job: Path, monkeypat
     assert not prepared(job, TEXT)[1]
 
 
-def test_a_full_disk_is_told(job: Path) -> None:
-    def fill(folder: Path) -> None:
+@pytest.mark.parametrize("cache", ["true", "false"])
+def test_a_full_disk_is_not_the_users_file_that_cannot_be_read(
+    job: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with (
-        pytest.raises(
-            UserError, match=r"token ids cannot be written \(No space left.*XDG_CACHE_HOME.*data.cache = false"
-        ),
-        entry(["k"], fill),
-    ):
-        pass
+    def unreadable(*_: object) -> Iterator[str]:
+        yield "the quick brown fox"
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"No space left.*XDG_CACHE_HOME"):
+        patch.setattr(np, "save", full)
+        prepared(job, TEXT, f"data.cache={cache}")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=rf"{job / 'a.txt'} cannot be read \(Input"):
+        patch.setattr(text_sequences, "_texts", unreadable)
+        patch.setattr(text_sequences, "_is_text", lambda *_: True)
+        prepared(job, TEXT, f"data.cache={cache}")
 
 
 def test_the_command_shows_and_empties_it(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,11 +19,12 @@ from hetero_mpi.data.record_sequences import RecordSequences, build_record_seque
 from hetero_mpi.data.records import Record, Records, read_records
 from hetero_mpi.data.source_files import matching_files
 from hetero_mpi.data.text_sequences import Corpus, build_sequences, pieces_of
-from hetero_mpi.data.token_cache import entry, file_marks, read_dataset, write_dataset
+from hetero_mpi.data.token_cache import file_marks, kept, read_dataset, write_dataset
 from hetero_mpi.data.tokenizer import (
     add_tokens,
     bpe_split,
     check_vocabulary,
+    largest_id,
     load_tokenizer,
     rows_with_added,
     save_tokenizer,
@@ -100,7 +101,7 @@ def _from_text(loaded: LoadedJob) -> Material:
         loaded, config, key, lambda: (piece.text for piece in pieces_of(corpus.blocks(), bpe_split))
     )
 
-    def fill(folder: Path) -> None:
+    def fill(folder: Path) -> dict[str, Any]:
         settings = _settings(loaded, data.packing)
         dataset = build_sequences(corpus, tokenizer, settings, evaluation, folder, _progress(corpus.paths))
         lines = [
@@ -109,12 +110,12 @@ def _from_text(loaded: LoadedJob) -> Material:
             for line in (one.report.lines() if one is not None else ())
         ]
         skipped = sum(len(one.report.bad.problems) for one in (corpus, evaluation) if one is not None)
-        write_dataset(folder, dataset, {"notes": [*lines, *dataset.notes], "skipped": skipped})
+        return write_dataset(folder, dataset, {"notes": [*lines, *dataset.notes], "skipped": skipped})
 
-    dataset, found, kept = _kept(loaded, [*key, _mark(tokenizer), data.packing], fill)
+    dataset, found, reused = _dataset(loaded, [*key, _mark(tokenizer), data.packing], fill, tokenizer)
     dataset, remarks = _placed(dataset, config)
     generation = _with_end(config, generation, tokenizer)
-    lines = (*told, *notes, *found["notes"], *kept, *remarks)
+    lines = (*told, *notes, *found["notes"], *reused, *remarks)
     return Material(config, tokenizer, dataset, lines, None, found["skipped"], generation)
 
 
@@ -141,14 +142,14 @@ def _from_records(loaded: LoadedJob) -> Material:
     def check(_: Path) -> None:
         read()
 
-    with entry(["read", *key] if data.cache else None, check):
-        pass  # broken records are told before a model is fetched, which may take an hour
+    # Broken records are told before a model is fetched, which may take an hour.
+    kept(["read", *key] if data.cache else None, check, lambda *_: True, say)
     config, generation, told = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, key, lambda: plain_texts(records()))
     packing, isolate, note = _packing(loaded, str(config["model_type"]))
     stops = model_stops(config, generation)
 
-    def fill(folder: Path) -> None:
+    def fill(folder: Path) -> dict[str, Any]:
         every = [record for source in read() for record in source.records]
         chosen = choose_template(tokenizer, data.template, every)
         # What the template refuses is told as early as a broken line, if it is no rare exception.
@@ -173,16 +174,16 @@ def _from_records(loaded: LoadedJob) -> Material:
         )
         lines += ["records become text by " + _FORMS[chosen.kind], *note, *bad.lines(), *dataset.notes]
         values = {"notes": lines, "kind": chosen.kind, "source": chosen.source, "skipped": len(bad.problems)}
-        write_dataset(folder, dataset, values)
+        return write_dataset(folder, dataset, values)
 
     more = [_mark(tokenizer), data.template, packing, isolate, data.train_on_prompt, data.weights, stops]
-    dataset, found, kept = _kept(loaded, [*key, *more], fill)
+    dataset, found, reused = _dataset(loaded, [*key, *more], fill, tokenizer)
     if found["kind"] == "plain":
         # So that whoever loads the result can ask it in the words it was taught in.
         tokenizer.chat_template = found["source"]
     dataset, remarks = _placed(dataset, config)
     generation = _with_end(config, generation, tokenizer)
-    lines = (*told, *notes, *found["notes"], *kept, *remarks)
+    lines = (*told, *notes, *found["notes"], *reused, *remarks)
     return Material(config, tokenizer, dataset, lines, found["kind"], found["skipped"], generation)
 
 
@@ -206,15 +207,15 @@ def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
     return named if data.evaluation is None else [*named, (_EVALUATION, list(loaded.patterns("evaluation")))]
 
 
-def _kept(
-    loaded: LoadedJob, key: Sequence[Any], fill: Callable[[Path], None]
+def _dataset(
+    loaded: LoadedJob, key: Sequence[Any], fill: Callable[[Path], Any], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Dataset, dict[str, Any], list[str]]:
     """(the data, what else is told of it, a remark where an earlier start has made it). ``fill``: makes it, into a folder."""
     data = loaded.job.data
-    settings = [data.sequence_length, data.held_out, loaded.job.train.seed]
-    with entry([*key, *settings] if data.cache else None, fill) as (folder, there):
-        dataset, found = read_dataset(folder)
-    return dataset, found, [f"token ids: those of an earlier start ({folder})"] if there else []
+    whole = [*key, data.sequence_length, data.held_out, loaded.job.train.seed] if data.cache else None
+    read = functools.partial(read_dataset, ids=largest_id(tokenizer) + 1)
+    (dataset, found), there = kept(whole, fill, read, say)
+    return dataset, found, ["token ids: those of an earlier start"] if there else []
 
 
 def _mark(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
@@ -271,8 +272,8 @@ def _tokenizer(
         def fill(folder: Path) -> None:
             save_tokenizer(train_bpe(texts(), size, length), folder)
 
-        with entry(["tokenizer", size, length, *key] if job.data.cache else None, fill) as (folder, _):
-            tokenizer = load_tokenizer(folder)
+        whole = ["tokenizer", size, length, *key] if job.data.cache else None
+        tokenizer, _ = kept(whole, fill, lambda folder, _: load_tokenizer(folder), say)
         note = vocabulary_note(tokenizer, size)
         notes.extend([note] if note else [])
     else:
