@@ -11,6 +11,7 @@ tokens end at the edge. Elsewhere the beginning is encoded: from the last specia
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -52,7 +53,6 @@ PLAIN_FORM = (
 )
 """The plain form: a heading over every message, the end token behind every answer, an empty line between messages. A tokenizer
 that begins every text with a special token gets it in front."""
-_BEGIN = "{{- bos_token }}"
 _JOINED = "{%- for message in messages %}{{- message.content }}{%- endfor %}"
 
 # A template may print today's date; then a run resumed tomorrow would learn other data than it began with. The date is
@@ -115,16 +115,13 @@ def choose_template(
     unasked. Raises UserError when a chat template is needed and missing.
     """
     special = tokenizer.special_tokens_map
-    # As Llama's and Gemma's tokenizers begin every text with their beginning token.
-    begin = tokenizer.bos_token_id
-    begins = begin is not None and beginning(own_tokens_only(tokenizer))[:1] == [begin]
     if template == "none":
         talk = next((one for one in records if [turn.role for turn in one.messages] != ["user", "assistant"]), None)
         if talk is not None:
             raise UserError(
                 f'data.template = "none" learns completions of prompts, and {talk.source} is a conversation: take a chat template'
             )
-        return ChatTemplate("none", (_BEGIN if begins else "") + _JOINED, None, special, ours=True)
+        return ChatTemplate("none", _begin(tokenizer) + _JOINED, None, special, ours=True)
     if template == "plain" or (template == "auto" and not has_template(tokenizer)):
         chat = next((record for record in records if record.shape == "chat"), None)
         if template == "auto" and chat is not None:
@@ -137,7 +134,7 @@ def choose_template(
                 f"records with tools need a chat template that can print them, and the plain form cannot ({calling.source} "
                 f'has tools). Set data.template = "chat" and tokenizer.path to a tokenizer with such a template.'
             )
-        return ChatTemplate("plain", (_BEGIN if begins else "") + PLAIN_FORM, None, special, ours=True)
+        return ChatTemplate("plain", _begin(tokenizer) + PLAIN_FORM, None, special, ours=True)
     if not has_template(tokenizer):
         raise UserError(f'data.template = "chat" needs a tokenizer with a chat template; this one has none. {REMEDY}')
     try:
@@ -146,9 +143,17 @@ def choose_template(
         raise UserError(
             f'data.template = "{template}": the tokenizer\'s chat template cannot be chosen: {error}'
         ) from None
-    ours = {*sources} <= {PLAIN_FORM, _BEGIN + PLAIN_FORM}
+    ours = PLAIN_FORM in sources[0] and {*sources} <= {PLAIN_FORM, _begin(tokenizer) + PLAIN_FORM}
     source, with_tools = ((FROZEN_DATE if "strftime_now" in source else "") + source for source in sources)
     return ChatTemplate("chat", source, with_tools, special, ours)
+
+
+def _begin(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The beginning of a template that prints the tokens with which the tokenizer begins every text, as Llama's and Gemma's do."""
+    begin = beginning(own_tokens_only(tokenizer))
+    if begin == [tokenizer.bos_token_id]:
+        return "{{- bos_token }}"
+    return f"{{{{- {json.dumps(''.join(tokenizer.convert_ids_to_tokens(begin)))} }}}}" if begin else ""
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Template | None) -> list[int]:

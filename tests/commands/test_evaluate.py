@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.data.chat_template import render_prompt
-from hetero_mpi.data.tokenizer import load_tokenizer
+from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.report.run_files.metrics import read_metrics
@@ -160,13 +161,40 @@ def test_the_harness_is_asked_for_where_it_is_not_installed(monkeypatch: pytest.
         harness.Harness("tiny", None, None, 8, "")
 
 
-def samples(folder: Path) -> list[tuple[str, list[tuple[float, bool]]]]:
+def rows_of(folder: Path, task: str) -> list[dict[str, Any]]:
+    (path,) = folder.rglob(f"samples_{task}*.jsonl")
+    return sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: int(row["doc_id"]))
+
+
+def samples(folder: Path, task: str = "") -> list[tuple[str, list[tuple[float, bool]]]]:
     """(question, [(log-likelihood, is it the greedy one) of each choice]) of every example."""
-    (path,) = folder.rglob("samples_*.jsonl")
-    rows = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: int(row["doc_id"]))
     return [
-        (row["doc"]["question"], [(float(one[0][0]), str(one[0][1]) == "True") for one in row["resps"]]) for row in rows
+        (row["doc"]["question"], [(float(one[0][0]), str(one[0][1]) == "True") for one in row["resps"]])
+        for row in rows_of(folder, task)
     ]
+
+
+CHOICE = """
+output_type: multiple_choice
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{ metric: acc }, { metric: acc_norm }]
+"""
+ROLLING = """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}}"
+metric_list: [{ metric: word_perplexity }]
+"""
+
+
+def write_task(folder: Path, name: str, examples: list[dict[str, Any]], rest: str) -> None:
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(one) + "\n" for one in examples))
+    head = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{ data_files: {{ test: {data} }} }}\ntest_split: test"
+    (folder / f"{name}.yaml").write_text(head + rest)
 
 
 def result_of(folder: Path) -> dict[str, Any]:
@@ -184,20 +212,7 @@ def test_tasks_give_what_the_harness_gives_on_the_same_model(
         monkeypatch.setenv(name, "of-others")  # the harness has a key of its own
     choices = ["ab cab", "de", " cab abc", "defgh"]
     examples = [{"question": "abc " * (1 + n % 5) + "ab", "choices": choices, "answer": n % 4} for n in range(12)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in examples))
-    (tmp_path / "tiny.yaml").write_text(
-        f"""
-task: tiny
-dataset_path: json
-dataset_kwargs: {{ data_files: {{ test: {tmp_path / "data.jsonl"} }} }}
-test_split: test
-output_type: multiple_choice
-doc_to_text: question
-doc_to_choice: choices
-doc_to_target: answer
-metric_list: [{{ metric: acc }}, {{ metric: acc_norm }}]
-"""
-    )
+    write_task(tmp_path, "tiny", examples, CHOICE)
     further = f"--include_path {tmp_path} --log_samples"
     shown = hetero_mpi(
         2, "evaluate", str(run), "--tasks", "tiny", "--limit", "10", "-o", str(tmp_path), "--lm-eval-args", further
@@ -213,3 +228,36 @@ metric_list: [{{ metric: acc }}, {{ metric: acc_norm }}]
         assert question == same and [greedy for _, greedy in own] == [greedy for _, greedy in other]
         assert [value for value, _ in own] == pytest.approx([value for value, _ in other], abs=1e-4)
     assert "tokens in" not in shown, "no line for each request"
+
+
+@pytest.mark.slow
+def test_tasks_begin_texts_as_the_tokenizer_does(place: Path, tmp_path: Path) -> None:
+    """Once: with answers to a context, to none, and of whole texts."""
+    pytest.importorskip("lm_eval")
+    case = written("begun", "llama", changes=(("initializer_range", 0.2), ("vocab_size", 400)))
+    base = model_with_tokenizer(tmp_path, tokenizer_directory(tmp_path, corpus(place)), case)
+    tokenizer = load_tokenizer(base)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    special = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", None, special)
+    save_tokenizer(tokenizer, base)
+    questions = ["abc ab", "de", ""]
+    examples = [{"question": one, "choices": [" cab", " abc"], "answer": 0} for one in questions]
+    write_task(tmp_path, "chosen", examples, CHOICE)
+    write_task(tmp_path, "rolling", examples[:2], ROLLING)
+    further = f"--include_path {tmp_path} --log_samples"
+    hetero_mpi(1, "evaluate", str(base), "--tasks", "chosen,rolling", "-o", str(tmp_path), "--lm-eval-args", further)
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+
+    def by_hand(context: str, answer: str) -> float:
+        ids, first = tokenizer(context + answer).input_ids, len(tokenizer(context).input_ids)
+        assert ids[0] == tokenizer.bos_token_id
+        with torch.no_grad():
+            rows = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].double(), -1)
+        return sum(float(rows[place - 1, ids[place]]) for place in range(first, len(ids)))
+
+    for question, found in samples(tmp_path, "chosen"):
+        expected = [by_hand(question, answer) for answer in (" cab", " abc")]
+        assert [value for value, _ in found] == pytest.approx(expected, abs=1e-4), question
+    for row in rows_of(tmp_path, "rolling"):
+        assert float(row["resps"][0][0]) == pytest.approx(by_hand("", row["doc"]["question"]), abs=1e-4)

@@ -21,6 +21,7 @@ from hetero_mpi.runtime.serve.api_server import ApiServer
 FOLDER = "lm-eval"
 """Folder of a run's directory with the results, as the harness names them."""
 _PATIENCE_S = 24 * 3600
+_PACKAGES = Path(__file__).resolve().parents[3]
 
 
 class Harness:
@@ -57,15 +58,15 @@ class Harness:
             "timeout": _PATIENCE_S,
             "max_retries": 1,
         }
-        words = ["run", "--model", "local-completions", "--model_args", json.dumps(model), "--tasks", self._tasks]
+        words = ["run", "--model", "hetero_mpi", "--model_args", json.dumps(model), "--tasks", self._tasks]
         words += ["--limit", str(self._limit)] if self._limit is not None else []
         words += ["--output_path", str(self._output)] if self._output is not None else []
         quiet = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"}
         quiet["OPENAI_API_KEY"] = next(iter(server.keys.values()))  # arguments would be in the list of processes
         own = {name: text for name, text in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lm_eval", *words, *self._further], env={**own, **quiet}
-        )
+        quiet["PYTHONPATH"] = os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "hetero_mpi.runtime.evaluate.harness_model", *words, *self._further]
+        self._process = subprocess.Popen(command, env={**own, **quiet})
 
     def ended(self) -> bool:
         """Has it ended? Then what it says is all there."""

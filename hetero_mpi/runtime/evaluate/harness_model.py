@@ -1,0 +1,50 @@
+"""The command line of lm-evaluation-harness with one more model: the served one, whose texts become tokens as everywhere here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+from hetero_mpi.data.tokenizer import beginning, begun, encoded, own_tokens_only
+
+
+@register_model("hetero_mpi")
+class HarnessModel(LocalCompletionsAPI):
+    """``/v1/completions`` of ``serve``, asked by token ids.
+
+    Texts begin with the tokens that begin the tokenizer's texts, once. Conversations hold what the chat template prints, no more.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, add_bos_token=True)
+        self._engine = own_tokens_only(self.tokenizer)
+        self._templated = False
+
+    def apply_chat_template(self, *conversation: Any, **options: Any) -> Any:
+        self._templated = True
+        return super().apply_chat_template(*conversation, **options)
+
+    def tok_encode(self, string: str | Sequence[str], *_: Any, add_special_tokens: bool = True, **__: Any) -> Any:
+        """``add_special_tokens``: False where lm-eval itself puts a token in front."""
+        encode = begun if add_special_tokens and not self._templated else encoded
+        ids = encode(self._engine, [string] if isinstance(string, str) else list(string))
+        return ids[0] if isinstance(string, str) else ids
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any) -> Any:
+        """The log-likelihoods. Where lm-eval takes one token for an empty context, the context is the tokens that begin texts."""
+        prefix, begin = [self.prefix_token_id], beginning(self._engine)
+        asked = [
+            (key, begin, ids[len(begin) :] if ids[: len(begin)] == begin else ids)
+            if begin and context == prefix
+            else (key, context, ids)
+            for key, context, ids in requests
+        ]
+        return super()._loglikelihood_tokens(asked, **options)
+
+
+if __name__ == "__main__":
+    cli_evaluate()
