@@ -87,8 +87,6 @@ class DatasetTrainer:
         evaluation = {key: given.pop(key, None) for key in ("eval_strategy", "eval_steps")}
         rows = {"path": "./rows.jsonl"} | ({"type": "completion", "text_column": column} if self._texts else {})
         given |= {"model_name_or_path": str(model), "datasets": [rows], "use_peft": peft_config is not None}
-        if "messages" in first and given.get("assistant_only_loss") is not True:
-            given["completion_only_loss"] = False
         if given.get("save_strategy") == "epoch":
             given |= {"save_strategy": "steps", "save_steps": self._per_epoch(given)}
         values, refused, told = arguments(title, given, changed)
@@ -199,13 +197,11 @@ def _adapter(values: dict[str, Any], model: str | Path, config: Any) -> list[tup
         return [(f"peft_config: {type(config).__name__}", "adapters are LoRA's: give a LoraConfig")]
     given, defaults = config.to_dict(), type(config)().to_dict()
     targets, layers = given["target_modules"], given["layers_to_transform"]
-    if targets is None and (description := Path(model) / "config.json").is_file():
-        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
-
-        targets = USUAL.get(json.loads(description.read_text(encoding="utf-8")).get("model_type"))
-    if targets is None or (isinstance(targets, str) and targets != "all-linear"):
+    if isinstance(targets, str) and targets != "all-linear":
         return [("target_modules", 'name the layers, ["q_proj", "v_proj"], or "all-linear"; a pattern is not here')]
-    given["target_modules"] = targets if isinstance(targets, str) else sorted(targets)
+    given["target_modules"] = sorted(targets) if isinstance(targets, (list, set)) else targets or "family"
+    if values.get("train.dropout") is False:
+        given["lora_dropout"] = 0.0
     given["layers_to_transform"] = [layers] if isinstance(layers, int) else layers
     refused = _beside(values, model, given)
     values |= {ours: given[key] for key, ours in PEFT["keys"].items() if given[key] not in (None, {})}

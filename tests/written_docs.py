@@ -81,12 +81,16 @@ Nothing of the other tool needs to be installed, and nothing is run or fetched.
 Behind each key of the job stand the keys it comes from.
 Below them stands every other key of the file, with its value and the reason why it is not in the job.
 A key that is in no table here is named as not understood.
-Training that is not here (PPO, GRPO, reward models) is refused, and nothing is written.
+Training that is not here is refused, and nothing is written: PPO, GRPO, reward models, diffusion, images and sound, other losses.
+The tables say of such keys that they stop the conversion; a key that is off (`false`, 0, empty) stops nothing.
 
-What the other tool does where its file is silent is written too, as its defaults differ from ours.
+What the other tool does where its file is silent is written, too, for each trainer of axolotl 0.18, LLaMA-Factory 0.9.6, TRL 1.16.
+So preferences are learnt without dropout, axolotl warms up over 3 % of the steps (at most 100), TRL learns the questions of chats.
 `--gpus` tells how many GPUs it ran on: the batch of a step is micro-batch x accumulation x GPUs.
 Paths are those from the working directory, as these tools read them.
-A pair of answers shares a sequence here, so `data.sequence_length` is twice their limit.
+`data.sequence_length` counts what is read: one token less than their limit, whose last token is only learnt.
+A pair of answers shares a sequence here, so that it is twice their limit, less one.
+axolotl leaves out rows that are longer; here they lose their ends, and a run says how many did.
 The order of the data, the words around an instruction (here those of the tokenizer's chat template) and the rounding differ.
 Losses are therefore alike and not equal.
 """
@@ -106,7 +110,8 @@ def coming_from_page() -> str:
             meant = TABLE["parts"][ours[1:]] if ours.startswith("=") else f"`{ours}`"
             rows.setdefault(meant, []).append(f"`{theirs}`")
         for group in TABLE[part]["left"]:
-            rows.setdefault(f"not in the job: {group['reason']}", []).extend(f"`{key}`" for key in group["keys"])
+            effect = "stops the conversion" if group.get("stop") else "not in the job"
+            rows.setdefault(f"{effect}: {group['reason']}", []).extend(f"`{key}`" for key in group["keys"])
         text += "".join(f"| {', '.join(theirs)} | {ours} |\n" for ours, theirs in rows.items())
     return text
 

@@ -38,9 +38,10 @@ _LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
 """May be given as one text with commas."""
 _FILE = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
+_OFF = r"^(false|no|none|null)$"
 _COLUMNS = ("field", "text_column", "columns")
 """Keys of a data set that name the column of its texts."""
-_MANY = ("=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs")
+_MANY = ("=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs", "=unfrozen")
 """Parts that may have several values; others have one."""
 
 
@@ -62,6 +63,9 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
     if target.exists():
         raise UserError(f"{target}: there already, and init overwrites nothing; name another directory or FILE.toml")
     draft = _Draft(file, read_keys(file), target.absolute().parent, gpus)
+    if draft.stops:
+        stops = "".join(f"\n  {key} = {value}: {why}" for key, value, why in draft.stops)
+        raise UserError(f"{file}: no job was written, as what is learnt would be something else:{stops}")
     text = draft.text()
     try:
         job_of_tables(toml.loads(text), target.stem, target.absolute().parent)
@@ -71,11 +75,9 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     unknown = [f"{NOT_UNDERSTOOD}: {', '.join(draft.left[NOT_UNDERSTOOD])}"] if NOT_UNDERSTOOD in draft.left else []
-    counted = (
-        f"{len(draft.values)} keys, made of a file of {draft.title}; below them those that are not in the job, and why"
-    )
+    counted = f"{len(draft.values)} keys, made of a file of {draft.title}; below them those that are not in the job"
     program = f"hetero-mpi launch -np 3 -- train {shlex.quote(str(target))} --dry-run"
-    return [f"{target}: {counted} ({sum(map(len, draft.left.values()))})", *unknown, "Then:", f"  {program}"]
+    return [f"{target}: {counted}, and why ({sum(map(len, draft.left.values()))})", *unknown, "Then:", f"  {program}"]
 
 
 Reasons = list[tuple[str, str]]
@@ -92,9 +94,14 @@ def arguments(title: str, given: Mapping[str, Any], changed: Set[str]) -> tuple[
     harmless = {group["reason"] for table in tables_of("trl") for group in table["left"] if group.get("told")}
     harmless |= {TABLE["parts"][part].replace("`", "") for part in TABLE["without_effect"]}
     left = [(text.partition(" = ")[0], why) for why, names in draft.left.items() for text in names]
-    left = sorted((key, why) for key, why in left if key in changed)
+    stops = {(key, why) for key, _, why in draft.stops}
+    left = sorted({(key, why) for key, why in left if key in changed} | stops)
     values = {ours: value for ours, (value, _) in draft.values.items()}
     return values, [one for one in left if one[1] not in harmless], [one for one in left if one[1] in harmless]
+
+
+_SILENT_WARM_UP = 100
+"""Steps, at most, of axolotl's warm-up where its file has none."""
 
 
 class _Draft:
@@ -113,18 +120,23 @@ class _Draft:
         """Our key -> its value, and the keys of theirs that it comes from."""
         self.left: dict[str, list[str]] = {}
         """Reason -> their keys, with their values."""
+        self.stops: list[tuple[str, str, str]] = []
+        """(their key, its value, why no job can be made with it)."""
         self._parts: dict[str, tuple[str, Any]] = {}
         """Part of ``other_tools.toml`` -> their key, and its value."""
         self._used: set[str] = set()
+        self._steps_of_logging = given.get("logging_steps", TABLE[self.tool].get("logging_steps"))
+        """Between evaluations, where nothing else is said of these."""
         self._keys, defaults = keys_of(self.tool), keys_of(self.tool, "defaults")
-        for key, value in given.items():
+        inner = given["trl"] if isinstance(given.get("trl"), Mapping) else {}
+        for key, value in {**given, **{f"trl.{key}": value for key, value in inner.items()}}.items():
             self._take(key, value)
         for count in [count for count in ("gpus", "nodes") if gpus is not None and count in self._parts]:
             self._leave(*self._parts.pop(count), "init --gpus says it")
         self._parts.setdefault("gpus", (f"{gpus or 1} GPU (init --gpus)", gpus or 1))
         self.compared = self._preference(given)
         self.pairs = self.compared not in ("none", "kto")
-        for key, value in (defaults | TABLE[self.tool]["pairs"] if self.pairs else defaults).items():
+        for key, value in (defaults | (TABLE[self.tool]["preferences"] if self.compared != "none" else {})).items():
             if not {self._keys[key], self._keys[key].lstrip("=")} & (self.values.keys() | self._parts.keys()):
                 self._take(key, value, " by default")
         for step in (self._adapter, self._data, self._training, self._evaluation, self._output):
@@ -151,10 +163,12 @@ class _Draft:
         words, single = TABLE["values"].get(ours), (ours or "").startswith("=") and ours not in _MANY
         if single and isinstance(value, list) and len(value) == 1:
             (value,) = value
-        if value is None or value in ("", [], {}):
+        if value is None and ours == "=length" and self.tool == "trl":
+            self._stop(key, value, "rows of any length are not here: give the tokens of the longest row")
+        elif value is None or value in ("", [], {}):
             self.left.setdefault("empty there", []).append(printable(key))
         elif ours is None:
-            self._leave(key, value, _reason(key, tables_of(self.tool)))
+            self._leave_group(key, value, tables_of(self.tool))
         elif ours.startswith("="):
             if single and isinstance(value, (list, dict)):
                 raise UserError(f"{self.file}: {key} = {as_toml(value)}: must be one value, so no job was written")
@@ -172,11 +186,21 @@ class _Draft:
         else:
             self._leave(key, value, f"no {ours} of that name here, so it keeps its default")
 
+    def _leave_group(self, key: str, value: Any, tables: Sequence[Mapping[str, Any]], where: str = "") -> None:
+        """Leave a key for the reason of the first pattern that fits. ``where``: what it stands in."""
+        groups = (group for table in tables for group in table["left"])
+        fitting = (group for group in groups if any(fnmatch.fnmatchcase(key, one) for one in group["keys"]))
+        group = next(fitting, {"reason": NOT_UNDERSTOOD})
+        values = {str(one) for one in (value if isinstance(value, list) else [value]) if one}
+        asked = [one for one in values if not re.search(group.get("unless", _OFF), one, re.IGNORECASE)]
+        (self._stop if group.get("stop") and asked else self._leave)(where + key, value, group["reason"])
+
+    def _stop(self, key: str, value: Any, reason: str) -> None:
+        self.stops.append((printable(" ".join(key.split())), printable(as_toml(value)), reason))
+
     def _leave(self, key: str, value: Any, reason: str) -> None:
-        names, text = (
-            self.left.setdefault(reason, []),
-            f"{printable(' '.join(key.split()))} = {printable(as_toml(value))}",
-        )
+        names = self.left.setdefault(reason, [])
+        text = f"{printable(' '.join(key.split()))} = {printable(as_toml(value))}"
         if not key.endswith(" by default") and text not in names:
             names.append(text)
 
@@ -203,25 +227,41 @@ class _Draft:
         self._used.update(parts)
         self.values[ours] = value, ", ".join(self._parts[part][0] for part in parts if part in self._parts)
 
-    def _put_steps(self, ours: str, part: str, *asked_by: str) -> None:
-        """Steps, or a share of all where these are known."""
-        value = self._count(part)
-        if steps := int(value) if value >= 1 else math.ceil(value * self.values.get("train.steps", (0, ""))[0]):
-            self._put(ours, steps, part, *asked_by)
+    def _put_interval(self, ours: str, strategy: str, every: str, times: str) -> None:
+        """Steps, in steps or as a share of all, from what is said of them (``every``) or of their ``times`` in an epoch."""
+        when, steps = self._word(strategy), self.values.get("train.steps", (0, ""))[0]
+        if every in self._parts and (when == "steps" or self.tool == "axolotl"):
+            part, value = every, self._count(every)
+        elif self._count(times) or (when == "epoch" and not steps):
+            part, value = times, 1 / (self._count(times) or 1) / (self._count("epochs", 1) or 1)
+            value = math.floor(value * 1e12) / 1e12 if value < 1 else 0  # rounded up it might be a step more
+        else:
+            return
+        self._put(ours, int(value) if value >= 1 else math.ceil(value * steps) if steps else value, part, strategy)
 
     def _preference(self, given: Mapping[str, Any]) -> str:
         """The method by which answers are compared; "none": they are learnt."""
-        asked = sorted(given.keys() & {"beta", "precompute_ref_log_probs", "max_prompt_length"})
-        if self.tool == "trl" and asked and "objective" not in self._parts:  # its YAML does not name the trainer
-            self._parts["objective"] = f"{asked[0]}, a key of DPO", "dpo"
+        telling = [key for key in TABLE["trl"]["tells"] if key in given]
+        if self.tool == "trl" and telling and "objective" not in self._parts:  # its YAML does not name the trainer
+            kind = TABLE["trl"]["tells"][telling[0]]
+            self._parts["objective"] = f"{telling[0]}, a key of {kind.upper()}", kind
         kind = self._word("objective") or "none"
-        if kind == "dpo" or (kind == "kto" and self.tool == "trl"):
+        if kind == "cpo":
+            kind = "simpo" if self.tool == "axolotl" else self._word("loss")
+            if kind != "simpo" or self._count("likelihood", 1):
+                self._stop(
+                    *self._parts["objective"], "of CPO there is SimPO: cpo_alpha = 0 (in TRL, and loss_type = simpo)"
+                )
+        elif kind == "dpo" or self.tool == "trl":
             kind = self._word("loss") or kind
         compared = kind != "none"
         if "objective" in self._parts:
-            self._put("train.preference", kind, "objective", *(["loss"] if compared else []))
+            loss = ["loss"] if compared or self.tool == "trl" else []
+            self._put("train.preference", kind, "objective", *loss, *(["likelihood"] if kind == "simpo" else []))
         if compared and "beta" in self._parts:
             self._put("train.preference_beta", self._of("beta"), "beta")
+        if kind == "dpo" and given.get("label_smoothing"):
+            self._stop("label_smoothing", given["label_smoothing"], "TRL's sigmoid loss does not read it: take it out")
         for key, methods in OF_PREFERENCES.items():
             if kind not in methods:
                 self._drop(f"train.{key}", f"is for {' and '.join(methods)}")
@@ -236,13 +276,16 @@ class _Draft:
     def _adapter(self) -> None:
         is_lora = self._word("adapter") == "lora"
         in_four_bits = is_lora and (self._of("adapter") == "qlora" or self._of("four_bits") in (True, 4))
-        absent = (
-            ("adapter.", "model.double", "train.lora") if not is_lora else () if in_four_bits else ("model.double",)
-        )
-        for ours in [ours for ours in self.values if ours.startswith(absent)]:
+        absent = ["adapter.", "train.lora"] * (not is_lora) + ["model.double"] * (not in_four_bits)
+        for ours in [ours for ours in self.values if ours.startswith(tuple(absent))]:
             self._drop(ours, "applies to adapters, or to 4 bits, which are not asked for")
         self._put("adapter.method", "lora" if is_lora else "none", "adapter")
+        if self.compared != "none" and self._of("still", True):
+            self._drop("adapter.dropout", "preferences are learnt without dropout there")
+            self._put("train.dropout", False, "still")
         if not is_lora:
+            if "unfrozen" in self._parts:
+                self._stop(*self._parts["unfrozen"], TABLE["parts"]["unfrozen"])
             return
         if in_four_bits:
             self._put("model.quantization", "nf4", "adapter", "four_bits")
@@ -259,7 +302,7 @@ class _Draft:
         elif isinstance(names, list) and all(re.fullmatch(r"\w[\w.]*", str(name)) for name in names):
             self._put("adapter.targets", names, "targets")
         elif names is None:
-            self._leave("targets", "not named", "the tool takes what peft has for the family; here it is all-linear")
+            self._put("adapter.targets", "family")
 
     def _data(self) -> None:
         sets = self._sets("texts") or self._sets("datasets")
@@ -280,7 +323,8 @@ class _Draft:
         if "weights" in self._parts:
             shares = str(self._of("weights")).strip("[]").split(",")
             self._put("data.weights", [_number(share) for share in shares], "weights")
-        self._put("data.sequence_length", int(self._count("length")) * (2 if self.pairs else 1), "length")
+        tokens = int(self._count("length", 2)) * (2 if self.pairs else 1)  # the last of them is learnt, and not read
+        self._put("data.sequence_length", tokens - 1, "length")
         compared = self.compared != "none"
         packing = not compared and bool(self._of("neat") or self._of("packing", texts))
         self._put("data.packing", packing, *([] if compared else ["neat", "packing"]))
@@ -289,11 +333,10 @@ class _Draft:
         elif self.tool == "llamafactory" and not (texts or self._of("neat")):
             self._put("data.isolate", False, "packing")
         if not (texts or compared):
-            prompts = self._of("everything") is True or self._of("completions") is False
-            self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
+            prompts: bool | str = self._of("everything") is True or self._of("completions") is False
             if self.tool == "trl" and not prompts and self._of("answers") is not True:
-                reason = "TRL learns the questions of chats too, here only answers are learnt: see data.train_on_prompt"
-                self._leave("assistant_only_loss", "not true", reason)
+                prompts = "chats"
+            self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
 
     def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | None]]:
         """Data sets: how ``data.records`` names them, and of texts their column."""
@@ -306,7 +349,7 @@ class _Draft:
             value = [{"path": value, "name": self._of("config_name"), "split": which}]
         elif isinstance(value, Mapping):  # of the alignment handbook: a mixture
             for inner in value.keys() - {"datasets"}:
-                self._leave(f"{key}.{inner}", value[inner], _reason(inner, [TABLE["entries"]]))
+                self._leave_group(inner, value[inner], [TABLE["entries"]], f"{key}.")
             value = value.get("datasets")
         if not isinstance(value, list) or not all(
             isinstance(one, Mapping) and (one.get("path") or one.get("id")) for one in value
@@ -338,7 +381,7 @@ class _Draft:
             path = str(path)
         for key, value in {**entry, "data_files": files, "split": split if split != whole else None}.items():
             if key not in ("path", "id", "name", "config", *told) and value:
-                self._leave(f"{where}.{key}", value, _reason(key, [TABLE["entries"]]))
+                self._leave_group(key, value, [TABLE["entries"]], f"{where}.")
         if is_file:
             return self._path(path) + ("/*" if os.path.isdir(path) else "")
         return f"hf:{path}" + (f"/{name}" if name else "") + (f":{whole}" if whole != "train" else "")
@@ -358,16 +401,13 @@ class _Draft:
 
     def _path(self, text: str) -> str:
         """A path of theirs, which begins at the working directory, as it is seen from the job; a name of the hub as it is."""
-        found = Path(text)
         is_path = (_FILE.match(text) or os.path.exists(text)) and not text.startswith("~")
-        return os.path.relpath(found.absolute(), self.directory) if is_path else text
+        return os.path.relpath(Path(text).absolute(), self.directory) if is_path else text
 
     def _training(self) -> None:
-        if "batch" in self._parts:
-            self._put("train.global_batch", int(self._count("batch")), "batch", "micro", "accumulation", "gpus")
-        else:
-            parts = ("micro", "accumulation", "gpus", "nodes")
-            self._put("train.global_batch", int(math.prod(self._count(part, 1) for part in parts)), *parts)
+        parts = ("micro", "accumulation", "gpus", "nodes")
+        batch = self._count("batch") if "batch" in self._parts else math.prod(self._count(part, 1) for part in parts)
+        self._put("train.global_batch", int(batch), "batch", *parts)
         if isinstance(steps := self._of("steps"), int) and steps > 0:
             self._put("train.steps", steps, "steps")
         elif "epochs" in self._parts:
@@ -379,28 +419,41 @@ class _Draft:
         if self._of("muon") is True:
             self._drop("train.optimizer", "use_muon says it")
             self._put("train.optimizer", "muon", "muon")
-        for key in (
-            ("beta1", "beta2", "epsilon") if self.values.get("train.optimizer", ("", ""))[0] == "adafactor" else ()
-        ):
-            self._drop(f"train.{key}", "AdamW's: Adafactor has none")
+        if self.values.get("train.optimizer", ("",))[0] == "adafactor":
+            for key in ("beta1", "beta2", "epsilon"):
+                self._drop(f"train.{key}", "AdamW's: Adafactor has none")
         self._schedule()
         if "clip" in self._parts:
             self._put("train.clip_norm", self._count("clip") or "", "clip")
-        dtype = "fp16" if self._of("fp16") is True else {True: "bf16", "auto": "auto"}.get(self._of("bf16"), "fp32")
+        of_weights = "auto" if self.values["adapter.method"][0] == "lora" else "fp32"
+        dtypes = {True: "bf16", "auto": "auto", "lora": of_weights}
+        dtype = "fp16" if self._of("fp16") is True else dtypes.get(self._of("bf16"), "fp32")
         self._put("train.dtype", dtype, "fp16", "bf16")
+
+    def _warm_up(self) -> None:
+        """axolotl rounds down, makes 2 of 1, and where its file is silent has no more than 100 steps; others take a count first."""
+        by_axolotl, steps = self.tool == "axolotl", self.values.get("train.steps", (0, ""))[0]
+        part = "warmup" if self._count("warmup") or (by_axolotl and "warmup" in self._parts) else "ratio"
+        value, is_silent = self._count(part), self._parts.get(part, ("",))[0].endswith(" by default")
+        if by_axolotl and steps and value < 1:
+            value = min(int(value * steps), _SILENT_WARM_UP if is_silent else steps)
+        elif is_silent:
+            self._put("train.max_warmup_steps", _SILENT_WARM_UP, part)
+        value = 2 if by_axolotl and value == 1 else value
+        if value:
+            self._put("train.warmup_steps", int(value) if value >= 1 else value, part)
 
     def _schedule(self) -> None:
         named = self._of("schedule")
-        for part in ("ratio", "warmup") if named != "constant" else ():  # that one has no warm-up there
-            if value := self._count(part):
-                self._put("train.warmup_steps", int(value) if value >= 1 else value, part)
+        if named != "constant":  # that one has no warm-up there
+            self._warm_up()
         schedule = TABLE["values"]["=schedule"].get(named)
         if self.values.get("train.min_learning_rate_ratio", (0, ""))[0] == 1:
             schedule = "constant"
         if schedule:
             self._put("train.schedule", schedule, "schedule")
-        if schedule == "constant":
-            self._drop("train.min_learning_rate_ratio", "this schedule does not fall")
+        if schedule not in (None, "cosine"):
+            self._drop("train.min_learning_rate_ratio", "is for the schedule cosine there")
         given, words = self._of("kwargs", {}), TABLE["schedules"].get(named, {})
         if isinstance(given, str):
             with contextlib.suppress(ValueError):
@@ -422,30 +475,23 @@ class _Draft:
             self._put("data.evaluation", [name for name, _ in sets], "test_sets", "test_split")
         elif share < 1:
             self._put("data.held_out", share, "held_out")
-        if (sets or 0 < share < 1) and when in ("", "steps"):
-            self._put_steps("train.evaluate_every", "every", "evaluation")
-        if "train.evaluate_every" in self.values:
-            self._put_steps("train.patience", "patience")
+        if sets or 0 < share < 1:
+            if when == "steps" and self.tool != "axolotl":
+                self._parts.setdefault("every", ("logging_steps", self._steps_of_logging))
+            self._put_interval("train.evaluate_every", "evaluation", "every", "per_epoch")
+        if "train.evaluate_every" in self.values and self._count("patience"):
+            self._put("train.patience", int(self._count("patience")), "patience")
 
     def _output(self) -> None:
-        if self._word("saving") in ("", "steps"):
-            self._put_steps("checkpoint.every", "save_every", "saving")
+        self._put_interval("checkpoint.every", "saving", "save_every", "saves_per_epoch")
         run_dir = os.path.normpath(str(self._of("run_dir", ".")))
         if re.fullmatch(r"[^./~{}][^{}]*", run_dir):
             self._put("output.run_dir", run_dir, "run_dir")
         named = self._of("report_to", [])
-        wanted = {str(one) for one in (named if isinstance(named, list) else [named])} | {
-            name for name in TRACKERS if self._of(name)
-        }
+        wanted = {str(one) for one in (named if isinstance(named, list) else [named])}
+        wanted |= {name for name in TRACKERS if self._of(name)}
         if known := [name for name in TRACKERS if name in wanted]:
             self._put("report.trackers", known, *known, *(["report_to"] if wanted == set(known) else []))
-
-
-def _reason(key: str, tables: list[dict[str, Any]]) -> str:
-    """Why a key is left: by the first pattern that fits."""
-    groups = [group for table in tables for group in table["left"]]
-    fits = (group["reason"] for group in groups if any(fnmatch.fnmatchcase(key, one) for one in group["keys"]))
-    return next(fits, NOT_UNDERSTOOD)
 
 
 def _written(value: Any) -> str:

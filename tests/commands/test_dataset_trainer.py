@@ -57,7 +57,7 @@ def test_text_rows_are_learnt_as_they_are_and_chats_as_trl_learns_them() -> None
     job = job_of({"dataset_text_field": "body"}, [{"body": "Grass is green"}])
     assert (job.data.documents, job.data.keys, job.data.records) == ("record", {"text": "body"}, None)
     chat = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}]
-    assert job_of({}, chat).data.train_on_prompt is True
+    assert job_of({}, chat).data.train_on_prompt == "chats"
     assert job_of({"assistant_only_loss": True}, chat).data.train_on_prompt is False
 
 
@@ -96,10 +96,20 @@ def test_an_adapter_s_arguments() -> None:
         "args: peft_config.init_lora_weights",
         "args: peft_config.bias",
     ]
-    assert refused({}, peft_config=LoraConfig(r=2))[0].startswith("args: target_modules is not taken: name the layers")
-    Path("model").mkdir()
-    Path("model/config.json").write_text('{"model_type": "llama"}')
-    assert job_of({}, peft_config=LoraConfig(r=2)).adapter.targets == ["q_proj", "v_proj"], "as peft has it"
+    assert refused({}, peft_config=LoraConfig(target_modules=".*q_proj"))[0].startswith(
+        "args: target_modules is not taken"
+    )
+    assert job_of({}, peft_config=LoraConfig(r=2)).adapter.targets == "family"
+
+
+def test_preferences_are_learnt_without_dropout() -> None:
+    rows, config = [{"prompt": "a", "chosen": "b", "rejected": "c"}], LoraConfig(lora_dropout=0.1)
+    job = job_of({"beta": 0.1, "max_length": 12}, rows, peft_config=config)
+    assert (job.train.dropout, job.adapter.dropout, job.data.sequence_length) == (False, 0.0, 23)
+    job = job_of({"beta": 0.1, "disable_dropout": False}, rows, peft_config=config)
+    assert (job.train.dropout, job.adapter.dropout) == (True, 0.1)
+    job = job_of({"max_length": 12}, peft_config=config)
+    assert (job.train.dropout, job.adapter.dropout, job.data.sequence_length) == (True, 0.1, 11)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +151,14 @@ def test_models_and_rows_that_are_not_taken() -> None:
 
 @pytest.mark.slow
 def test_other_trainers_have_the_same_losses_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """TRL's SFTTrainer on texts, chats and completions (these by an adapter), its DPOTrainer, and transformers' Trainer."""
+    """TRL's SFTTrainer on texts, chats and completions (cut, by an adapter), DPOTrainer (with dropout), transformers' Trainer."""
     pytest.importorskip("trl", reason="TRL is in the extra `trl`")
     pytest.importorskip("datasets")
     program = ["-m", "tests.programs.dataset_trainer", str(tmp_path)]
     done = run_within(600, [sys.executable, *program, "theirs"], os.environ, ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = {case: json.loads((tmp_path / f"{case}-0.json").read_text()) for case in
-             ("texts", "chats", "completions", "pairs", "plain")}  # fmt: skip
+             ("texts", "cut", "chats", "completions", "pairs", "still", "plain")}  # fmt: skip
     for case, (theirs, ours) in found.items():
         np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=0, atol=2e-6, err_msg=case)
         np.testing.assert_allclose(ours["evaluations"], theirs["evaluations"], rtol=0, atol=2e-6, err_msg=case)

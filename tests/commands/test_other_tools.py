@@ -22,20 +22,21 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "axolotl-alpaca-qlora.yml": {
         "model.path": "example/Base-8B", "model.quantization": "nf4", "adapter.method": "lora", "adapter.rank": 24,
         "adapter.alpha": 12, "adapter.dropout": 0.1, "adapter.targets": "all-linear", "data.records": ["hf:example/instructions"],
-        "data.packing": True, "data.sequence_length": 2048, "data.held_out": 0, "train.global_batch": 12, "train.epochs": 2,
+        "data.packing": True, "data.sequence_length": 2047, "data.held_out": 0, "train.global_batch": 12, "train.epochs": 2,
         "train.learning_rate": 0.00015, "train.warmup_steps": 12, "train.optimizer": "adamw", "train.weight_decay": 0,
         "train.beta2": 0.999, "train.dtype": "auto", "output.run_dir": "outputs/first",
     },
     "axolotl-dpo-8bit.yml": {
-        "train.preference": "dpo", "train.preference_beta": 0.2, "data.sequence_length": 2048, "data.packing": False,
+        "train.preference": "dpo", "train.preference_beta": 0.2, "data.sequence_length": 2047, "data.packing": False,
         "train.optimizer": "adamw_8bit", "model.quantization": "none", "data.pad": "full",
     },
     "axolotl-full-fsdp.yml": {
-        "adapter.method": "none", "data.records": ["hf:example/fine-chats"], "train.learning_rate": 2e-5, "train.dtype": "bf16",
+        "adapter.method": "none", "train.evaluate_every": 0.5, "data.records": ["hf:example/fine-chats"],
+        "train.learning_rate": 2e-5, "train.dtype": "bf16",
         "train.weight_decay": 0.1,
     },
     "axolotl-kernels.yml": {
-        "adapter.targets": ["gate_proj", "down_proj", "q_proj"], "train.steps": 300, "train.warmup_steps": 0.1,
+        "adapter.targets": ["gate_proj", "down_proj", "q_proj"], "train.steps": 300, "train.warmup_steps": 30,
         "train.epochs": None,
         "train.evaluate_every": 50, "checkpoint.every": 150, "checkpoint.keep": 2, "train.patience": 3, "train.schedule": "linear",
         "report.trackers": ["wandb"],
@@ -60,7 +61,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "axolotl-orpo.yml": {
         "adapter.modules_to_save": ["embed_tokens"],
-        "train.preference": "orpo", "train.preference_beta": 0.1, "train.warmup_steps": 0.1, "report.trackers": ["tensorboard"],
+        "train.preference": "orpo", "train.preference_beta": 0.1, "train.warmup_steps": 15, "report.trackers": ["tensorboard"],
     },
     "llamafactory-lora.yaml": {
         "tokenizer.add": ["<tool>", "<call>"], "tokenizer.add_special": ["<|end of it|>"],
@@ -70,7 +71,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.schedule": "cosine", "train.optimizer": "adamw", "train.weight_decay": 0,
     },
     "llamafactory-dpo.yaml": {
-        "train.preference": "dpo", "train.preference_beta": 0.3, "data.sequence_length": 3000, "train.evaluate_every": 250,
+        "train.preference": "dpo", "train.preference_beta": 0.3, "data.sequence_length": 2999, "train.evaluate_every": 250,
         "data.held_out": 0.1,
     },
     "llamafactory-orpo.yaml": {
@@ -85,7 +86,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "llamafactory-qlora.yaml": {
         "model.quantization": "nf4", "model.double_quantization": False, "adapter.alpha": 40, "adapter.rslora": True,
-        "data.packing": True, "data.isolate": "auto", "train.dtype": "fp16", "train.evaluate_every": 0,
+        "data.packing": True, "data.isolate": "auto", "train.dtype": "fp16", "train.evaluate_every": 0.333333333333,
     },
     "llamafactory-galore.yaml": {"train.dtype": "bf16", "train.evaluate_every": 500, "train.warmup_steps": 0.1},
     "llamafactory-ray.yaml": {"train.global_batch": 32, "train.schedule": "cosine"},
@@ -96,7 +97,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "llamafactory-command.sh": {"train.global_batch": 32, "model.path": "example/Instruct-8B", "train.learning_rate": 1e-4},
     "trl-smallest.yaml": {
-        "train.global_batch": 8, "train.epochs": 3, "data.sequence_length": 1024, "train.dtype": "bf16", "data.held_out": 0,
+        "train.global_batch": 8, "train.epochs": 3, "data.sequence_length": 1023, "train.dtype": "bf16", "data.held_out": 0,
         "train.learning_rate": 1e-4, "checkpoint.every": 500,
     },
     "trl-sft.sh": {
@@ -108,11 +109,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "adapter.rank": 32, "adapter.dropout": 0.05,
     },
     "trl-dpo.sh": {
-        "train.preference": "dpo", "train.learning_rate": 5e-7, "data.sequence_length": 2048, "report.trackers": ["wandb"],
+        "train.preference": "dpo", "train.learning_rate": 5e-7, "data.sequence_length": 2047, "report.trackers": ["wandb"],
     },
     "trl-orpo.sh": {
         "train.preference": "orpo", "train.preference_beta": 0.25, "train.warmup_steps": 0.1, "train.learning_rate": 1e-6,
-        "data.sequence_length": 3072, "report.trackers": ["tensorboard", "trackio"], "adapter.targets": "all-linear",
+        "data.sequence_length": 3071, "report.trackers": ["tensorboard", "trackio"], "adapter.targets": "all-linear",
     },
     "trl-handbook-qlora.yaml": {
         "data.records": ["hf:example/large-chats/default:train_sft"], "model.quantization": "nf4",
@@ -121,7 +122,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "trl-handbook-dpo.yaml": {"train.preference": "dpo", "train.preference_beta": 0.01, "data.held_out": 0},
     "trl-datasets.yaml": {
         "data.records": ["hf:example/chats", "hf:example/code/python"], "train.schedule": "cosine", "train.warmup_steps": 0.03,
-        "checkpoint.every": 0,
+        "checkpoint.every": 0.5,
     },
     "trl-local.yaml": {
         "data.records": ["data/pairs.jsonl"], "model.double_quantization": True, "adapter.dora": True, "train.warmup_steps": 30,
@@ -177,7 +178,7 @@ def test_what_is_left_has_its_value_and_its_reason() -> None:
     for part in (
         'all of it is taken: datasets[0].split = "train[:20%]"',
         'how kernels compute; here attention and dtype are chosen by device and job: attention = "flash"',
-        "evals_per_epoch = 2",
+        "gradient_checkpointing = true",
     ):
         assert part in text
 
@@ -187,10 +188,12 @@ def test_what_is_left_has_its_value_and_its_reason() -> None:
     [
         ("base_model: a/b\nrl: grpo\ndatasets: [{path: a/c}]\n", "rl = grpo: not here"),
         ("model_name_or_path: a/b\nstage: ppo\ndataset: x\n", "stage = ppo"),
-        ("model_name_or_path: a/b\nstage: dpo\npref_loss: hinge\ndataset: x\n", "pref_loss = hinge"),
+        ("model_name_or_path: a/b\nstage: dpo\npref_loss: kto_pair\ndataset: x\n", "pref_loss = kto_pair"),
+        ("base_model: a/b\nrl: simpo\ndatasets: [{path: a/c}]\n", "rl = "),
         ("model_name_or_path: a/b\nstage: sft\nfinetuning_type: freeze\ndataset: x\n", "finetuning_type = freeze"),
         ("trl grpo --model_name_or_path a/b --dataset_name a/c", "trainer = grpo"),
-        ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type robust", "loss_type = robust"),
+        ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type exo_pair", "loss_type = exo_pair"),
+        ("trl sft --model_name_or_path a/b --dataset_name a/c --loss_type dft", "loss_type = dft"),
         ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type sigmoid bco_pair", "loss_type = "),
         ("python train_mine.py --model_name_or_path a/b --dataset_name a/c", "trainer = train_mine"),
         ("trl sft --model_name_or_path $MODEL --dataset_name a/c", "$MODEL has none"),
@@ -362,16 +365,197 @@ def test_every_argument_of_trl_is_known() -> None:
         assert unknown == [], kind
 
 
+def effective(kind: str) -> dict[str, Any]:
+    """Keys of a job -> what one of the installed TRL's trainers does where its command line names a model and data only."""
+    import trl
+    from trl.experimental import cpo, orpo
+
+    configs = {
+        "sft": trl.SFTConfig,
+        "dpo": trl.DPOConfig,
+        "kto": trl.KTOConfig,
+        "orpo": orpo.ORPOConfig,
+        "cpo": cpo.CPOConfig,
+    }
+    args, adapter = configs[kind](output_dir="out", use_cpu=True), trl.ModelConfig()
+    still, compared = getattr(args, "disable_dropout", False), kind != "sft"
+    answers = 2 if kind in ("dpo", "orpo", "cpo") else 1
+    assert adapter.lora_target_modules is None and args.eval_strategy == "no" and args.save_strategy == "steps"
+    assert compared or (args.completion_only_loss is None and not args.assistant_only_loss)
+    return {
+        **{f"train.{key}": getattr(args, key) for key in ("learning_rate", "warmup_steps", "weight_decay", "seed")},
+        **{f"train.{ours}": getattr(args, f"adam_{ours}") for ours in ("beta1", "beta2", "epsilon")},
+        "train.schedule": args.lr_scheduler_type, "train.optimizer": TABLE["values"]["train.optimizer"][args.optim],
+        "train.clip_norm": args.max_grad_norm, "train.epochs": args.num_train_epochs, "train.steps": 100,
+        "train.global_batch": args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        "train.last_batch": "full" if args.dataloader_drop_last else "smaller", "train.dtype": "bf16" if args.bf16 else "fp32",
+        "train.dropout": not still, "adapter.dropout": 0.0 if still else adapter.lora_dropout, "adapter.targets": "family",
+        "adapter.rank": adapter.lora_r, "adapter.alpha": adapter.lora_alpha, "adapter.rslora": adapter.use_rslora,
+        "data.sequence_length": answers * args.max_length - 1, "data.packing": getattr(args, "packing", False),
+        "data.train_on_prompt": False if compared else "chats", "data.held_out": 0.0, "train.evaluate_every": 0,
+        "checkpoint.every": args.save_steps, "train.neftune_noise_alpha": args.neftune_noise_alpha,
+        "train.preference": {"sft": "none", "cpo": "simpo"}.get(kind, kind),
+        "train.preference_beta": getattr(args, "beta", 0.1), "train.preference_margin": getattr(args, "simpo_gamma", 0.5),
+        "train.preference_smoothing": getattr(args, "label_smoothing", 0.0),
+        "train.desirable_weight": getattr(args, "desirable_weight", 1.0),
+    }  # fmt: skip
+
+
 @pytest.mark.slow
-def test_the_defaults_of_trl_are_those_of_the_package() -> None:
-    trl = pytest.importorskip("trl", reason="needs the extra trl")
-    defaults = keys_of("trl", "defaults")
-    for kind, changed in ((trl.SFTConfig, {}), (trl.DPOConfig, TABLE["trl"]["pairs"])):
-        own = {field.name: field.default for field in dataclasses.fields(kind)}
-        own |= {field.name: field.default for field in dataclasses.fields(trl.ModelConfig)}
-        for key, value in {**defaults, **changed}.items():
-            if key != "bf16":  # it is on where nothing else is asked for
-                assert own.get(key, value) == value, key
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "cpo"])
+def test_a_silent_command_line_trains_as_the_trainer_of_trl_does(kind: str) -> None:
+    pytest.importorskip("trl", reason="needs the extra trl")
+    asked = " --loss_type simpo --cpo_alpha 0" if kind == "cpo" else ""
+    Path("run.txt").write_text(f"trl {kind} --model_name_or_path a/b --dataset_name x.jsonl --use_peft{asked}")
+    job = made(Path("run.txt"))
+    expected = effective(kind)
+    assert {dotted: of(job, dotted) for dotted in expected} == expected
+
+
+OF_TRANSFORMERS = {
+    "train.weight_decay": 0.0, "train.beta1": 0.9, "train.beta2": 0.999, "train.epsilon": 1e-8, "train.clip_norm": 1.0,
+    "train.seed": 42, "train.optimizer": "adamw", "data.held_out": 0.0, "train.evaluate_every": 0, "adapter.dropout": 0.0,
+}  # fmt: skip
+SILENT: list[tuple[str, dict[str, Any]]] = [
+    (
+        "base_model: a/b\nlearning_rate: 1e-4\nadapter: lora\nlora_r: 8\nlora_alpha: 4\n",
+        {"train.schedule": "cosine", "train.warmup_steps": 0.03, "train.max_warmup_steps": 100, "train.epochs": 1,
+         "train.global_batch": 1, "data.sequence_length": 511, "data.packing": False, "train.dtype": "auto",
+         "data.train_on_prompt": False, "adapter.targets": "family", "checkpoint.every": 0, "checkpoint.keep": 4,
+         "train.dropout": True},
+    ),
+    (
+        "base_model: a/b\nlearning_rate: 1e-4\nrl: dpo\nadapter: lora\nlora_dropout: 0.1\n",
+        {"train.preference": "dpo", "train.preference_beta": 0.1, "train.dropout": False, "data.sequence_length": 1023},
+    ),
+    (
+        "model_name_or_path: a/b\nstage: sft\n",
+        {"train.learning_rate": 5e-5, "train.schedule": "linear", "train.warmup_steps": 0, "train.epochs": 3, "adapter.rank": 8,
+         "train.global_batch": 8, "adapter.alpha": 16, "adapter.targets": "all-linear", "data.sequence_length": 2047,
+         "data.packing": False, "train.dtype": "auto", "checkpoint.every": 500, "data.train_on_prompt": False},
+    ),
+    ("model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\n", {"train.dtype": "fp32", "train.dropout": True}),
+    ("model_name_or_path: a/b\nstage: pt\n", {"data.packing": True, "data.sequence_length": 2047}),
+    (
+        "model_name_or_path: a/b\nstage: dpo\nlora_dropout: 0.1\n",
+        {"train.preference": "dpo", "train.preference_beta": 0.1, "train.dropout": False, "data.sequence_length": 4095},
+    ),
+    ("model_name_or_path: a/b\nstage: kto\nlora_dropout: 0.1\n", {"train.preference": "kto", "train.dropout": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), SILENT)
+def test_what_the_other_programs_do_where_their_files_are_silent(text: str, expected: dict[str, Any]) -> None:
+    """Not installed here: the table of keys names the sources of these values."""
+    name = "datasets: [{path: a/c}]" if "base_model" in text else "dataset: x\ntemplate: x"
+    Path("theirs.yaml").write_text(f"{text}{name}\n")
+    job, expected = made(Path("theirs.yaml")), OF_TRANSFORMERS | expected
+    assert {dotted: of(job, dotted) for dotted in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "warm_up"),
+    [
+        ("max_steps: 200", 6),
+        ("max_steps: 50", 2),
+        ("max_steps: 30", 0),
+        ("max_steps: 9000", 100),
+        ("max_steps: 9000\nwarmup_ratio: 0.1", 900),
+        ("max_steps: 200\nwarmup_steps: 0", 0),
+        ("warmup_steps: 1", 2),
+        ("warmup_steps: 0", 0),
+        ("warmup_ratio: 0.2", 0.2),
+        ("lr_scheduler: constant", 0),
+    ],
+)
+def test_axolotl_warms_up(text: str, warm_up: float) -> None:
+    Path("theirs.yml").write_text(f"base_model: a/b\nlearning_rate: 1e-4\ndatasets: [{{path: a/c}}]\n{text}\n")
+    train = made(Path("theirs.yml")).job.train
+    assert (train.warmup_steps, train.max_warmup_steps) == (warm_up, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "evaluate_every", "every"),
+    [
+        ("num_epochs: 4\nval_set_size: 0.1\nevals_per_epoch: 5\nsaves_per_epoch: 2", 0.05, 0.125),
+        ("num_epochs: 4\nval_set_size: 0.1\nevals_per_epoch: 5\nmax_steps: 400\nsaves_per_epoch: 1", 20, 100),
+        ("val_set_size: 0.1\nevals_per_epoch: 1\nsaves_per_epoch: 0", 0, 0),
+        ("num_epochs: 3\nevals_per_epoch: 5\nsave_strategy: 'no'", 0, 0),
+        ("num_epochs: 2\nval_set_size: 0.1\neval_strategy: epoch", 0.5, 0.5),
+        ("val_set_size: 0.1\neval_steps: 0.2\nsave_steps: 30", 0.2, 30),
+    ],
+)
+def test_what_is_done_some_times_in_an_epoch(text: str, evaluate_every: float, every: float) -> None:
+    Path("theirs.yml").write_text(f"base_model: a/b\nlearning_rate: 1e-4\ndatasets: [{{path: a/c}}]\n{text}\n")
+    job = made(Path("theirs.yml")).job
+    assert (job.train.evaluate_every, job.checkpoint.every) == (evaluate_every, every)
+
+
+THEIRS = {
+    "axolotl": "base_model: a/b\ndatasets: [{path: a/c}]\n",
+    "llamafactory": "model_name_or_path: a/b\ndataset: x\ntemplate: x\n",
+    "trl": "model_name_or_path: a/b\ndataset_name: a/c\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        ("axolotl", "reward_model: true"),
+        ("axolotl", "process_reward_model: true"),
+        ("axolotl", "diffusion: {noise_schedule: cosine}"),
+        (
+            "axolotl",
+            "plugins: [axolotl.integrations.liger.LigerPlugin, axolotl.integrations.diffusion.DiffusionPlugin]",
+        ),
+        ("axolotl", "kd_trainer: true"),
+        ("axolotl", "model_type: AutoModelForSequenceClassification"),
+        ("axolotl", "processor_type: AutoProcessor"),
+        ("axolotl", "use_eaft: true"),
+        ("axolotl", "unfrozen_parameters: [lm_head]"),
+        ("axolotl", "rl: simpo\nsimpo_gamma: 0.5"),
+        ("llamafactory", "mask_history: true"),
+        ("llamafactory", "stage: dpo\npref_ftx: 0.2"),
+        ("llamafactory", "use_dft_loss: true"),
+        ("llamafactory", "image_max_pixels: 262144"),
+        ("trl", "beta: 0.1\nnum_generations: 4"),
+        ("trl", "beta: 0.1\nloss_weights: [0.5]"),
+        ("trl", "beta: 0.1\nf_divergence_type: js_divergence"),
+        ("trl", "beta: 0.1\nlabel_smoothing: 0.1"),
+        ("trl", "label_smoothing_factor: 0.1"),
+        ("trl", "max_length: null"),
+    ],
+)
+def test_keys_that_change_what_is_learnt_stop_the_conversion(
+    tool: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("theirs.yml").write_text(THEIRS[tool] + text + "\n")
+    assert main(["init", "--from", "theirs.yml"]) == 2
+    named = text.splitlines()[-1].partition(":")[0] if "rl: " not in text else "rl"
+    assert f"\n  {named} = " in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["theirs.yml"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "expected"),
+    [
+        ("axolotl", "reward_model: false\nplugins: [axolotl.integrations.liger.LigerPlugin]\nlabel_smoothing_factor: 0", {}),
+        ("axolotl", "adapter: lora\nunfrozen_parameters: [lm_head]\nmodel_type: AutoModelForCausalLM", {}),
+        ("axolotl", "rl: simpo\ncpo_alpha: 0\nsimpo_gamma: 0.7", {"preference": "simpo", "preference_margin": 0.7}),
+        ("axolotl", "rl: dpo\ntrl: {beta: 0.3}\ndpo_loss_type: [hinge]", {"preference": "hinge", "preference_beta": 0.3}),
+        ("trl", "beta: 0.1\nf_divergence_type: reverse_kl\nlabel_smoothing: 0.0", {"preference": "dpo"}),
+        ("trl", "desirable_weight: 2.0\nbeta: 0.3", {"preference": "kto", "preference_beta": 0.3, "learning_rate": 1e-6}),
+        ("trl", "beta: 0.2\nloss_type: robust\nlabel_smoothing: 0.1", {"preference": "robust", "preference_smoothing": 0.1}),
+        ("trl", "beta: 0.2\ndisable_dropout: false\nuse_peft: true", {"preference": "dpo", "dropout": True}),
+    ],
+)  # fmt: skip
+def test_keys_that_change_nothing_or_have_a_counterpart_do_not_stop_it(
+    tool: str, text: str, expected: dict[str, Any]
+) -> None:
+    Path("theirs.yml").write_text(THEIRS[tool] + text + "\n")
+    job = made(Path("theirs.yml")).job
+    assert {key: getattr(job.train, key) for key in expected} == expected
+    assert job.adapter.dropout == (0.05 if "use_peft" in text else 0.0)
 
 
 BASE = "base_model: a/b\nadapter: lora\n"

@@ -36,6 +36,8 @@ WORDS = [
     "at",
     "night",
 ]
+CUT = 40
+"""Tokens, of which some rows have more."""
 RANK = MPI.COMM_WORLD.Get_rank()
 QUICK = {
     "profile.repeats": 1,
@@ -117,6 +119,16 @@ def texts(cases: Cases, theirs: bool) -> Iterator[dict[str, Any]]:
     yield cases.ours("texts", rows, args, rows)
 
 
+def cut(cases: Cases, theirs: bool) -> Iterator[dict[str, Any]]:
+    """Completions that are longer than a row may be."""
+    rows = [{"prompt": said(number)[0], "completion": said(number)[1]} for number in range(8)]
+    args = cases.arguments(trl.SFTConfig, "cut", max_length=CUT, eos_token=cases.tokenizer.eos_token)
+    if theirs:
+        given = {"train_dataset": Dataset.from_list(rows), "processing_class": cases.tokenizer}
+        yield of(trl.SFTTrainer(cases.started(), args, **given))
+    yield cases.ours("cut", rows, args)
+
+
 def chats(cases: Cases, theirs: bool) -> Iterator[dict[str, Any]]:
     """All of a chat is learnt there unless asked otherwise."""
     asked = [{"role": "user", "content": said(number)[0]} for number in range(10)]
@@ -164,6 +176,22 @@ def pairs(cases: Cases, theirs: bool) -> Iterator[dict[str, Any]]:
     yield cases.ours("pairs", rows, args)
 
 
+def still(cases: Cases, theirs: bool) -> Iterator[dict[str, Any]]:
+    """Pairs by an adapter, whose dropout is off there."""
+    rows = [
+        {"prompt": said(number)[0], "chosen": said(number)[1], "rejected": said(number + 1)[1]} for number in range(8)
+    ]
+    args = cases.arguments(trl.DPOConfig, "still", beta=0.3, max_length=96)
+    config, start = LoraConfig(r=4, lora_dropout=0.5, task_type="CAUSAL_LM"), cases.out / "still-start"
+    if theirs:
+        torch.manual_seed(1)
+        get_peft_model(cases.started(), config).save_pretrained(start)
+        model = PeftModel.from_pretrained(cases.started(), start, is_trainable=True)
+        given = {"train_dataset": Dataset.from_list(rows), "processing_class": cases.tokenizer}
+        yield of(trl.DPOTrainer(model, args=args, **given))
+    yield cases.ours("still", rows, args, peft=config, **{"adapter.path": str(start)})
+
+
 def plain(cases: Cases, theirs: bool) -> Iterator[dict[str, Any]]:
     """transformers' own trainer, whose rows are tokens already."""
     rows = [{"text": "".join(said(number))} for number in range(8)]
@@ -178,7 +206,7 @@ def plain(cases: Cases, theirs: bool) -> Iterator[dict[str, Any]]:
 
 def main(out: Path, theirs: bool) -> None:
     cases = Cases(out)
-    for case in (texts, chats, completions, pairs, plain) if theirs else (texts,):
+    for case in (texts, cut, chats, completions, pairs, still, plain) if theirs else (texts,):
         found = list(case(cases, theirs))
         (out / f"{case.__name__}-{RANK}.json").write_text(json.dumps(found))
 
