@@ -56,7 +56,7 @@ def test_reads_every_tensor_to_the_bit(layout: str, request: pytest.FixtureReque
     assert set(files.names) == set(TENSORS)
     for name, tensor in TENSORS.items():
         stored, read = files.names[name], files.read(name)
-        assert (stored.shape, stored.bytes) == (tuple(tensor.shape), tensor.nbytes)
+        assert stored.shape == tuple(tensor.shape)
         assert f"torch.{stored.dtype}" == str(tensor.dtype) == str(read.dtype)
         assert torch.equal(read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
@@ -169,12 +169,11 @@ def test_missing_directory_and_config(single: Path) -> None:
 
 def test_a_file_that_shrinks_while_in_use(single: Path) -> None:
     files = ModelFiles(single)
-    last = max(files.names.values(), key=lambda stored: stored.offset + stored.bytes)
-    (name,) = (name for name, stored in files.names.items() if stored == last)
+    name, last = next(reversed(files.names.items()))
     with open(last.file, "r+b") as file:
-        file.truncate(last.offset)
-    with pytest.raises(UserError, match=f"ends inside of {name}"):
+        file.truncate(last.file.stat().st_size - 1)
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read any more"):
         files.read(name)
     last.file.unlink()
-    with pytest.raises(UserError, match=rf"model\.safetensors: {name} cannot be read any more \(No such file"):
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read any more \(No such file"):
         files.read(name)

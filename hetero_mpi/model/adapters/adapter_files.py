@@ -15,7 +15,7 @@ from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_start import as_written, tensors_as_written
 from hetero_mpi.model.adapters.peft_config import CONFIG, UNKNOWN, PeftConfig, read_peft_config
 from hetero_mpi.model.files.model_directory import WholeDirectory
-from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_tensor, write_tensors
+from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_tensors, write_tensors
 from hetero_mpi.model.tuning import FILE_PREFIX, ROWS, Tuning, lora_config
 
 WEIGHTS = "adapter_model.safetensors"
@@ -126,7 +126,7 @@ class _Found:
     modules: list[str]
     """Names of the adapted modules."""
     tensors: dict[str, StoredTensor]
-    """Name (without peft's prefix) -> where it lies."""
+    """By their names without peft's prefix."""
     rows: dict[str, StoredTensor]
     """Those of ``tensors`` of which some rows are others -> these rows."""
 
@@ -199,11 +199,12 @@ class _Found:
 
     def tensor(self, name: str) -> torch.Tensor:
         """In fp32, rows of tokens in the order of these."""
-        tensor = read_tensor(name, self.tensors[name]).float()
+        read = read_tensors({name: self.tensors[name]} | ({ROWS: self.rows[name]} if name in self.rows else {}))
+        tensor = read[name].float()
         if name.endswith(ROWS):
             return tensor[torch.tensor(self._tokens(name)).argsort()]
         if name in self.rows:
-            tensor[self._tokens(name)] = read_tensor(name, self.rows[name]).float()
+            tensor[self._tokens(name)] = read[ROWS].float()
         return tensor
 
     def _tokens(self, name: str) -> list[int]:

@@ -1,8 +1,6 @@
 """A Hugging Face model directory: what is in it is known from headers alone; tensors are read one at a time.
 
-Only safetensors files are read, never a pickle. Their layout (https://huggingface.co/docs/safetensors): 8 bytes, the
-length of the header (little-endian); the header, JSON of name -> dtype, shape, byte range; then the tensors' bytes.
-Importing this module, and everything but ``read``, needs no torch.
+Only safetensors files are read, never a pickle. Importing this module, and reading headers, needs no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +31,7 @@ GENERATION = "generation_config.json"
 AGAIN = "Download it again."
 
 _FILE_NAME = re.compile(r"[\w.+= -]{1,200}\.safetensors")
-_SAMPLE_BYTES = 4096
+_SAMPLE_BYTES, _PIECE = 4096, 1 << 22
 _SAYS_NOTHING = ("transformers_version", "_name_or_path")
 """Keys of a config.json that differ between copies of one model."""
 _DTYPES = {
@@ -53,18 +51,21 @@ _DTYPES = {
 """safetensors dtype -> torch's name for it, bytes per element."""
 _ITEM_BYTES = dict(_DTYPES.values()) | {"complex64": 8}
 _STORED = {name: stored for stored, (name, _) in _DTYPES.items()} | {"complex64": "C64"}
-"""The inverse, and what is written but not read: a buffer of a user's layer."""
+"""torch's name of a dtype -> safetensors'; with one that is written but not read: a buffer of a user's layer."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: ``bytes`` bytes from ``offset`` in ``file``. ``dtype`` is torch's name (``bfloat16``)."""
+    """A tensor of ``file``, which calls it ``name``. ``dtype`` is torch's name (``bfloat16``)."""
 
     file: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
-    bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class ModelFiles:
 
     @cached_property
     def names(self) -> Mapping[str, StoredTensor]:
-        """Tensor name, as in the files -> where it lies. Reads headers only."""
+        """Tensor name, as in the files -> which file has it. Reads headers only."""
         index = self.weight_map
         found: dict[str, StoredTensor] = {}
         for file in self.files:
@@ -202,17 +203,20 @@ class ModelFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in host memory of its own: nothing else of the file is read or kept."""
-        return read_tensor(name, self.names[name])
+        return self.read_layer(0, [name])[name]
 
     def read_layer(self, layer: int, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The tensors of one layer of the chain (see ``TensorSource`` in weights.py)."""
-        return {name: self.read(name) for name in names}
+        return read_tensors({name: self.names[name] for name in names})
 
     def contents(self) -> DirectoryContents:
         """The contents, known from headers and a few blocks of every tensor."""
         tensors = {}
-        for name, stored in self.names.items():
-            tensors[name] = ListedTensor(stored.dtype, stored.shape, _sample(stored))
+        for file in dict.fromkeys(one.file for one in self.names.values()):
+            with safe_open(file, "pt") as opened:
+                for name in (name for name, one in self.names.items() if one.file == file):
+                    stored = self.names[name]
+                    tensors[name] = ListedTensor(stored.dtype, stored.shape, _sample(opened.get_tensor(name)))
         return DirectoryContents(self.config, tensors)
 
     def _no_weights(self) -> str:
@@ -226,45 +230,46 @@ class ModelFiles:
         return f"{self.directory}: neither {WEIGHTS} nor {INDEX} is here ({seen}). Download the weights into it."
 
 
-def read_tensor(name: str, stored: StoredTensor) -> torch.Tensor:
-    """The tensor ``name`` from where it lies, in host memory of its own.
+def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the same names, in host memory of their own. Each file is opened once.
 
-    Files are read, never mapped: of one that changes meanwhile, a mapping would end the process by a bus error.
+    Files are read, not mapped: of one that changes meanwhile, a mapping would end the process by a bus error.
 
-    :raises UserError: the file is gone, or shorter than its header said.
+    :raises UserError: a file is gone, or no longer what its header said.
     """
-    return next(read_pieces(name, stored, max(1, math.prod(stored.shape)))).reshape(stored.shape)
+    found: dict[str, torch.Tensor] = {}
+    for file in dict.fromkeys(one.file for one in stored.values()):
+        try:
+            with safe_open(file, "pt", backend="pread") as opened:
+                found |= {name: opened.get_tensor(one.name) for name, one in stored.items() if one.file == file}
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file}: cannot be read any more ({error}). {AGAIN}") from None
+    return {name: found[name] for name in stored}
 
 
-def read_pieces(name: str, stored: StoredTensor, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
-    """The elements of a tensor, so many at a time; one empty piece of an empty tensor. Raises as ``read_tensor``."""
+def have_same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
+    """Compare tensors of files, in pieces up to the first that differs."""
     import torch
 
-    total, item_bytes = math.prod(stored.shape), _ITEM_BYTES[stored.dtype]
-    for first in range(0, max(1, total), elements):
-        piece = torch.empty(min(elements, total - first), dtype=getattr(torch, stored.dtype))
-        if total:
-            begin = first * item_bytes
-            try:
-                with open(stored.file, "rb") as file:
-                    file.seek(stored.offset + begin)
-                    got = file.readinto(piece.view(torch.uint8).numpy())
-            except OSError as error:
-                raise UserError(f"{stored.file}: {name} cannot be read any more ({error.strerror}). {AGAIN}") from None
-            if got != piece.nbytes:
-                raise UserError(
-                    f"{stored.file}: ends inside of {name} ({begin + got} of {stored.bytes} bytes). {AGAIN}"
-                )
-        yield piece
+    if one.shape != other.shape:
+        return False
+    with safe_open(one.file, "pt") as first, safe_open(other.file, "pt") as second:
+        tensors = (opened.get_tensor(stored.name).view(-1) for opened, stored in ((first, one), (second, other)))
+        return all(
+            torch.equal(left, right.to(left.dtype)) and torch.equal(left.to(right.dtype), right)
+            for left, right in zip(*(tensor.split(_PIECE) for tensor in tensors), strict=True)
+        )
 
 
-def _sample(stored: StoredTensor) -> str:
-    size = min(stored.bytes, _SAMPLE_BYTES)
+def _sample(tensor: torch.Tensor) -> str:
+    """A hash of two blocks of the bytes of a mapped tensor."""
+    import torch
+
     digest = hashlib.blake2b(digest_size=8)
-    with open(stored.file, "rb", buffering=0) as file:
-        for start in ((stored.bytes - size) // 2, stored.bytes - size):
-            file.seek(stored.offset + start)
-            digest.update(file.read(size))
+    flat = tensor.view(-1).view(torch.uint8)
+    size = min(len(flat), _SAMPLE_BYTES)
+    for start in ((len(flat) - size) // 2, len(flat) - size):
+        digest.update(flat[start : start + size].numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -300,32 +305,23 @@ def _or_near(near: list[str]) -> str:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Where the tensors of a safetensors file lie.
+    """The tensors of a safetensors file, in the order in which they lie there.
 
     :raises UserError: it is another file, or its header contradicts itself or the file's length.
     """
     require_regular(path)
     try:
-        with safe_open(path, "numpy"):  # nothing but the header is looked at
-            pass
+        with safe_open(path, "numpy") as file:  # nothing but the header is looked at
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            listed = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
     except SafetensorError as error:
         size, said = path.stat().st_size, str(error).removeprefix("Error while deserializing header: ")
         raise UserError(f"{path}: truncated, damaged, or no safetensors file ({said}; {size} bytes). {AGAIN}") from None
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    if strange := sorted({entry["dtype"] for entry in header.values()} - _DTYPES.keys()):
+    if strange := sorted({dtype for dtype, _ in listed.values()} - _DTYPES.keys()):
         raise UserError(
             f"{path}: tensors of dtype {', '.join(strange)} are not read here. Take another copy of the model."
         )
-    tensors = {}
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        tensors[name] = StoredTensor(
-            path, _DTYPES[entry["dtype"]][0], tuple(entry["shape"]), 8 + length + first, last - first
-        )
-    return tensors
+    return {name: StoredTensor(path, name, _DTYPES[dtype][0], shape) for name, (dtype, shape) in listed.items()}
 
 
 def header_of(tensors: Mapping[str, tuple[str, Iterable[int]]]) -> tuple[bytes, dict[str, int]]:
@@ -342,12 +338,13 @@ def header_of(tensors: Mapping[str, tuple[str, Iterable[int]]]) -> tuple[bytes, 
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make a safetensors file of host tensors, without a second copy of any."""
-    import torch
+    """Make a safetensors file of host tensors, without a second copy of any. Raises OSError."""
+    from safetensors.torch import save_file
 
-    listed = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
-    begin, places = header_of(listed)
-    with path.open("wb") as file:
-        file.write(begin)
-        for name in places:
-            file.write(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    path.touch()
+    mode = path.stat().st_mode  # by the umask; ``save_file`` puts a file in its place that only its owner may read
+    try:
+        save_file({name: one.detach().contiguous() for name, one in tensors.items()}, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    path.chmod(mode)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.disk import SPARE_BYTES, free_bytes, write_whole, writing
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, read_header, read_tensor, write_tensors
+from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, read_header, read_tensors, write_tensors
 from hetero_mpi.sealed import opened, store
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ShardCache:
 
     def read(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """The tensors of an entry that ``holds`` has found sound."""
-        return {name: read_tensor(name, self._headers[layer][name]) for name in names}
+        return read_tensors({name: self._headers[layer][name] for name in names})
 
     def prepare(self, coming_bytes: int) -> None:
         """Make sure, before anything is sent, that so much can be kept.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hetero_mpi.errors import UserError
-from hetero_mpi.model.files.model_files import ModelFiles, StoredTensor, read_pieces
+from hetero_mpi.model.files.model_files import ModelFiles, have_same_numbers
 from hetero_mpi.model.transformers.chain import build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import HALVES, names_in_model
@@ -205,7 +205,7 @@ def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
     """Untie an output projection that the files have beside the embedding, and that is another matrix."""
     for head, embedding in fit.tied.items():
         own, other = fit.keys.get(head, []), fit.keys.get(embedding, [])
-        if own and other and not _alike(fit.files.names[own[0]], fit.files.names[other[0]], (own[0], other[0])):
+        if own and other and not have_same_numbers(fit.files.names[own[0]], fit.files.names[other[0]]):
             keys["tie_word_embeddings"] = False
             if _Fit.of(fit.files, keys).tied:
                 raise UserError(
@@ -234,18 +234,6 @@ def _settle_bias(fit: _Fit, keys: dict[str, Any]) -> str | None:
             label = f"config.json says {flag} = {_word(not value)}"
             return f"{label}, and the model in the files {has} {_some(settled)}: it is {_word(value)}"
     return None
-
-
-def _alike(one: StoredTensor, other: StoredTensor, names: tuple[str, str]) -> bool:
-    """Whether both hold the same numbers, read in pieces, up to the first that differs."""
-    if one.shape != other.shape:
-        return False
-    pieces: Iterator[tuple[torch.Tensor, torch.Tensor]] = zip(
-        read_pieces(names[0], one), read_pieces(names[1], other), strict=True
-    )
-    return all(
-        torch.equal(left, right.to(left.dtype)) and torch.equal(left.to(right.dtype), right) for left, right in pieces
-    )
 
 
 def _module(model: PreTrainedModel, name: str) -> torch.nn.Module | None:
