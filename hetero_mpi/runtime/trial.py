@@ -11,6 +11,7 @@ drawn.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -36,6 +37,7 @@ from hetero_mpi.planning.fit import median_error
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import (
+    load_profile,
     load_report,
     plan_to_dict,
     profile_from_dict,
@@ -62,6 +64,7 @@ from hetero_mpi.runtime.reconfigure import join
 from hetero_mpi.runtime.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.runtime.setup.profile_and_plan import Planned, keep, obtain_plan, planning_request
 from hetero_mpi.runtime.watchdog import watched
+from hetero_mpi.shipped import profile_file
 
 LATE = 2.0
 """Steps that take so many times what was said are enough, as soon as one counts."""
@@ -88,9 +91,9 @@ def try_plan(
     Collective. Raises CollectiveUserError: the plan does not fit, and no other one does.
     """
     profile, report = planned.profile, planned.report
-    kept = _tried_before(context, options, report)
-    if kept is not None:
-        report = replace(report, tried_step_s=kept)
+    tried_step_s = _tried_before(context, options, planned)
+    if tried_step_s is not None:
+        report = replace(report, tried_step_s=tried_step_s)
         keep(context, pending, "plan.toml", partial(save_plan, report, context.run_dir / "plan.toml"))
         return profile, report
     afford = _affordable(context, options, planned)
@@ -107,16 +110,16 @@ def try_plan(
     return profile, report
 
 
-def _tried_before(context: RunContext, options: TrainOptions, report: PlanReport) -> float | None:
-    """Seconds of a step of this plan, where the run that goes on has tried it on these ranks. Collective."""
-    found: float | None = None
+def _tried_before(context: RunContext, options: TrainOptions, planned: Planned) -> float | None:
+    """Seconds of a step of this plan, where the resumed run has tried it on these machines. Collective."""
+    tried_step_s: float | None = None
     if context.world.rank == 0 and options.resume is not None and context.job.profile.trial == "auto":
-        try:
+        with contextlib.suppress(UserError):  # no such file, or a damaged one
             earlier = load_report(context.run_dir / "plan.toml")
-            found = earlier.tried_step_s if earlier.plan == report.plan else None
-        except UserError:
-            found = None
-    return context.world.broadcast_json(found)
+            machines = load_profile(profile_file(context.run_dir)).key
+            if (earlier.plan, machines) == (planned.report.plan, planned.profile.key):
+                tried_step_s = earlier.tried_step_s
+    return context.world.broadcast_json(tried_step_s)
 
 
 def _affordable(context: RunContext, options: TrainOptions, planned: Planned) -> Allowance:

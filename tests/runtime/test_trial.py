@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,13 @@ from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile
 from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.runtime.setup.context import TrainOptions
+from hetero_mpi.runtime.setup.profile_and_plan import Planned
+from hetero_mpi.runtime.trial import _tried_before
 from hetero_mpi.shipped import USED_PROFILE
 from tests.stand_in_gpu import THROUGH, build
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
+from tests.support.planning_samples import make_profile, reported
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +88,35 @@ class Shop(Workshop):
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
     return Shop(tmp_path_factory.mktemp("trial"))
+
+
+@pytest.mark.parametrize(
+    ("key", "step_s", "other_plan", "used", "tried_step_s"),
+    [
+        ("sample", 2.5, False, False, 2.5),
+        ("sample", 2.5, False, True, 2.5),
+        ("sample", None, False, False, None),
+        ("sample", 2.5, True, False, None),
+        ("of other machines", 2.5, False, False, None),
+        ("of other machines", 2.5, False, True, None),
+        (None, 2.5, False, False, None),
+    ],
+)
+def test_the_tried_time_of_a_resumed_run_is_that_of_these_machines(
+    key: str | None, step_s: float | None, other_plan: bool, used: bool, tried_step_s: float | None, tmp_path: Path
+) -> None:
+    """``key``: of the profile that the earlier start was planned with, measured or ``used``."""
+    profile = make_profile()
+    save_plan(replace(reported(PLANS["line"]), tried_step_s=step_s), tmp_path / "plan.toml")
+    if key is not None:
+        save_profile(replace(profile, key=key), tmp_path / (USED_PROFILE if used else "profile.toml"))
+    context: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0, broadcast_json=lambda value: value),
+        job=SimpleNamespace(profile=SimpleNamespace(trial="auto")),
+        run_dir=tmp_path,
+    )
+    planned = Planned(profile, reported(PLANS["two" if other_plan else "line"]), True, "", 0.0)
+    assert _tried_before(context, TrainOptions(Path("job.toml"), resume="latest"), planned) == tried_step_s
 
 
 @pytest.fixture(scope="module")
