@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from transformers.integrations import sdpa_attention
 
 from hetero_mpi.device.backend import HOST
 from hetero_mpi.model.held_layers import Kept
@@ -60,9 +59,7 @@ class Stage(StageLayers):
         """As ``StageLayers``."""
         super().__init__(spec, start, kept, beginning, divided)
         chain, first, last = self.chain, self.first, self.last
-        if not self.backend.shares_keys(self.dtype):
-            # From now on transformers repeats keys and values that heads share, as it does itself where a mask is given.
-            sdpa_attention.use_gqa_in_sdpa = lambda *_: False
+        self._repeats_keys = not self.backend.shares_keys(self.dtype)
         if self.divided is not None:
             self.divided.connect(self.model, first, last)
         if spec.recompute or self.tuning.nf4:
@@ -157,7 +154,9 @@ class Stage(StageLayers):
             if kept is slices[-1]:
                 report.follow(kept.beginnings)
             if kept.y.requires_grad:  # not where a first stage holds nothing that is trained
-                torch.autograd.backward(kept.y, own_dy)
+                packed = kept.position.positions is not None
+                with self.chain.attention(packed, self._repeats_keys):  # forward may be repeated here
+                    torch.autograd.backward(kept.y, own_dy)
             if self.deferred is not None and borrowed:
                 self.deferred.detach_from((kept.x, own_dy))
             if kept.x is not None:
@@ -191,14 +190,16 @@ class Stage(StageLayers):
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Own layers on ``x``, as the model is called with ``keywords``; the last stage gives what the loss takes."""
         self._input = x
-        return self.chain.run(self.model, self.first, self.last, x, **keywords)
+        with self.chain.attention(False, self._repeats_keys):
+            return self.chain.run(self.model, self.first, self.last, x, **keywords)
 
     def _compute(self, first: int, last: int, part: MicroBatch, x: torch.Tensor) -> torch.Tensor:
         """Own layers ``[first, last)`` on a slice; after the model's last one the loss."""
         self._position = part
         self._input = x = x if self.routers is None else self.routers.enter(x)
         until = last - (self._head is not None and last == self.chain.layer_count)
-        y = self.chain.run(self.model, first, until, x, **self.chain.isolation(x, part.positions))
+        with self.chain.attention(part.positions is not None, self._repeats_keys):
+            y = self.chain.run(self.model, first, until, x, **self.chain.isolation(x, part.positions))
         if last == self.chain.layer_count:
             return self._loss(part, y)
         return y if self.routers is None else self.routers.leave(y)

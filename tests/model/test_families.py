@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.errors import UserError
@@ -22,6 +23,7 @@ from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.packed_records import attention
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from tests.support.stages import stage_of
 
@@ -157,11 +159,13 @@ class Repeats(Backend):
         return False
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("backend, heads_of_keys", [(Backend(), 2), (Repeats(), 4)])
 def test_keys_are_repeated_where_attention_would_else_keep_all_scores(
-    monkeypatch: pytest.MonkeyPatch, backend: Backend, heads_of_keys: int
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, heads_of_keys: int, recompute: bool
 ) -> None:
-    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)  # restored after the test
+    """And only in this stage: transformers is as before between its passes."""
+    before = sdpa_attention.use_gqa_in_sdpa, ALL_ATTENTION_FUNCTIONS["sdpa"]
     calls = []
     attention = F.scaled_dot_product_attention
 
@@ -173,12 +177,27 @@ def test_keys_are_repeated_where_attention_would_else_keep_all_scores(
     whole = cut(chain, SeededStart(0), (0, chain.layer_count))
     loss = run_stages(whole)
     monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
-    stage = stage_of(chain, 0, chain.layer_count, backend, "fp32", SeededStart(0))
+    stage = stage_of(chain, 0, chain.layer_count, backend, "fp32", SeededStart(0), recompute=recompute)
     assert run_stages([stage]) == pytest.approx(loss, rel=1e-6)
-    assert calls == [(heads_of_keys, heads_of_keys, heads_of_keys == 2)] * BLOCKS
+    assert calls == [(heads_of_keys, heads_of_keys, heads_of_keys == 2)] * BLOCKS * (1 + recompute)
+    assert before == (sdpa_attention.use_gqa_in_sdpa, ALL_ATTENTION_FUNCTIONS["sdpa"])
     expected = gradients(whole, chain)
     for name, gradient in gradients([stage], chain).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_transformers_attention_is_its_own_again_however_passes_overlap() -> None:
+    def now() -> tuple[Any, Any]:
+        return sdpa_attention.use_gqa_in_sdpa, ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    before, first, second = now(), attention(True, True), attention(False, True)
+    first.__enter__()
+    second.__enter__()
+    assert now()[0] is not before[0] and now()[1] is not before[1]
+    first.__exit__(None, None, None)
+    assert now()[0] is not before[0] and now()[1] is before[1]
+    second.__exit__(None, None, None)
+    assert now() == before
 
 
 @pytest.mark.parametrize("dropout, adapter_dropout", [(0.0, None), (0.1, None), (0.0, 0.0), (0.0, 0.1)])

@@ -6,6 +6,7 @@ list of a user's own layers. What travels between layers is one tensor, whose fi
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -140,6 +141,11 @@ class LayerChain(ABC):
     @abstractmethod
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """The layers ``[first, last)`` on ``x``; ``keywords`` are the model's own."""
+
+    def attention(self, packed: bool, repeats: bool) -> contextlib.AbstractContextManager[None]:
+        """A block of ``run``, or of its backward. ``packed``: of several records in a sequence; ``repeats``: with keys and values
+        repeated for the heads that share them."""
+        return contextlib.nullcontext()
 
     def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
         """The keywords of ``run`` by which the records of a sequence do not see each other.

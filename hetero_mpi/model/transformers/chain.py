@@ -6,6 +6,7 @@ on torch's meta device: names and shapes, no memory.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from typing import Any
@@ -190,10 +191,12 @@ class TransformersChain(LayerChain):
             return model.base_model(**inputs, **keywords).last_hidden_state
         return model(**inputs, **keywords).logits
 
+    def attention(self, packed: bool, repeats: bool) -> contextlib.AbstractContextManager[None]:
+        return packed_records.attention(packed, repeats)
+
     def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
         if positions is None:
             return {}
-        packed_records.install_attention()
         keywords: dict[str, Any] = {"position_ids": positions}
         if self.name in MASKED_FAMILIES:
             hidden = x if x.is_floating_point() else torch.empty((*x.shape, 0), device=x.device)

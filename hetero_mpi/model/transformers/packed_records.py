@@ -11,13 +11,17 @@ stands beside it: other records, padding, or an earlier text. Here each record h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
+from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -28,9 +32,31 @@ _known = WeakTensorKeyDictionary()
 """Mask -> the records of each of its sequences: one serves all layers of a micro-batch, and finding them waits for the device."""
 
 
-def install_attention() -> None:
-    """From now on transformers' ``sdpa`` attention is this one."""
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", _attend)
+_PLAIN, _SHARES_KEYS = ALL_ATTENTION_FUNCTIONS["sdpa"], sdpa_attention.use_gqa_in_sdpa
+_changing, _under_way = threading.Lock(), Counter[str]()
+"""The blocks of ``attention`` that are under way, on all threads, by their arguments."""
+
+
+@contextlib.contextmanager
+def attention(packed: bool, repeats: bool) -> Iterator[None]:
+    """A block in which transformers' ``sdpa`` attention is another one: after the last such block it is transformers' own again.
+
+    Args:
+        packed: records are computed one by one.
+        repeats: keys and values that heads share are repeated, as transformers does it where a mask is given.
+    """
+    _count(packed, repeats)
+    try:
+        yield
+    finally:
+        _count(-packed, -repeats)
+
+
+def _count(packed: int, repeats: int) -> None:
+    with _changing:
+        _under_way.update(packed=packed, repeats=repeats)
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", _attend if _under_way["packed"] else _PLAIN)
+        sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if _under_way["repeats"] else _SHARES_KEYS
 
 
 def _attend(
