@@ -1,18 +1,24 @@
-"""Work beside the main thread: how it begins, how it ends, and who hears of its error.
+"""Work beside the main thread: how it begins, how it ends, and who hears of its error; and work whose failure must end nothing.
 
-* It begins when its object is made, and never keeps the process alive.
+* Work begins when its object is made, and never keeps the process alive.
 * Who began it asks it to end by closing what it waits for (a transport, a server, a pipe, an event) and then calls ``finish``.
-* What went wrong is raised again by ``finish``, on the thread that waits there; the traceback names the action.
+* What went wrong is raised again by ``finish``, on the thread that waits there; the traceback names the action. Where nobody waits
+  (``unattended``) it is a line of the log.
+* Pages, reports, sensors and the like stand beside a run: ``unharmed`` makes a line of their failure, and ``BestEffort`` leaves
+  them out from then on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable
-from typing import IO, AnyStr, Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import IO, Any, AnyStr, Generic, TypeVar
+
+from hetero_mpi.terminal import SPEECH, printable
 
 T = TypeVar("T")
 
@@ -50,6 +56,40 @@ class Background(Generic[T]):
             self._error = error
 
 
+@contextlib.contextmanager
+def unharmed(action: str) -> Iterator[None]:
+    """A block that no failure ends more than: a line for the user says so. No other rank may wait for the block."""
+    try:
+        yield
+    except Exception as error:
+        logging.getLogger(__name__).info("failed while %s", action, exc_info=True)
+        reason = printable(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
+        logging.getLogger(SPEECH).warning("Warning: %s failed (%s); everything else continues", action, reason)
+
+
+class BestEffort(Generic[T]):
+    """A function that is ``unharmed``. After its first failure, and while it runs, calls do nothing and return None."""
+
+    def __init__(self, action: str, function: Callable[..., T]) -> None:
+        self._action = action
+        self._function: Callable[..., T] | None = function
+
+    def __call__(self, *arguments: Any) -> T | None:
+        function, self._function = self._function, None
+        if function is not None:
+            with unharmed(self._action):
+                result = function(*arguments)
+                self._function = function
+                return result
+        return None
+
+
+def unattended(action: str, work: Callable[[], object]) -> None:
+    """Begin ``work`` on a thread whose end nobody waits for. It is ``unharmed``, as is its start."""
+    with unharmed(action):
+        Background(action, lambda: BestEffort(action, work)())
+
+
 def lines_of(stream: IO[AnyStr]) -> queue.Queue[AnyStr | None]:
     """A pipe's lines as they come, and None at its end: they can be waited for with a time limit."""
     lines: queue.Queue[AnyStr | None] = queue.Queue()
@@ -62,5 +102,5 @@ def lines_of(stream: IO[AnyStr]) -> queue.Queue[AnyStr | None]:
         finally:
             lines.put(None)
 
-    Background("reading a pipe", read)
+    unattended("reading a pipe", read)
     return lines

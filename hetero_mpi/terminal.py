@@ -11,6 +11,8 @@ import sys
 import textwrap
 from typing import TextIO
 
+SPEECH = "hetero_mpi.say"
+"""Name of the logger whose lines the user sees."""
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal obeys instead of showing them, that turn the direction of text, or that no encoding can write."""
 
@@ -115,8 +117,8 @@ def write_text(text: str, stream: TextIO, exact: bool = False) -> None:
     try:
         stream.write(text if exact and not is_terminal(stream) else fitted(printable(text), stream))
         stream.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):  # a full disk may have room again
+    except (OSError, ValueError) as error:  # ValueError: the program has closed the stream, or it lacks a character
+        if getattr(error, "errno", None) not in (errno.EPIPE, errno.EIO):  # a full disk may have room again
             return
         with contextlib.suppress(OSError, ValueError):
             # What is left in the buffer would fail again when the interpreter ends.

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hetero_mpi.background import Background, lines_of
+from hetero_mpi.background import Background, BestEffort, lines_of, unattended, unharmed
 from hetero_mpi.runtime.rebalance import Replanner
 
 
@@ -40,6 +42,37 @@ def test_a_process_ends_though_its_background_work_goes_on() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
+def test_work_that_nobody_waits_for_ends_nothing_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor where no thread can be started."""
+    done = threading.Event()
+    unattended("opening the shop", lambda: done.set() or 1 // 0)
+    assert done.wait(10)
+    end_s = time.monotonic() + 10
+    while len(caplog.records) < 1 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: 1 // 0)
+    unattended("closing the shop", done.clear)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.partition(" failed")[0] for line in told] == ["Warning: opening the shop", "Warning: closing the shop"]
+    assert all("ZeroDivisionError" in line for line in told) and done.is_set()
+
+
+def test_what_fails_beside_a_run_is_left_out_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+
+    def inverse(number: int) -> float:
+        asked.append(number)
+        return 1 / number
+
+    invert = BestEffort("inverting", inverse)
+    assert [invert(number) for number in (2, 0, 4)] == [0.5, None, None] and asked == [2, 0]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with pytest.raises(KeyboardInterrupt), unharmed("waiting for a person"):
+        raise KeyboardInterrupt
+
+
 def test_a_pipe_closed_by_its_reader_ends_like_any_other() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as stream, os.fdopen(writing, "wb", 0) as other:
@@ -48,6 +81,24 @@ def test_a_pipe_closed_by_its_reader_ends_like_any_other() -> None:
         assert lines.get(timeout=10) == b"one\n"
         other.close()
         assert [lines.get(timeout=10), lines.get(timeout=10)] == [b"two", None]
+
+
+def test_the_end_of_a_run_does_not_wait_for_planning_that_is_about_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor for planning under way; neither is a failure."""
+    (program := tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    question: Any = SimpleNamespace(to_dict=dict)
+    monkeypatch.setattr("hetero_mpi.runtime.rebalance.encode", lambda question, **_: {})
+    for under_way in (False, True):
+        replanner, begin_s = Replanner(), time.monotonic()
+        replanner.ask(question)
+        while under_way and replanner._process is None:
+            time.sleep(0.01)
+        replanner.close()
+        assert time.monotonic() - begin_s < 30 and not caplog.records
 
 
 @pytest.mark.parametrize("python", ["/bin/false", "/bin/echo", "/nowhere/python"])

@@ -60,6 +60,14 @@ def test_what_the_terminal_s_encoding_lacks_is_spelt_out(
     )
 
 
+@pytest.mark.parametrize("stream", [io.TextIOWrapper(io.BytesIO(), "ascii"), io.StringIO()])
+def test_a_program_s_own_stream_ends_nothing(stream: io.TextIOBase) -> None:
+    """One that lacks a character, and one that is closed."""
+    write_text("\u2192", stream)  # type: ignore[arg-type]
+    stream.close()
+    write_text("more", stream)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("command", [["reference"], ["inspect", "a.h5"]])
 def test_a_reader_who_has_seen_enough_is_no_error(command: list[str], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a.h5", told(1), {"w": (1,)})

@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from transformers.utils import logging as transformers_logging
 
+from hetero_mpi.background import unharmed
 from hetero_mpi.checkpoint import CheckpointReader, lowest_held_out, newest_good
 from hetero_mpi.commands.model_card import write_card
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
@@ -126,7 +127,8 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
             writer.add(state)
         lacking = _copy_tokenizer(source, writer.path)
         kind = "model" if source.tuning.full else "merged"
-        write_card(writer.path, target, source.path, source.reader.metadata, source.base, kind)
+        with unharmed("writing the model card"):
+            write_card(writer.path, target, source.path, source.reader.metadata, source.base, kind)
     base = source.reader.told("base_model")
     added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter added"
     return f"a model in {ModelFiles(target).config['dtype']}{added}{lacking}"
@@ -138,7 +140,8 @@ def _write_adapter(source: ExportSource, target: Path) -> str:
     with adapter_directory(target) as whole:
         write_adapter(whole.path, source.tuning, state, base)
         lacking = _copy_tokenizer(source, whole.path)
-        write_card(whole.path, target, source.path, source.reader.metadata, source.base, "adapter")
+        with unharmed("writing the model card"):
+            write_card(whole.path, target, source.path, source.reader.metadata, source.base, "adapter")
     return f"a PEFT adapter{lacking}"
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_mpi.background import Background
+from hetero_mpi.background import unattended
 from hetero_mpi.comm.ranks.versions import installed
 from hetero_mpi.device.accelerators import BACKENDS
 from hetero_mpi.device.backend import DTYPES, HOST, Backend, Copied
@@ -252,7 +252,7 @@ def _failed(check: str, error: Exception) -> Result:
 
 def main(name: str, index: str) -> int:
     warnings.simplefilter("ignore")
-    Background("waiting for the parent's end", _end_with_the_parent)
+    unattended("waiting for the parent's end", _end_with_the_parent)
     try:
         backend = BACKENDS[name](int(index))
         backend.make_current()

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from hetero_mpi.background import BestEffort, unharmed
 from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.engine.trainer import StepResult, Trainer
@@ -51,23 +53,26 @@ class Recorder:
         self._steps = recorded_steps(*steps)
         self._usage = Usage()
         self._clock_s = clock_offset_s(world, transport)
+        self._record = BestEffort("recording steps", Recorder._recorded)
         if self._file is not None:
-            keep_until(self._file.path, steps[0])
+            with unharmed("dropping later steps from steps.jsonl"):
+                keep_until(self._file.path, steps[0])
 
     def __call__(self, line: StepMetrics, result: StepResult) -> None:
-        events = self._events(result)
-        self._usage = self._usage.and_step(events, line.step_s)
-        if line.step not in self._steps:
-            return
-        usage = replace(self._usage, peak_bytes=self._trainer.backend.peak_bytes())
-        own = None
-        if result.events:
-            begin_s = (result.began_s - self._clock_s) / self._scale
-            kept = tuple(_scaled(replace(event, step=line.step), 1.0) for event in events[:_MOST_EVENTS])
-            own = rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, kept, usage))
-        gathered = self._world.gather_json(own)
+        own = self._record(self, line, result)  # a bound function would keep the trainer's memory
+        gathered = self._world.gather_json(own) if line.step in self._steps else None
         if gathered is not None and self._file is not None:
             self._file.write(*(record for record in gathered if record is not None))
+
+    def _recorded(self, line: StepMetrics, result: StepResult) -> dict[str, Any] | None:
+        events = self._events(result)
+        self._usage = self._usage.and_step(events, line.step_s)
+        if line.step not in self._steps or not result.events:
+            return None
+        usage = replace(self._usage, peak_bytes=self._trainer.backend.peak_bytes())
+        begin_s = (result.began_s - self._clock_s) / self._scale
+        kept = tuple(_scaled(replace(event, step=line.step), 1.0) for event in events[:_MOST_EVENTS])
+        return rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, kept, usage))
 
     def _events(self, result: StepResult) -> Sequence[Event]:
         return result.events if self._scale == 1.0 else [_scaled(event, self._scale) for event in result.events]

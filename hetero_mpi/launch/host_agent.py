@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hetero_mpi.background import Background
+from hetero_mpi.background import unattended
 from hetero_mpi.comm.ranks.versions import own_source
 from hetero_mpi.launch.doctor.host_facts import gather, self_tests
 from hetero_mpi.launch.hosts.agent import MARK
@@ -40,7 +40,7 @@ def listen() -> dict[str, Any]:
             with connection, contextlib.suppress(OSError):
                 connection.sendall(word.encode())
 
-    Background("listening to callers", serve)
+    unattended("listening to callers", serve)
     return {"port": server.getsockname()[1], "word": word}
 
 

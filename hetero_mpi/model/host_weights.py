@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.background import Background
+from hetero_mpi.background import Background, unattended
 from hetero_mpi.device.backend import HOST, Backend, Copied, Copying
 from hetero_mpi.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.errors import UserError
@@ -94,7 +94,7 @@ class HostLayer:
     def prefetch(self) -> None:
         """Have a thread read the mapped file, since the layer is needed soon: the system's own advice reads but its beginning."""
         if self._file is not None:
-            Background("reading a layer", self._into_memory)
+            unattended("reading a layer", self._into_memory)
 
     def _into_memory(self) -> None:
         at = 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from hetero_mpi import units
+from hetero_mpi.background import BestEffort
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -101,6 +102,7 @@ class ProgressDisplay:
         self._shown_step = first_step
         self._latest: StepMetrics | None = None
         self._recent: deque[StepMetrics] = deque(maxlen=_RECENT)
+        self._write_line = BestEffort("printing a step", lambda line: write_text(self._line(line) + "\n", self._stream))
         self._screen = None
         if screen and is_terminal(self._stream):
             from hetero_mpi.report.screen import Screen  # loads rich
@@ -117,7 +119,7 @@ class ProgressDisplay:
         self._recent.append(line)
         if self._screen is None and self._is_due(line.step):
             self._shown_s, self._shown_step = self._now_s(), line.step
-            write_text(self._line(line) + "\n", self._stream)
+            self._write_line(line)
 
     def __enter__(self) -> ProgressDisplay:
         if self._screen is not None:

@@ -25,6 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hetero_mpi.background import BestEffort
 from hetero_mpi.report.run_files.logs import SHOWN
 from hetero_mpi.terminal import printable, terminal_size
 
@@ -59,7 +60,7 @@ class Screen:
     """
 
     def __init__(self, stream: TextIO, view: Callable[[int], RenderableType], per_second: float = PER_SECOND) -> None:
-        self._stream, self._view = stream, view
+        self._stream, self._view = stream, BestEffort("drawing the screen", view)
         self.console = _Console(file=stream, force_terminal=True, force_jupyter=False, highlight=False)
         self._live = _Live(
             console=self.console, get_renderable=self._drawn, refresh_per_second=per_second,
@@ -85,7 +86,7 @@ class Screen:
         columns, rows = terminal_size(self._stream)
         self.console.size = (columns, rows)  # type: ignore[assignment]  # a person may have changed it
         # The last row needs a line end, too: launchers pass on whole lines.
-        return Group(self._view(rows - 2), "")
+        return Group(self._view(rows - 2) or "", "")
 
 
 RankLine = tuple[int, str, float | None, float, str]

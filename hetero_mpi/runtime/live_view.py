@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from hetero_mpi.background import Background
+from hetero_mpi.background import Background, BestEffort, unattended, unharmed
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.job.schema import ReportTable
 from hetero_mpi.report.progress import ProgressDisplay
@@ -40,6 +40,8 @@ class LiveView:
         self._report: subprocess.Popen[bytes] | None = None
         self._stop = threading.Event()
         self._telling: Background[None] | None = None
+        self._write = BestEffort("writing now.json", self._write_present)
+        self._begin_report = BestEffort("drawing report.html", self._report_process)
 
     def begin(self, asked: ReportTable, run_dir: Path, display: ProgressDisplay | None) -> None:
         """The start is accepted: show the run from now on. ``display`` knows what the ranks do; other ranks than 0 have none."""
@@ -48,10 +50,12 @@ class LiveView:
         self._run_dir, self._display = run_dir, display
         if asked.watch is not False and self._page is None:
             port = [str(asked.watch)] if asked.watch is not True else []
-            self._page = self._beside(sys.executable, "-m", "hetero_mpi.report.page.live_page", str(run_dir), *port)
-            Background("passing on the page's address", self._pass_on)
+            with unharmed("starting the live page"):
+                self._page = self._beside(sys.executable, "-m", "hetero_mpi.report.page.live_page", str(run_dir), *port)
+                unattended("passing on the page's address", self._pass_on)
         if self._telling is None and (asked.write or self._page is not None):
-            self._telling = Background("telling what the ranks do", self._tell)
+            with unharmed("telling what the ranks do"):
+                self._telling = Background("telling what the ranks do", self._tell)
 
     def end(self, text: str) -> None:
         """The run ends, and that is told from now on, once. ``text``: how; empty: well."""
@@ -66,8 +70,8 @@ class LiveView:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self.end(f"{kind.__name__}: {error}" if kind is not None else "")
         if self._page is not None and self._page.stdin is not None:
-            self._page.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired), unharmed("ending the live page"):
+                self._page.stdin.close()
                 self._page.wait(_PATIENCE_S)
 
     def _tell(self) -> None:
@@ -77,10 +81,13 @@ class LiveView:
             busy = self._page is not None or (self._report is not None and self._report.poll() is None)
             if time.monotonic() > due_s and not busy:
                 due_s += REPORT_EVERY_S
-                words = sys.executable, "-m", "hetero_mpi", "report", str(self._run_dir)
-                self._report = self._beside("nice", "-n", str(NICENESS), *words)
+                self._begin_report()
 
-    def _write(self, ended: str | None) -> None:
+    def _report_process(self) -> None:
+        words = sys.executable, "-m", "hetero_mpi", "report", str(self._run_dir)
+        self._report = self._beside("nice", "-n", str(NICENESS), *words)
+
+    def _write_present(self, ended: str | None) -> None:
         assert self._display is not None
         ranks = {str(rank): now for rank, now in self._display.standings().items()}
         write_present(self._run_dir, Present(time.time(), self._world.doing, ended, ranks))

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi.background import unharmed
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.data.batch import Batch, answer_counts
 from hetero_mpi.data.dataset import Dataset
@@ -22,7 +23,6 @@ from hetero_mpi.model.optimizer import StepDecision, learning_rate
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import plan_to_dict
 from hetero_mpi.report.progress import ProgressDisplay
-from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.report.run_files.run_directory import note_end
@@ -207,7 +207,7 @@ class Loop:
             )
         if self.world.rank == 0:
             if done:
-                with unharmed("run.json"):
+                with unharmed("writing run.json"):
                     note_end(self._run_dir, self.state.step)
             self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
         return done

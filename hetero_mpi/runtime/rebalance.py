@@ -14,6 +14,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi import units
-from hetero_mpi.background import Background
+from hetero_mpi.background import Background, BestEffort
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.planning.analysis.drift import Decider, GroupSums, LinkBetween, Move, Watched, as_measured, moved_layers
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, Schedule
@@ -69,6 +70,7 @@ class Rebalancer:
         self._word: StepWord | None = None
         self._because = ""
         self._latest: StepResult | None = None
+        self._watch = BestEffort("comparing the speed of ranks with the profile", self._consider)
 
     def begin(self, share: Share) -> None:
         """Prepare for the steps of a plan. Collective over the active ranks."""
@@ -111,8 +113,7 @@ class Rebalancer:
         assert self._word is not None
         heard, self._latest = result.heard, result
         if self._context.world.rank == 0 and self._room and not self._ready:
-            self._decider.observe(self._word.ratios(heard[1:]))
-            self._consider(self._context.job.train.steps - step - 1)
+            self._watch(self._word, heard[1:], self._context.job.train.steps - step - 1)
         return bool(heard[0] > 0)
 
     def chosen(self) -> PlanReport | None:
@@ -143,8 +144,9 @@ class Rebalancer:
             stall_s=stall_s,
         )
 
-    def _consider(self, remaining: int) -> None:
+    def _consider(self, word: StepWord, heard: NDArray[np.float64], remaining: int) -> None:
         """Take an answer that has come, and decide what to do. On rank 0, after every step."""
+        self._decider.observe(word.ratios(heard))
         if self._decider.asked is not None and self._replanner.ready:
             self._answer = self._replanner.take()
             self._decider.answered(self._answer.prospect if self._answer is not None else None)
@@ -202,6 +204,7 @@ class Replanner:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._starting, self._closed = threading.Lock(), False
         self._answering: Background[ReplanAnswer | None] | None = None
 
     @property
@@ -220,38 +223,44 @@ class Replanner:
         return answering.finish() if answering is not None else None
 
     def close(self) -> None:
-        """End the process that is still planning, if any."""
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.kill()
+        """End the process that is still planning, if any; one that is about to start does not."""
+        with self._starting:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
         self.take()
 
     def _answer(self, question: ReplanQuestion) -> ReplanAnswer | None:
-        from hetero_mpi.planning.analysis.replan import ReplanAnswer  # brings the planner, which few runs need again
-
         paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                text=True,
+            from hetero_mpi.planning.analysis.replan import (
+                ReplanAnswer,  # brings the planner, which few runs need again
             )
-            answer, complaint = self._process.communicate(json.dumps(encode(question, infinity_as_text=True)), LIMIT_S)
-            if self._process.returncode == 0:
+
+            with self._starting:
+                if self._closed:
+                    return None
+                process = self._process = subprocess.Popen(
+                    [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=environment,
+                    text=True,
+                )
+            try:
+                answer, complaint = process.communicate(json.dumps(encode(question, infinity_as_text=True)), LIMIT_S)
+            finally:
+                process.kill()
+                process.wait()
+            if process.returncode == 0:
                 return decode(ReplanAnswer, json.loads(answer), "answer")
-            _LOG.warning("planning anew ended with exit code %d: %s", self._process.returncode, complaint)
-        except subprocess.TimeoutExpired:
-            assert self._process is not None
-            self._process.kill()
-            self._process.communicate()
-            _LOG.warning("planning anew took more than %.0f s and was given up", LIMIT_S)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _LOG.warning("planning anew failed: %r", error)
-        return None
+            raise ChildProcessError(f"exit code {process.returncode}: {complaint}")
+        except Exception as error:
+            if not self._closed:
+                _LOG.warning("planning anew failed: %s: %s", type(error).__name__, error)
+            return None
 
 
 class StepWord:

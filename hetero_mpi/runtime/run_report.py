@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from hetero_mpi import units
+from hetero_mpi.background import BestEffort, unharmed
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.batch import steps_per_epoch
@@ -29,7 +30,6 @@ from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.progress import ProgressDisplay, overview
-from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, Trackers, measured_step_s
 from hetero_mpi.report.run_files.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_result
@@ -50,7 +50,7 @@ def draw_plan(context: RunContext, report: PlanReport) -> None:
     """``architecture.png`` and ``.svg`` of the plan. On rank 0, before training."""
     if context.world.rank != 0 or not context.job.report.write:
         return
-    with unharmed("architecture.png", Exception):
+    with unharmed("drawing architecture.png"):
         from hetero_mpi.report.figures.architecture import architecture  # loads matplotlib
         from hetero_mpi.report.figures.style import save
 
@@ -69,9 +69,9 @@ def keep_profile(context: RunContext) -> None:
     if context.world.rank != 0:
         return
     used, measured = context.run_dir / USED_PROFILE, None
-    with contextlib.suppress(UserError):
-        measured = load_profile(context.run_dir / "profile.toml")
-    with unharmed(used.name):
+    with unharmed(f"writing {used.name}"):
+        with contextlib.suppress(UserError):
+            measured = load_profile(context.run_dir / "profile.toml")
         if measured == context.profile:
             used.unlink(missing_ok=True)
         else:
@@ -81,7 +81,7 @@ def keep_profile(context: RunContext) -> None:
 def open_metrics(context: RunContext, step: int) -> MetricsWriter:
     """Open the metrics of a run that starts after ``step`` steps, and describe the run in ``run.json``."""
     loaded = context.loaded
-    with unharmed("run.json"):
+    with unharmed("writing run.json"):
         about = loaded.name, str(loaded.path), job_to_dict(loaded.job), own_versions(context.world.library)
         skipped = context.material.skipped_records if context.material is not None else 0
         describe_run(context.run_dir, *about, context.world.size, step, skipped)
@@ -109,8 +109,9 @@ def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, 
     """Show a plan on the screen before it is run, and what each rank does (where there is a watchdog)."""
     if display is None:
         return
-    standings = watchdog.standings if watchdog is not None else dict
-    display.show(overview(plan, context.profile, context.loaded.name), standings)
+    with unharmed("showing the plan"):
+        standings = watchdog.standings if watchdog is not None else dict
+        display.show(overview(plan, context.profile, context.loaded.name), standings)
 
 
 @contextlib.contextmanager
@@ -128,7 +129,7 @@ def reported(context: RunContext, live: LiveView) -> Iterator[None]:
 def write_files(context: RunContext) -> None:
     """``report.html`` and ``trace.json``, on rank 0."""
     if context.world.rank == 0 and context.job.report.write:
-        with unharmed("the report", Exception):
+        with unharmed("writing the report"):
             from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
             run = read_run(context.run_dir)
@@ -172,10 +173,11 @@ def _leave_result(context: RunContext, share: Share, state: TrainingState, other
     share.members.doing = "writing the result"
     result_directory = _write_result(context, share.trainer)
     if context.world.rank == 0:
-        with unharmed("run.json"):
+        with unharmed("writing run.json"):
             note_result(context.run_dir, state.step)
         write_files(context)  # again: now there is a result, and what it writes
-        _say_end(context, share.report, state, result_directory, taken)
+        with unharmed("printing the summary"):
+            _say_end(context, share.report, state, result_directory, taken)
 
 
 def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> TrainResult:
@@ -257,13 +259,16 @@ class OtherPrograms:
     """Watches the cores of this rank's host from now on."""
 
     def __init__(self) -> None:
+        self._now = BestEffort("measuring other programs", _cpu_seconds)
         self._began = self._now()
 
     def told(self, world: World) -> str:
         """``other programs took about 0.8 of 2 cores``, of each host where ranks waited for them; "": hardly. Collective."""
-        passed_s, own_s, *cores_s = (now - then for now, then in zip(self._now(), self._began, strict=False))
-        rows = world.all_gather_json([world.host, own_cores(), passed_s, own_s, cores_s])
-        found = []
+        ended, own = self._now(), None
+        if ended is not None and self._began is not None:
+            passed_s, own_s, *cores_s = (now - then for now, then in zip(ended, self._began, strict=False))
+            own = [world.host, own_cores(), passed_s, own_s, cores_s]
+        rows, found = [row for row in world.all_gather_json(own) if row is not None], []
         for host in dict.fromkeys(row[0] for row in rows):
             here = [row for row in rows if row[0] == host]
             usable = {core for row in here for core in row[1]}
@@ -277,11 +282,11 @@ class OtherPrograms:
                 found.append(f"about {others:.1f} of {len(usable)} cores{on}")
         return f"other programs took {', '.join(found)}" if found else ""
 
-    @staticmethod
-    def _now() -> list[float]:
-        """Seconds: of the clock, of this process on any core, and of all processes on each core."""
-        busy_s = (
-            sum(seconds for name, seconds in core._asdict().items() if name not in _NOT_BUSY)
-            for core in psutil.cpu_times(percpu=True)
-        )
-        return [time.perf_counter(), time.process_time(), *busy_s]
+
+def _cpu_seconds() -> list[float]:
+    """Seconds: of the clock, of this process on any core, and of all processes on each core."""
+    busy_s = (
+        sum(seconds for name, seconds in core._asdict().items() if name not in _NOT_BUSY)
+        for core in psutil.cpu_times(percpu=True)
+    )
+    return [time.perf_counter(), time.process_time(), *busy_s]

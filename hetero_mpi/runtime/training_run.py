@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.background import unharmed
 from hetero_mpi.checkpoint.directory import remove_shards
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.versions import own_versions
@@ -23,7 +24,6 @@ from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_to_dict, report_from_dict, save_plan
 from hetero_mpi.report.plan_text import planned_lines
-from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import holds_run, is_used
 from hetero_mpi.runtime.follower import Follower, OnEvent
@@ -355,7 +355,7 @@ def _changed(training: Training, before: Share, report: PlanReport, state: Train
     begin_s, context = time.perf_counter(), training.context
     share = change(context, before, report, state)
     if context.world.rank == 0:
-        with unharmed("plan.toml"):
+        with unharmed("writing plan.toml"):
             save_plan(report, context.run_dir / "plan.toml")
         if training.rebalancer is not None:
             training.rebalancer.changed(state.step, before.plan, report.plan, time.perf_counter() - begin_s)

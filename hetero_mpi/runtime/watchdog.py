@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from hetero_mpi import units
-from hetero_mpi.background import Background
+from hetero_mpi.background import Background, BestEffort, unattended, unharmed
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.back_off import Pause
@@ -154,6 +154,7 @@ class Lookout:
         """Of the rank's device; whoever makes the lookout keeps them new."""
         self._seen: Any = None
         self._since_s = time.monotonic()
+        self._figures = BestEffort("looking at memory, messages and computing", Lookout._read_figures)
 
     def look(self) -> Standing:
         """The standing now; ``still_s`` counts from the look that first saw it."""
@@ -165,19 +166,19 @@ class Lookout:
         if seen != self._seen:
             self._seen, self._since_s = seen, now
         at = f"{activity.text}, {action}" if action else activity.text
-        still_s, backend = round(now - self._since_s, 1), self._trainer.backend
-        figures = backend.used_bytes(), dict(self.sensors), self._transport.sending()
-        return Standing(at, still_s, self._waits_for(), activity.busy > 0, self._computed(), *figures)
+        figures = self._figures(self) or ()  # a bound function would keep the trainer's memory
+        return Standing(at, round(now - self._since_s, 1), self._waits_for(), activity.busy > 0, *figures)
 
     def forgive(self, pause_s: float) -> None:
         """Do not count ``pause_s``, for which this process was stopped."""
         self._since_s += pause_s
 
-    def _computed(self) -> float | None:
+    def _read_figures(self) -> tuple[float | None, int, Mapping[str, float], Mapping[str, Sequence[int]]]:
         events = self._trainer.latest.events if self._trainer.latest is not None else ()
-        if not events or events[-1].end_s <= 0:
-            return None
-        return round(sum(busy(events).values()) / events[-1].end_s, 3)
+        computed = None
+        if events and events[-1].end_s > 0:
+            computed = round(sum(busy(events).values()) / events[-1].end_s, 3)
+        return computed, self._trainer.backend.used_bytes(), dict(self.sensors), self._transport.sending()
 
     def _waits_for(self) -> str | None:
         waiting = list(self._transport.waiting)
@@ -208,7 +209,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._watching = Background("watching for a hang", self._run)
-        Background("reading the device's sensors", partial(_sense, self._backend, self._lookout.sensors, self._stop))
+        unattended("reading the device's sensors", partial(_sense, self._backend, self._lookout.sensors, self._stop))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -233,7 +234,7 @@ class Watchdog:
 
     def _run(self) -> None:
         # The main thread hears of a death too, and whoever survives it begins with another watchdog.
-        with contextlib.suppress(RankLost):
+        with unharmed("watching for a hang"), contextlib.suppress(RankLost):
             self._watch()
 
     def _watch(self) -> None:

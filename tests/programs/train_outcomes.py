@@ -8,6 +8,7 @@ The output holds for each entry and rank what was raised, its text and exit code
 
 import contextlib
 import gc
+import importlib
 import io
 import json
 import resource
@@ -44,7 +45,7 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.model.files.model_files import ModelFiles
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
-    from hetero_mpi.runtime import build, rebalance, run, trial
+    from hetero_mpi.runtime import build, live_view, rebalance, run, trial, watchdog
     from hetero_mpi.runtime.rebalance import StepWord
     from hetero_mpi.runtime.setup.context import RunContext, Share, TrainOptions
     from hetero_mpi.runtime.training_run import train
@@ -315,6 +316,21 @@ def no_room_to_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def something_beside_fails(world: World, entry: dict[str, Any]) -> Iterator[None]:
+    """Calling any of ``entry["names"]`` ("module:object.attribute") fails on every rank, and a report would be drawn at once."""
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(live_view, "REPORT_EVERY_S", 0.0))
+        patches.enter_context(mock.patch.object(live_view, "TELL_S", 0.01))
+        patches.enter_context(mock.patch.object(watchdog, "_LOOK_S", 0.05))
+        for name in entry["names"]:
+            module, _, path = name.partition(":")
+            importlib.import_module(module)
+            failing = mock.patch(f"{module}.{path}", side_effect=RuntimeError("of a test"))
+            patches.enter_context(failing)
+        yield
+
+
 WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
     way.__name__: way
     for way in (
@@ -333,6 +349,7 @@ WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
         loss_is_no_number_in_step_2,
         plans_change,
         no_room_to_change,
+        something_beside_fails,
     )
 }
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.disk import require_regular, write_whole
-from hetero_mpi.report.run_files.logs import say
 
 METRICS_NAME, STEPS_NAME, EVENTS_NAME = "metrics.jsonl", "steps.jsonl", "events.jsonl"
 _LOG = logging.getLogger(__name__)
@@ -116,13 +115,3 @@ def _rewrite(path: Path, lines: Iterable[str]) -> None:
         with contextlib.suppress(OSError):
             if path.read_bytes().startswith(kept):
                 os.truncate(path, len(kept))
-
-
-@contextlib.contextmanager
-def unharmed(what: str, errors: type[Exception] = OSError) -> Iterator[None]:
-    """A block that writes ``what``, whose failure must not end training: a full disk is reported, and so are other ``errors``."""
-    try:
-        yield
-    except errors as error:
-        _LOG.warning("%s could not be written", what, exc_info=True)
-        say(f"{what} could not be written ({getattr(error, 'strerror', None) or error}); the run is not affected")

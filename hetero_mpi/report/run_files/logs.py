@@ -10,10 +10,9 @@ import threading
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetero_mpi.terminal import fitted, printable, write_text
+from hetero_mpi.terminal import SPEECH, fitted, printable, write_text
 
 LOGGER = "hetero_mpi"
-SPEECH = "hetero_mpi.say"
 
 
 def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool = False) -> Path | None:

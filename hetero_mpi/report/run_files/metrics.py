@@ -23,6 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
+from hetero_mpi.background import unharmed
 from hetero_mpi.report.run_files.line_files import LineFile, keep_until, lines, object_of
 from hetero_mpi.report.run_files.logs import say
 
@@ -108,7 +109,8 @@ class MetricsWriter:
         self.path = Path(path)
         self._trackers = trackers
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        keep_until(self.path, resume_step)
+        with unharmed("dropping later steps from metrics.jsonl"):
+            keep_until(self.path, resume_step)
         self._file = LineFile(self.path, say)
 
     def step(self, metrics: StepMetrics) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from hetero_mpi.background import unharmed
 from hetero_mpi.disk import lock, require_regular, write_whole
 from hetero_mpi.errors import UserError
 from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, LineFile, objects
@@ -127,8 +128,9 @@ def _holder(file: TextIO) -> str:
 
 
 def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
-    """Append one event of the run itself, without a supervisor. A full disk is no error."""
-    LineFile(run_dir / EVENTS_NAME).write(as_event(event, text, values))
+    """Append one event of the run itself, without a supervisor. No failure ends the run."""
+    with unharmed(f"writing {EVENTS_NAME}"):
+        LineFile(run_dir / EVENTS_NAME).write(as_event(event, text, values))
 
 
 def as_event(event: str, text: str, values: Mapping[str, Any]) -> dict[str, Any]:

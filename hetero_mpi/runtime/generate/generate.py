@@ -16,6 +16,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi import units
+from hetero_mpi.background import unharmed
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.engine.placement import active_ranks
@@ -24,7 +25,6 @@ from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.decoding import Sampling, require_decodable
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
 from hetero_mpi.runtime.generate.layer_split import GenerateSetup, set_up, with_writer
@@ -144,7 +144,10 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
         say("No sample: some stages are held by several ranks together; `generate` writes text with the trained model")
         return
     trainer.world.doing = "writing a sample"
-    own = _sample_task(trainer, loaded, tokenizer) if tokenizer is not None else None
+    own: Task | None = None
+    if tokenizer is not None:
+        with unharmed("preparing the sample"):
+            own = _sample_task(trainer, loaded, tokenizer)
     word = trainer.world.broadcast_json(asdict(own) if own is not None else None)
     if word is None:
         return
@@ -158,14 +161,15 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
     except CollectiveUserError as error:
         say(f"No sample: {error}")
         return
-    if tokenizer is not None:
+    if tokenizer is None:
+        return
+    with unharmed(f"writing {SAMPLE_NAME}"):
         spelling = Spelling(tokenizer, task.prompt)
         text = "".join([*map(spelling.add, tokens), spelling.end()])
         way = "greedy" if table.temperature == 0 else f"temperature {table.temperature:g}, top_p {table.top_p:g}"
         lines = [f"## Prompt ({way})", table.prompt, "", "## Continuation", text]
-        with unharmed(SAMPLE_NAME):
-            (run_dir / SAMPLE_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
         say(f"Sample ({run_dir / SAMPLE_NAME}):", *lines)
+        (run_dir / SAMPLE_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _sample_task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> Task | None:

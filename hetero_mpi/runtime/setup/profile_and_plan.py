@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from hetero_mpi.background import unharmed
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.emulation.emulated_cluster import emulated_profile
 from hetero_mpi.errors import UserError
@@ -34,7 +35,6 @@ from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec
 from hetero_mpi.profiling.cluster import profile_cluster, profile_key
 from hetero_mpi.report.plan_text import plan_lines, planned_lines
 from hetero_mpi.report.profile_text import measured_lines, profile_lines
-from hetero_mpi.report.run_files.line_files import unharmed
 from hetero_mpi.report.run_files.logs import note, say
 from hetero_mpi.runtime.setup.context import Pending, RunContext, TrainOptions, Write
 from hetero_mpi.state.peer_replicas import versions_in_memory
@@ -151,7 +151,7 @@ def keep(context: RunContext, pending: Pending, what: str, save: Write) -> None:
     """Save ``what`` on rank 0, once the start is accepted: the last one of that name stays."""
 
     def write() -> None:
-        with unharmed(what):
+        with unharmed(f"writing {what}"):
             save()
 
     if context.world.rank == 0:
