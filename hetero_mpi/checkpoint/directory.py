@@ -13,7 +13,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -26,6 +26,7 @@ _NAME = re.compile(r"step-(\d{8,})\.h5")
 SHARDS_NAME = "copies"
 _RANK = re.compile(r"rank-(\d{4,})")
 _SHARD = re.compile(r"step-(\d{8,})\.([0-9a-f]{8})\.h5")
+_RUN_NUMBER = re.compile(r"(\d{12})-")
 _LEFTOVER = re.compile(r"\..*\.h5\.tmp-.*")
 
 
@@ -168,11 +169,13 @@ def newest_version(parts: Sequence[Part], needed: Collection[str]) -> list[Part]
     return []
 
 
-def new_run_id() -> str:
-    """The id of a run that begins now. ``--resume`` passes it from start to start. Of two ids, that of the run begun later is
-    larger.
+def new_run_id(earlier: Iterable[str] = ()) -> str:
+    """The id of a run that begins now, larger than those of the ``earlier`` runs. ``--resume`` passes it from start to start.
+
+    It counts runs, since clocks of hosts differ. They decide only between runs that have seen nothing of each other.
     """
-    return f"{int(time.time()):012d}-{token_hex(4)}"
+    numbers = [int(found[1]) for one in earlier if (found := _RUN_NUMBER.match(one))]
+    return f"{1 + max(numbers, default=0):012d}-{int(time.time()):012d}-{token_hex(4)}"
 
 
 def new_version_id() -> str:

@@ -78,24 +78,24 @@ def keep_profile(context: RunContext) -> None:
             save_profile(context.profile, used)
 
 
-def open_metrics(context: RunContext, step: int) -> MetricsWriter:
+def open_metrics(context: RunContext, step: int, run_id: str) -> MetricsWriter:
     """Open the metrics of a run that starts after ``step`` steps, and describe the run in ``run.json``."""
     loaded = context.loaded
     with unharmed("writing run.json"):
         about = loaded.name, str(loaded.path), job_to_dict(loaded.job), own_versions(context.world.library)
         skipped = context.material.skipped_records if context.material is not None else 0
-        describe_run(context.run_dir, *about, context.world.size, step, skipped)
+        describe_run(context.run_dir, *about, context.world.size, step, skipped, run_id)
     trackers = Trackers(loaded.job.report.trackers, context.run_dir, job_to_dict(loaded.job))
     return MetricsWriter(context.run_dir / "metrics.jsonl", step, trackers)
 
 
 def open_display(
-    context: RunContext, state: TrainingState, stack: contextlib.ExitStack, screen: bool
+    context: RunContext, state: TrainingState, run_id: str, stack: contextlib.ExitStack, screen: bool
 ) -> tuple[MetricsWriter | None, ProgressDisplay | None]:
     """The metrics and the screen of the steps, on rank 0; nothing elsewhere. ``screen``: no program prints between them."""
     if context.world.rank != 0:
         return None, None
-    metrics = stack.enter_context(open_metrics(context, state.step))
+    metrics = stack.enter_context(open_metrics(context, state.step, run_id))
     unit = units.unit_of(context.job.data.sequence_length)
     train, per_epoch = context.job.train, None
     if train.epochs is not None and context.dataset is not None:

@@ -46,6 +46,7 @@ from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import (
     append_event,
     holds_run,
+    noted_run_id,
     own_event,
     refuse_files_of_run,
     set_run_aside,
@@ -163,7 +164,7 @@ def find_start(
         _make_room(context, options, bool(chosen), pending)
     if begun is None:
         begun = chosen[0].begun if chosen and resume in (LATEST, ANY) else ""
-        begun = world.broadcast_json(begun or new_run_id())
+        begun = world.broadcast_json(begun or new_run_id(_earlier_runs(world, run_dir)))
     history.begun, history.kept_version = begun, kept
     return start, past
 
@@ -218,6 +219,14 @@ def _shards(world: World, run_dir: Path) -> list[Part]:
     for shard in (Part.from_row(row) for listed, _ in rows for row in listed):
         found.setdefault((shard.version_id, shard.writer), shard)
     return list(found.values())
+
+
+def _earlier_runs(world: World, run_dir: Path) -> list[str]:
+    """Ids of the runs of which there is a trace on any host. Collective."""
+    own = [str(shard.begun) for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
+    if world.rank == 0:
+        own.append(noted_run_id(run_dir))
+    return [run_id for of_rank in world.all_gather_json(own) for run_id in of_rank]
 
 
 def _undamaged(context: RunContext, parts: list[Part]) -> tuple[list[Part], str | None]:

@@ -267,7 +267,7 @@ class TrainingRun:
         rebalancer = rebalancer_of(context, self.options.plan is not None)
         if rebalancer is not None:
             stack.callback(rebalancer.close)
-        metrics, display = open_display(context, state, stack, screen=self._follower is None)
+        metrics, display = open_display(context, state, history.begun or "", stack, screen=self._follower is None)
         self._live.begin(context.job.report, context.run_dir, display)
         tokenizer = context.material.tokenizer if context.material else None
         sample = partial(write_sample, loaded=context.loaded, tokenizer=tokenizer, run_dir=context.run_dir)

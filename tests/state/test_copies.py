@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path, verify
-from hetero_mpi.checkpoint.directory import Part, keep_versions, newest_version, shards_on_disk
+from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path, directory, verify
+from hetero_mpi.checkpoint.directory import Part, keep_versions, new_run_id, newest_version, shards_on_disk
 from hetero_mpi.comm.ranks.mpi_start import Loss
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.report.run_files.run_directory import START_VARIABLE
+from hetero_mpi.report.run_files.run_directory import START_VARIABLE, describe_run
 from hetero_mpi.runtime import start_state
 from hetero_mpi.runtime.recovery import RunHistory
 from tests.runtime.test_recovery import outliving_or_skip
@@ -55,6 +55,23 @@ def test_the_newest_version_is_of_the_run_that_began_last_wherever_it_lies() -> 
     assert newest_version([*copies, *checkpoint], set("abc")) == copies
     assert newest_version([*checkpoint, *copies, *later_run], set("abc")) == later_run
     assert newest_version([*checkpoint, *copies, *later_run[:1]], set("abc")) == checkpoint
+
+
+@pytest.mark.parametrize("trace", ["run.json", "copy", "none"])
+def test_the_later_run_is_the_newer_one_whatever_the_hosts_clocks_say(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's directory or another host knows of the earlier run, which began where the clock is fast. Else clocks decide."""
+    monkeypatch.setattr(directory.time, "time", lambda: 2_000_000_000.0)
+    earlier = new_run_id([new_run_id()])
+    if trace == "run.json":
+        describe_run(tmp_path, "a", "a.toml", {}, {}, 1, 0, run_id=earlier)
+    monkeypatch.setattr(directory.time, "time", lambda: 1_000_000_000.0)
+    elsewhere = [earlier] if trace == "copy" else []
+    hosts: Any = SimpleNamespace(rank=0, local_rank=0, all_gather_json=lambda own: [own, elsewhere])
+    later = new_run_id(start_state._earlier_runs(hosts, tmp_path))
+    versions = [source(0, "aa", 9, "a", earlier), source(0, "bb", 2, "a", later)]
+    assert newest_version(versions, {"a"}) == [versions[trace != "none"]]
 
 
 @pytest.mark.parametrize(
