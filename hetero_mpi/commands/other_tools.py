@@ -426,7 +426,7 @@ class _Draft:
         if "clip" in self._parts:
             self._put("train.clip_norm", self._count("clip") or "", "clip")
         of_weights = "auto" if self.values["adapter.method"][0] == "lora" else "fp32"
-        dtypes = {True: "bf16", "auto": "auto", "lora": of_weights}
+        dtypes = {True: "bf16", "full": "bf16", "auto": "auto", "lora": of_weights}
         dtype = "fp16" if self._of("fp16") is True else dtypes.get(self._of("bf16"), "fp32")
         self._put("train.dtype", dtype, "fp16", "bf16")
 

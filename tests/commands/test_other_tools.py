@@ -435,6 +435,7 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
          "data.packing": False, "train.dtype": "auto", "checkpoint.every": 500, "data.train_on_prompt": False},
     ),
     ("model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\n", {"train.dtype": "fp32", "train.dropout": True}),
+    ("base_model: a/b\nbf16: full\n", {"train.dtype": "bf16"}),
     ("model_name_or_path: a/b\nstage: pt\n", {"data.packing": True, "data.sequence_length": 2047}),
     (
         "model_name_or_path: a/b\nstage: dpo\nlora_dropout: 0.1\n",
