@@ -1,6 +1,6 @@
 """A card and a processor in one job: do copies hide behind messages, and does the prediction hold?
 
-    python benchmarks/cards.py [--json FILE] [--check] [--quick]
+    python benchmarks/cards.py [--json FILE] [--check] [--smallest]
 
 *pieces*: tensors of 64 MiB pass from the first card to a rank on the processor, and back. Timed are the copies by themselves, the
 messages by themselves, and both by a channel (``engine/channel.py``), in turns; *hidden* is how much of the shorter of the two
@@ -8,8 +8,8 @@ the channel hides. *job*: a rank for every card and one more, on the processor, 
 planner's plan; the median step against the predicted one.
 
 Needs a card that torch offers (CUDA, ROCm, XPU); elsewhere it says so and ends. ``--check`` exits 1 where less than half of the
-shorter one is hidden, or where the step is not within 15 % of its prediction. ``--quick``: small tensors and a small model, to see
-that it runs. Not yet run on any card but the tests' stand-in, where its figures mean nothing.
+shorter one is hidden, or where the step is not within 15 % of its prediction. ``--smallest``: small tensors and a small model.
+Not yet run on any card but the tests' stand-in, where its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import tomli_w  # noqa: E402
 import torch  # noqa: E402
-from harness import found_by_ranks, parser_of, run_ranks  # noqa: E402
+from harness import found_by_ranks, output_of_ranks, parser_of, skip  # noqa: E402
 
 from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
 from hetero_mpi.comm.ranks.mpi_start import run_guarded  # noqa: E402
@@ -37,26 +37,23 @@ from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.engine.channel import Inbox, Outbox  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
 
-NUMBERS, QUICK_NUMBERS, TENSORS, ROUNDS = 16 << 20, 2 << 20, 8, 5
-"""fp32 numbers of a tensor (more than a piece), the same when quick, tensors of a stream, turns."""
+NUMBERS, LEAST_NUMBERS, TENSORS, ROUNDS = 16 << 20, 2 << 20, 8, 5
+"""fp32 numbers of a tensor (more than a piece), the same of --smallest, tensors of a stream, turns."""
 STEPS, WARM = 30, 5
-QUICK = "--quick"
 HIDDEN_BAR, PREDICTION_BAR = 0.5, 0.15
 TO_PROCESSOR, TO_CARD = 1, 2
 
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument(QUICK, action="store_true", help="see that it runs")
     parser.add_argument("--rank", type=Path, help="of the ranks that this program starts")
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        return run_guarded(lambda world: _rank(world, arguments.rank, QUICK_NUMBERS if arguments.quick else NUMBERS))
+        return run_guarded(lambda world: _rank(world, arguments.rank, LEAST_NUMBERS if arguments.smallest else NUMBERS))
     cards = _cards()
     if not cards:
-        print("skipped: torch offers no card here (CUDA, ROCm, XPU)")
-        return 0
-    rows = found_by_ranks(2, [str(Path(__file__).resolve()), *([QUICK] if arguments.quick else []), "--rank"])
+        skip("torch offers no card here (CUDA, ROCm, XPU)")
+    rows = found_by_ranks(2, [str(Path(__file__).resolve()), *(["--smallest"] if arguments.smallest else []), "--rank"])
     missed = False
     print(f"{'':>18} {'copies':>9} {'messages':>9} {'channel':>9} {'hidden':>7}")
     for name, turns in rows.items():
@@ -66,7 +63,7 @@ def main() -> int:
         print(
             f"{name:>18} {' '.join(f'{seconds * 1e3:>6.1f} ms' for seconds in medians)} {hidden:>7.2f} (bar {HIDDEN_BAR})"
         )
-    measured_s, predicted_s = _job(len(cards) + 1, arguments.quick)
+    measured_s, predicted_s = _job(len(cards) + 1, arguments.smallest)
     off = measured_s / predicted_s - 1
     missed |= abs(off) > PREDICTION_BAR
     print(
@@ -157,9 +154,9 @@ def _copies_s(card: Backend, tag: int, numbers: int) -> float:
     return time.perf_counter() - begin
 
 
-def _job(ranks: int, quick: bool) -> tuple[float, float]:
+def _job(ranks: int, smallest: bool) -> tuple[float, float]:
     """(median step, predicted step), seconds."""
-    width, blocks, steps = (64, 2, WARM + 3) if quick else (512, 8, STEPS)
+    width, blocks, steps = (64, 2, WARM + 3) if smallest else (512, 8, STEPS)
     sizes = {
         "hidden_size": width,
         "intermediate_size": 11 * width // 4,
@@ -171,7 +168,7 @@ def _job(ranks: int, quick: bool) -> tuple[float, float]:
         "tokenizer": {"train_vocab_size": 2048},
         "data": {
             "text": ["{stdlib}/*.py"],
-            "max_bytes": 300_000 if quick else 3_000_000,
+            "max_bytes": 300_000 if smallest else 3_000_000,
             "sequence_length": width // 2,
             "held_out": 0,
         },
@@ -182,9 +179,7 @@ def _job(ranks: int, quick: bool) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         path, run = Path(folder) / "job.toml", Path(folder) / "run"
         path.write_text(tomli_w.dumps(job))
-        done = run_ranks(ranks, ["-m", "hetero_mpi", "train", str(path), "--run-dir", str(run), "--reprofile"])
-        if done.returncode != 0:
-            sys.exit(f"the job failed (exit code {done.returncode}):\n{done.stdout}\n{done.stderr}")
+        output_of_ranks(ranks, ["-m", "hetero_mpi", "train", str(path), "--run-dir", str(run), "--reprofile"])
         steps = read_metrics(run / "metrics.jsonl").steps[WARM:]
     return statistics.median(one.step_s for one in steps), steps[-1].predicted_step_s
 

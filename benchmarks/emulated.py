@@ -319,7 +319,7 @@ def _once(trial: Trial) -> tuple[PlanReport, ClusterProfile, float, float]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, only=ALONE, rounds=1)
     parser.add_argument("--only", metavar="NAME", help="only clusters whose name contains this")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="runs of every cluster")
     return parser.parse_args()

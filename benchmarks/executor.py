@@ -58,6 +58,7 @@ class EmptyStage:
         self.is_first, self.is_last = first, last
         self._tensor = torch.zeros(1, LENGTH, HIDDEN)
         self._loss = torch.zeros(())
+        self.rewards: dict[tuple[int, int], torch.Tensor] = {}
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         return self._loss if self.is_last else self._tensor

@@ -1,6 +1,6 @@
 """Does a processor beside a card hold the experts of a mixture, and how much faster is that than streaming them? By prediction.
 
-    python benchmarks/experts_on_cpu.py [--json FILE] [--check]
+    python benchmarks/experts_on_cpu.py [--only NAME] [--processors NAME ...] [--json FILE] [--check]
 
 Qwen3's mixtures on an RTX 4090 and the processor of its host, in 4 bits and in 16, LoRA on attention, or on the experts too;
 sequences of 512 tokens. Each row is planned for three processors, and without any: the card by itself, streaming from the host's
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,10 +81,13 @@ class Row:
 
 
 def main() -> int:
-    arguments = parser_of(__doc__).parse_args()
-    rows, unsound = {name: row_of(*job) for name, job in JOBS.items()}, []
-    print("| Qwen3, tokens/s by prediction | RTX 4090 alone |" + "".join(f" and {p} |" for p in PROCESSORS))
-    print("| --- |" + " --- |" * (1 + len(PROCESSORS)))
+    parser = parser_of(__doc__, only="16 bits, 2 sequences", processors=["AVX2"])
+    parser.add_argument("--only", default="", metavar="NAME", help="only rows whose name contains this")
+    arguments = parser.parse_args()
+    cards, unsound = {name: PROCESSORS[name] for name in arguments.processors}, []
+    rows = {name: row_of(*job, cards) for name, job in JOBS.items() if arguments.only in name}
+    print("| Qwen3, tokens/s by prediction | RTX 4090 alone |" + "".join(f" and {name} |" for name in cards))
+    print("| --- |" + " --- |" * (1 + len(cards)))
     for name, row in rows.items():
         cells = row.cells
         print(f"| {name} | " + " | ".join(cells) + " |")
@@ -105,10 +109,9 @@ def main() -> int:
     return int(arguments.check and bool(unsound))
 
 
-def row_of(model: Mixture, way: Way, sequences: int) -> Row:
+def row_of(model: Mixture, way: Way, sequences: int, cards: Mapping[str, Card]) -> Row:
     alone = planned(profile_of(model, way, None), sequences)
-    cards = PROCESSORS.items()
-    return Row(alone, {name: planned(profile_of(model, way, card), sequences) for name, card in cards})
+    return Row(alone, {name: planned(profile_of(model, way, card), sequences) for name, card in cards.items()})
 
 
 def profile_of(model: Mixture, way: Way, processor: Card | None) -> ClusterProfile:

@@ -17,7 +17,6 @@ that the file lacks and appends them; nothing else. ``--check``: plans are at mo
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -34,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from clusters import Case, generate  # noqa: E402
+from harness import parser_of  # noqa: E402
 
 from hetero_mpi.commands.plan_commands import ask  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
@@ -72,12 +72,10 @@ class Row:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, most=3, only="3-")
     parser.add_argument("--most", type=int, default=1024, metavar="N", help="only clusters of at most N devices")
     parser.add_argument("--only", default="", metavar="NAME", help="only clusters whose name contains this")
     parser.add_argument("--freeze", action="store_true", help="plan what the file lacks, and append it")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args(given)
     if arguments.freeze:
         freeze(FILE, arguments.most)

@@ -11,7 +11,6 @@ machine must be idle otherwise. ``--check`` exits 1 where the group is not 1.3 t
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from harness import llama_job, parser_of, predicted_and_measured_s  # noqa: E402
+from harness import llama_job, parser_of, predicted_and_measured_s, require_cores  # noqa: E402
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 
@@ -32,13 +31,12 @@ STAGES = {
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, hidden=64, length=32, rounds=1)
     parser.add_argument("--hidden", type=int, default=1024, metavar="N", help="width of the model")
     parser.add_argument("--length", type=int, default=256, metavar="N", help="tokens of the sequence")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of both")
     arguments = parser.parse_args()
-    if (os.cpu_count() or 1) < RANKS:
-        sys.exit(f"every rank needs a core of its own: this machine has {os.cpu_count()}, {RANKS} are needed")
+    require_cores(RANKS)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in STAGES}
     for turn in range(arguments.rounds):
         for name, stage in STAGES.items():

@@ -1,6 +1,6 @@
 """How time and memory grow with the data: each row at three sizes, in a process of its own; the exponent is of the last two.
 
-python benchmarks/growth.py [ROW ...] [--large]
+    python benchmarks/growth.py [ROW ...] [--large] [--json FILE]
 
 ``--large``: ten times the text, up to 1 GB in one file. Peak memory is beyond what imports take. "datasets" is the package of that
 name with the same fast tokenizer on the same file, a line as a document; it is left out where it is not installed.
@@ -9,6 +9,8 @@ name with the same fast tokenizer on the same file, a line as a document; it is 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
@@ -22,7 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from harness import MAX_RUN_S, parser_of  # noqa: E402
 
 WORDS = [
     "the",
@@ -223,7 +227,7 @@ def one(row: str, size: int) -> None:
 def measured(row: str, size: int, folder: str) -> tuple[float, float] | None:
     environment = {**os.environ, "XDG_CACHE_HOME": folder, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(Path(__file__).resolve()), "--one", row, str(size)]
-    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=MAX_RUN_S)
     if answer.returncode != 0:
         print(f"{row}, {size}: {answer.stderr.strip().splitlines()[-1]}")
         return None
@@ -231,27 +235,46 @@ def measured(row: str, size: int, folder: str) -> tuple[float, float] | None:
     return seconds, peak
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def measured_here(row: str, size: int, folder: str) -> tuple[float, float]:
+    """``measured`` in this process: without the imports' time, and with memory that other rows took."""
+    os.environ["XDG_CACHE_HOME"] = folder
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as answer:
+        one(row, size)
+    os.chdir(ROOT)
+    seconds, peak = json.loads(answer.getvalue().splitlines()[-1])
+    return seconds, peak
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; all")
-    parser.add_argument("--large", action="store_true")
+    parser.add_argument("--large", action="store_true", help="ten times the text")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        return one(options.one[0], int(options.one[1]))
+        one(options.one[0], int(options.one[1]))
+        return 0
+    results: dict[str, list[tuple[int, tuple[float, float] | None]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for row, (_, sizes, unit) in ROWS.items():
             if options.rows and row not in options.rows:
                 continue
             some = tuple(10 * size for size in (4, 25, 100)) if options.large and unit == "MB" else sizes
-            found = [(size, measured(row, size, folder)) for size in some]
+            if options.smallest:
+                found = results[row] = [(1, measured_here(row, 1 if unit == "MB" else sizes[0], folder))]
+            else:
+                found = results[row] = [(size, measured(row, size, folder)) for size in some]
             shown = "; ".join(f"{size:,}: {f[0]:.2f} s, {f[1] / 1e6:,.0f} MB" for size, f in found if f is not None)
             ends = [(size, f[0]) for size, f in found[-2:] if f is not None]
             power = ""
             if len(ends) == 2:
                 power = f"; exponent {math.log(ends[1][1] / ends[0][1]) / math.log(ends[1][0] / ends[0][0]):.2f}"
             print(f"{row} ({unit}): {shown}{power}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tomli_w
 
@@ -29,13 +29,53 @@ from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa:
 from hetero_mpi.report.run_files.metrics import measured_step_s, read_metrics  # noqa: E402
 from tests.support.processes import run_within  # noqa: E402
 
+MAX_RUN_S = 1800.0
+"""Longest run of ranks: what takes longer hangs."""
 
-def parser_of(docstring: str | None) -> argparse.ArgumentParser:
-    """A parser with ``--json`` and ``--check``, described by the first line of the benchmark's docstring."""
+
+def parser_of(docstring: str | None, **smallest: object) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark, with ``--json``, ``--check`` and ``--smallest``.
+
+    Args:
+        docstring: The benchmark's; its first line describes it.
+        smallest: Option and the value that ``--smallest`` gives it. Options behind ``--smallest`` on the command line count.
+    """
     parser = argparse.ArgumentParser(description=(docstring or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
     parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
+    add_smallest(parser, **smallest)
     return parser
+
+
+def add_smallest(parser: argparse.ArgumentParser, **smallest: object) -> None:
+    """Add ``--smallest`` to a benchmark's parser; see ``parser_of``."""
+    parser.add_argument(
+        "--smallest",
+        action=_Smallest,
+        nargs=0,
+        default=False,
+        const=smallest,
+        help="the least work that shows that the program runs; its figures mean nothing",
+    )
+
+
+class _Smallest(argparse.Action):
+    """Gives every option that has a smallest value that value."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
+        vars(namespace).update({**self.const, self.dest: True})
+
+
+def skip(reason: str) -> NoReturn:
+    """End the benchmark where the machine lacks what it needs; that is no failure."""
+    print(f"skipped: {reason}")
+    sys.exit(0)
+
+
+def require_cores(ranks: int) -> None:
+    """End a benchmark whose ``ranks`` ranks need a core each, where the machine has fewer."""
+    if (os.cpu_count() or 1) < ranks:
+        skip(f"every rank needs a core of its own: this machine has {os.cpu_count()}, {ranks} are needed")
 
 
 @contextmanager
@@ -50,20 +90,33 @@ def busy(count: int) -> Iterator[None]:
             other.wait()
 
 
-def run_ranks(ranks: int, program: Sequence[str], timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
-    """``python PROGRAM`` on so many ranks with one thread each, from the repository's root; the output is kept."""
+def run_ranks(ranks: int, program: Sequence[str], timeout_s: float = MAX_RUN_S) -> subprocess.CompletedProcess[str]:
+    """Run ``python PROGRAM`` on ``ranks`` ranks with one thread each, from the repository's root, and keep its output.
+
+    Raises:
+        subprocess.TimeoutExpired: It did not end in time; all its processes are ended.
+    """
     command = build_command(find_launcher(), ranks, None, [sys.executable, *program])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment}
     return run_within(timeout_s, command.arguments, environment, ROOT)
+
+
+def output_of_ranks(ranks: int, program: Sequence[str]) -> str:
+    """What ``run_ranks`` printed. Ends the benchmark where the ranks fail or do not end in time."""
+    try:
+        done = run_ranks(ranks, program)
+    except subprocess.TimeoutExpired as late:
+        sys.exit(f"{ranks} ranks did not end within {MAX_RUN_S:g} s:\n{late.stdout}\n{late.stderr}")
+    if done.returncode != 0:
+        sys.exit(f"{ranks} ranks failed (exit code {done.returncode}):\n{done.stdout}\n{done.stderr}")
+    return done.stdout
 
 
 def found_by_ranks(ranks: int, program: Sequence[str]) -> Any:
     """What rank 0 of ``python PROGRAM FILE`` writes into FILE, as JSON. Ends the benchmark where the ranks fail."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        done = run_ranks(ranks, [*program, str(out)])
-        if done.returncode != 0:
-            sys.exit(f"{ranks} ranks failed (exit code {done.returncode}):\n{done.stdout}\n{done.stderr}")
+        output_of_ranks(ranks, [*program, str(out)])
         return json.loads(out.read_text())
 
 
@@ -100,9 +153,7 @@ def predicted_and_measured_s(ranks: int, job: Mapping[str, Any], plan: Plan | No
         if plan is not None:
             save_plan(plan, given)
             words += ["--plan", str(given)]
-        done = run_ranks(ranks, words)
-        if done.returncode != 0:
-            sys.exit(f"{done.stdout}\n{done.stderr}")
+        output_of_ranks(ranks, words)
         measured_s = measured_step_s(read_metrics(out / "metrics.jsonl").steps)
         assert measured_s is not None, "a run has more steps than are left out"
         return load_report(out / "plan.toml").predicted_step_s, measured_s

@@ -1,6 +1,6 @@
 """How much longer a step takes where packed records do not see each other: forward and backward of one stage on one CPU thread.
 
-    python benchmarks/isolation.py [--length 1024] [--records 8] [--repeats 9] [--check]
+    python benchmarks/isolation.py [--length 1024] [--records 8] [--repeats 9] [--json FILE] [--check]
 
 A Llama of 4 blocks (hidden size 512) on a sequence of ``--records`` packed records. The ways take turns; medians of the ratios of
 neighbours. ``--check``: at most 1.1.
@@ -8,7 +8,7 @@ neighbours. ``--check``: at most 1.1.
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import statistics
 import sys
@@ -18,9 +18,11 @@ from pathlib import Path
 for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
+from harness import parser_of  # noqa: E402
 
 from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec  # noqa: E402
@@ -33,11 +35,10 @@ BAR = 1.1
 
 def main() -> int:
     """Print the seconds of both ways and their ratio."""
-    parser = argparse.ArgumentParser(description="How much longer a step with isolated records takes.")
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--records", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--check", action="store_true")
+    parser = parser_of(__doc__, length=32, records=2, repeats=1)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of the sequence")
+    parser.add_argument("--records", type=int, default=8, help="packed in it")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of both ways")
     arguments = parser.parse_args()
     stage = _stage(arguments.length)
     tokens = torch.arange(arguments.length)[None] % 1000
@@ -52,6 +53,8 @@ def main() -> int:
         f"one sequence of {arguments.length} tokens, {arguments.records} records: {before_s:.2f} s, isolated {after_s:.2f} s, "
         f"ratio {ratio:.3f} (bar {BAR})"
     )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"joined_s": joined[1:], "isolated_s": isolated[1:]}, indent=1) + "\n")
     return int(arguments.check and ratio > BAR)
 
 

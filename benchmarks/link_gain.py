@@ -1,6 +1,6 @@
 """What does a faster link between home machines gain? Plans for the clusters of ``profiles/`` that have two or three hosts.
 
-    python benchmarks/link_gain.py [--json FILE] [--check]
+    python benchmarks/link_gain.py [--only NAME] [--json FILE] [--check]
 
 Links between hosts get the speed of the kind (``LINKS``), those inside of a host stay. The table, which ``docs/links.md`` shows,
 has predicted seconds per step of the planner's own plan, and how many ranks it uses; the last column is the best device alone.
@@ -72,9 +72,12 @@ def table(found: list[Cell], names: Sequence[str] = PROFILES) -> list[str]:
 
 
 def main() -> int:
-    arguments = parser_of(__doc__).parse_args()
-    found = [cell for name in PROFILES for cell in cells(name)]
-    print("\n".join(table(found)))
+    parser = parser_of(__doc__, only=PROFILES[0])
+    parser.add_argument("--only", default="", metavar="NAME", help="only clusters whose name contains this")
+    arguments = parser.parse_args()
+    names = [name for name in PROFILES if arguments.only in name]
+    found = [cell for name in names for cell in cells(name)]
+    print("\n".join(table(found, names)))
     if arguments.json:
         arguments.json.write_text(json.dumps([vars(cell) for cell in found], indent=1))
     pairs = itertools.pairwise(found)

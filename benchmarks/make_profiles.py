@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import moe_parts  # noqa: E402
 import published_runs  # noqa: E402
+from harness import add_smallest  # noqa: E402
 from profile_parts import (  # noqa: E402
     GIB,
     GIGABIT,
@@ -82,6 +83,7 @@ SAILOR_GIB = {"RTX-3090": 24.0, "RTX-2080": 11.0, "Titan-RTX": 24.0}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_smallest(parser)
     parser.add_argument("--to", type=Path, default=ROOT / "profiles", metavar="DIRECTORY", help="where to write them")
     to = parser.parse_args().to
     for name, make in CLUSTERS.items():

@@ -29,13 +29,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import psutil  # noqa: E402
 import tomli_w  # noqa: E402
-from harness import parser_of  # noqa: E402
+from harness import MAX_RUN_S, parser_of, skip  # noqa: E402
 
 from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
 from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
 from hetero_mpi.planning.types.plan import FROM_DISK, PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
+from tests.support.processes import end_tree  # noqa: E402
 
 GROUPS = Path("/sys/fs/cgroup")
 LAYER = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "vocab_size": 8192}
@@ -52,11 +53,11 @@ print(sum(p.nbytes for p in model.parameters()))
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, model_gb=0.2, limit_gb=1.2, steps=1)
     parser.add_argument("--model-gb", type=float, default=3.0, help="size of the model's weights in bf16")
     parser.add_argument("--limit-gb", type=float, default=1.5, help="of the control group")
     parser.add_argument("--full", action="store_true", help="train all weights")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="of the run")
     arguments = parser.parse_args()
     blocks = round(arguments.model_gb * 1e9 / LAYER_BYTES / (2 if arguments.full else 1))
     state_bytes = (
@@ -113,7 +114,7 @@ def _group(limit_bytes: int) -> Iterator[Path]:
     try:
         group.mkdir()
     except OSError as error:
-        sys.exit(f"no control group can be made here ({error}): root is needed, and the memory controller")
+        skip(f"no control group can be made here ({error}): root is needed, and the memory controller")
     try:
         (group / ("memory.max" if version_2 else "memory.limit_in_bytes")).write_text(str(limit_bytes))
         yield group
@@ -151,6 +152,7 @@ def _run(job: Path, run: Path, group: Path, *options: str) -> tuple[int, str, in
     inside = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *command.arguments]
     environment = {**os.environ, **command.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     most_anon = most_file = most_dirty = 0
+    deadline = time.monotonic() + MAX_RUN_S
     with run.with_suffix(".txt").open("w") as out:
         process = psutil.Popen(inside, env=environment, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None:
@@ -158,6 +160,8 @@ def _run(job: Path, run: Path, group: Path, *options: str) -> tuple[int, str, in
                 anon, file = _held(int(child))
                 most_anon, most_file = max(most_anon, anon), max(most_file, file)
             most_dirty = max(most_dirty, _dirty(group))
+            if time.monotonic() > deadline:
+                end_tree(process)
             time.sleep(0.02)
     return int(process.wait()), run.with_suffix(".txt").read_text(), most_anon, most_file, most_dirty
 

@@ -1,6 +1,6 @@
 """Every way to train under every kind of plan: by how much do the losses of three steps differ from one plain process?
 
-    python benchmarks/methods.py [--json FILE] [--check]
+    python benchmarks/methods.py [--only NAME ...] [--plans NAME ...] [--json FILE] [--check]
 
 Three CPU ranks, fp32, a Llama of four blocks; the other side is the loop of ``tests/support/plain_training.py``: transformers,
 peft, bitsandbytes and torch in one process. Printed is the largest relative difference of a loss; ``refused``: the program says by
@@ -57,14 +57,19 @@ PLANS: dict[str, Mapping[str, Any]] = {
 
 
 def main() -> int:
-    arguments = parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__, only=["LoRA"], plans=["pipeline"])
+    parser.add_argument(
+        "--only", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME", help="ways to train"
+    )
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), metavar="NAME", help="kinds of plans")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, dict[str, float | None]] = {}
-    print(f"| | {' | '.join(PLANS)} |\n| --- |{' --- |' * len(PLANS)}")
+    print(f"| | {' | '.join(arguments.plans)} |\n| --- |{' --- |' * len(arguments.plans)}")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
-        for method in METHODS:
-            found[method] = {plan: difference(bench, method, plan) for plan in PLANS}
+        for method in arguments.only:
+            found[method] = {plan: difference(bench, method, plan) for plan in arguments.plans}
             row = (_text(one) for one in found[method].values())
             print(f"| {method} | {' | '.join(row)} |", flush=True)
     if arguments.json:

@@ -1,6 +1,6 @@
 """Which mixtures of experts fit on which two cards at home, and how fast are they fine-tuned? By prediction, from data sheets.
 
-    python benchmarks/moe_machines.py [--json FILE] [--check]
+    python benchmarks/moe_machines.py [--only NAME] [--ways NAME ...] [--json FILE] [--check]
 
 Qwen3-30B-A3B and gpt-oss-20b on the three ``moe-*`` clusters of ``profiles/``: in 4 bits with adapters on attention, or on the
 experts too, and in 16 bits. 16 sequences of 512 tokens per step. For the fastest card alone, without streaming, and for both
@@ -55,18 +55,26 @@ class Cell:
 
 
 def main() -> int:
-    arguments = parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__, only="gpt-oss-20b on two-old-boxes", ways=["4 bits"])
+    parser.add_argument("--only", default="", metavar="NAME", help="only rows whose name contains this")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME", help="to hold the model")
+    arguments = parser.parse_args()
+    ways = {name: WAYS[name] for name in arguments.ways}
     found: dict[str, dict[str, str]] = {}
     unsound = []
-    print("| tokens/s by prediction: best card alone, both |" + "".join(f" {way} | |" for way in WAYS))
-    print("| --- |" + " --- | --- |" * len(WAYS))
+    print("| tokens/s by prediction: best card alone, both |" + "".join(f" {way} | |" for way in ways))
+    print("| --- |" + " --- | --- |" * len(ways))
     for model in MODELS:
         for name, home in HOMES.items():
-            cells = {way: cell(home, model, given) for way, given in WAYS.items()}
             row = f"{model} on {name.removeprefix('moe-')}"
+            if arguments.only not in row:
+                continue
+            cells = {way: cell(home, model, given) for way, given in ways.items()}
             found[row] = {way: one.text for way, one in cells.items()}
             print(f"| {row} | " + " | ".join(found[row].values()) + " |", flush=True)
-            small = cells["4 bits"]
+            small = cells.get("4 bits")
+            if small is None:
+                continue
             if small.planned is None or (small.alone and small.planned.predicted_step_s > small.alone.predicted_step_s):
                 unsound.append(row)
     _others()

@@ -75,7 +75,7 @@ class Outcome:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, clusters=1, shipped=0, only=["point 10 %"])
     parser.add_argument("--clusters", type=int, default=6, help="generated clusters")
     parser.add_argument("--seed", type=int, default=500, help="of the first of them")
     parser.add_argument("--shipped", type=int, default=3, help="shipped profiles")

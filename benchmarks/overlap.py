@@ -27,8 +27,9 @@ from statistics import median
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from harness import parser_of  # noqa: E402
 from two_hosts import Start, same_host, two_hosts, why_not  # noqa: E402
 
 from tests.support.processes import run_within  # noqa: E402
@@ -74,11 +75,9 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = parser_of(__doc__, rounds=1, settings=["shared"])
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of the three measurements")
     parser.add_argument("--settings", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 for place in (ROOT, ROOT / "benchmarks"):
     sys.path.insert(0, str(place))
 
+from harness import parser_of  # noqa: E402
 from slow_rank import slowed, why_not  # noqa: E402
 
 from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
@@ -58,7 +59,9 @@ SCHEDULES = (
 )
 STEPS, WARM = 8, 2
 PATIENCE_S = 300.0
-"""A contender that takes longer is ended, with all its processes."""
+"""A contender that takes longer is ended, with all its processes: torch's have hung at their exit."""
+TIMED_OUT = -1
+"""Exit code of a contender that was ended."""
 BAR, UNLIKE_BAR = 0.97, 1.3
 SLOWER = 3.0
 """So many times slower rank 1 is where ranks are unlike."""
@@ -124,7 +127,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = parser_of(__doc__, micro_batch=[1], unlike=[], rounds=1, contenders=[])
     parser.add_argument(
         "--micro-batch", type=int, nargs="*", default=[1, 4], metavar="N", help="sequences per micro-batch"
     )
@@ -138,8 +141,6 @@ def _arguments() -> argparse.Namespace:
         metavar="NAME",
         help=f"all unless named, beside the plain loop: {', '.join(CONTENDERS)}",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
     return parser.parse_args()
 
 
@@ -209,20 +210,21 @@ def _ours(name: str, row: Row, job: Path, folder: Path, before: list[str]) -> di
     program += [word for key in OURS[name] for word in ("--set", key)]
     command = build_command(find_launcher(), 2, None, program)
     done = _run(command.arguments, **command.environment)
-    if isinstance(done, str) or done.returncode != 0:
-        return done if isinstance(done, str) else done.stderr[-500:]
+    if done.returncode != 0:
+        return done.stderr[-500:]
     kind = kind_of(load_plan(run / "plan.toml"))
     row.kind = kind if row.kind in ("", kind) else f"{row.kind}, then {kind}"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {"seconds": [line["step_s"] for line in lines], "losses": [line["loss"] for line in lines]}
 
 
-def _run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str] | str:
-    """What a contender printed; a text: why there is nothing."""
+def _run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """What a contender printed."""
     try:
         return run_within(PATIENCE_S, command, {**os.environ, **environment, **ENVIRONMENT}, Path.cwd())
-    except subprocess.TimeoutExpired:
-        return f"did not end within {PATIENCE_S:g} s"
+    except subprocess.TimeoutExpired as late:
+        words, told = list(command), f"did not end within {PATIENCE_S:g} s"
+        return subprocess.CompletedProcess(words, TIMED_OUT, str(late.stdout), f"{late.stderr}\n{told}")
 
 
 def kind_of(plan: Plan) -> str:
@@ -240,10 +242,8 @@ def _other(name: str, job: Path, before: list[str]) -> dict[str, list[float]] | 
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
         command = [*torchrun, *before, *command]
     done = _run(command)
-    if isinstance(done, str):
-        return done
     found = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
-    if done.returncode != 0 or not found:
+    if done.returncode not in (0, TIMED_OUT) or not found:  # with figures it hung at its exit, and they are whole
         return (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
     return dict(json.loads(found[0]))
 

@@ -1,6 +1,6 @@
 """By how much the planner's plans beat simple rules: simulated step time of each rule's plan over the planner's.
 
-    python benchmarks/planner_quality.py [--devices 4 8 16 64] [--seeds 20] [--json FILE] [--check]
+    python benchmarks/planner_quality.py [--devices 4 8 16 64] [--seeds 20] [--most N] [--json FILE] [--check]
     python benchmarks/planner_quality.py --devices 3 4 5 --looks 6000 --check
 
 Most rules make one pipeline of all ranks in their own order and split the blocks in proportion to a figure per rank:
@@ -14,7 +14,8 @@ Most rules make one pipeline of all ranks in their own order and split the block
 
 The rules get the best of the micro-batch sizes, recompute where memory asks for it, and 1F1B's own warm-up depths; with more
 ranks than layers they take those with the largest figures. A rule whose plan does not fit in memory is counted as such and left
-out of the means. Clusters: the generated suite with 5 % measurement noise, and the profiles of ``profiles/``.
+out of the means. Clusters: the generated suite with 5 % measurement noise, and the profiles of ``profiles/`` (``--most``: those of
+no more devices).
 
 The planner may use any number of pipelines. Of Zorse's 2 x L4 + A6000 + P40 it is also told what the plan does with the P40.
 
@@ -26,7 +27,6 @@ nothing was tuned by.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -44,6 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from clusters import TYPES, Case, generate  # noqa: E402
+from harness import parser_of  # noqa: E402
 from random_plans import random_search_s  # noqa: E402
 
 from hetero_mpi.errors import UserError  # noqa: E402
@@ -90,12 +91,11 @@ RULES = ("even", "FLOPS", "memory", "speed", "single", "data")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, devices=[3], seeds=1, most=2)
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16, 64])
     parser.add_argument("--seeds", type=int, default=20, help="seeds 0 to this, exclusive")
+    parser.add_argument("--most", type=int, metavar="N", help="only shipped profiles of at most N devices")
     parser.add_argument("--looks", type=int, default=0, help="compare with a random search over so many plans")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     if arguments.looks:
         return against_search(arguments.devices, arguments.seeds, arguments.looks, arguments.check)
@@ -103,7 +103,7 @@ def main() -> int:
     print(f"{'cluster':<46}{'planner':>10}" + "".join(f"{rule:>10}" for rule in RULES))
     ratios: dict[str, list[float]] = {rule: [] for rule in RULES}
     misfits = dict.fromkeys(RULES, 0)
-    for case in cases(arguments.devices, arguments.seeds):
+    for case in cases(arguments.devices, arguments.seeds, arguments.most):
         try:
             report = make_plan(case.profile, case.request)
         except UserError as error:
@@ -168,13 +168,15 @@ def print_doubtful(case: Case, report: PlanReport) -> None:
         print(f"    the {DOUBTFUL} is used: without it {without:.3g} s, {without / report.predicted_step_s:.2f}x")
 
 
-def cases(sizes: Sequence[int], seeds: int) -> Iterator[Case]:
-    """The profiles of ``profiles/``, then the generated suite."""
+def cases(sizes: Sequence[int], seeds: int, most: int | None = None) -> Iterator[Case]:
+    """The profiles of ``profiles/`` (those of at most ``most`` devices), then the generated suite."""
     for file in sorted((ROOT / "profiles").glob("*.toml")):
         try:
             profile = load_profile(file)
         except UserError as error:
             print(f"{file.stem[:45]:<46}{str(error).splitlines()[0]}")
+            continue
+        if most is not None and len(profile.devices) > most:
             continue
         batch = max(64, 4 * len(profile.devices))
         request = PlanRequest(

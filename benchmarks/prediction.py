@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from harness import llama_job, parser_of, predicted_and_measured_s  # noqa: E402
+from harness import llama_job, parser_of, predicted_and_measured_s, require_cores  # noqa: E402
 
 BAR = 0.15
 RANKS = 2
@@ -68,8 +67,7 @@ class Result:
 
 def main() -> int:
     arguments = _arguments()
-    if (os.cpu_count() or 1) < RANKS:
-        sys.exit(f"every rank needs a core of its own: this machine has {os.cpu_count()}, {RANKS} are needed")
+    require_cores(RANKS)
     chosen = [trial for trial in TRIALS if arguments.only is None or arguments.only in trial.name]
     results = [Result(trial.name) for trial in chosen]
     for turn in range(arguments.rounds):
@@ -108,7 +106,7 @@ def run(trial: Trial) -> tuple[float, float]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, only="quickstart", rounds=1)
     parser.add_argument("--only", metavar="NAME", help="only jobs whose name contains this")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of every job")
     return parser.parse_args()

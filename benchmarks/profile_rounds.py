@@ -1,6 +1,6 @@
 """How far profiles of one machine differ that are made while other programs come and go.
 
-    python benchmarks/profile_rounds.py [--job jobs/quickstart.toml] [--ranks 3] [--profiles 10] [--check]
+    python benchmarks/profile_rounds.py [--job jobs/quickstart.toml] [--ranks 3] [--profiles 10] [--json FILE] [--check]
 
 Profiles are made one after the other, beside 0, 1 and 2 busy processes in turn. Of every kind of layer and part: the longest over
 the shortest time of the ten, for the number of tokens and the rank where that is largest; and its share of a micro-batch's time.
@@ -9,9 +9,8 @@ the shortest time of the ten, for the number of tokens and the rank where that i
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -21,10 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from harness import busy  # noqa: E402
+from harness import MAX_RUN_S, busy, parser_of  # noqa: E402
 
 from hetero_mpi.planning.types.profile import ClusterProfile, LayerTimes  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
+from tests.support.processes import run_within  # noqa: E402
 
 BAR = 1.15
 LEAST_SHARE = 0.01
@@ -33,18 +33,17 @@ LOADS = (0, 1, 2)
 
 def main() -> int:
     """Make the profiles, and print how far they differ."""
-    parser = argparse.ArgumentParser(description="How far profiles differ that are made under changing load.")
-    parser.add_argument("--job", default=str(ROOT / "jobs" / "quickstart.toml"))
-    parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--profiles", type=int, default=10)
-    parser.add_argument("--check", action="store_true")
+    parser = parser_of(__doc__, ranks=1, profiles=1)
+    parser.add_argument("--job", default=str(ROOT / "jobs" / "quickstart.toml"), help="whose model is measured")
+    parser.add_argument("--ranks", type=int, default=3, help="that measure at a time")
+    parser.add_argument("--profiles", type=int, default=10, help="so many are made")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         profiles = [
             _profiled(arguments.job, arguments.ranks, LOADS[number % len(LOADS)], Path(folder) / f"{number}.toml")
             for number in range(arguments.profiles)
         ]
-    worst = 1.0
+    worst, rows = 1.0, []
     print("layer, part: longest over shortest time, share of a micro-batch's forward and backward")
     for kind in dict.fromkeys(layer.kind for layer in profiles[0].model.layers):
         for part in (field.name for field in fields(LayerTimes)):
@@ -52,8 +51,11 @@ def main() -> int:
             if found:
                 ratio, share = found
                 worst = max(worst, ratio if share >= LEAST_SHARE else 1.0)
+                rows.append([kind, part, ratio, share])
                 print(f"  {kind}, {part}: {ratio:.2f}, {100 * share:.1f} %")
     print(f"worst of those that take at least {100 * LEAST_SHARE:.0f} %: {worst:.2f} (bar {BAR})")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     return int(arguments.check and worst > BAR)
 
 
@@ -61,7 +63,7 @@ def _profiled(job: str, ranks: int, load: int, path: Path) -> ClusterProfile:
     """A profile made beside so many busy processes."""
     words = ["launch", "-np", str(ranks), "--", "profile", job, "-o", str(path), "--reprofile"]
     with busy(load):
-        done = subprocess.run([sys.executable, "-m", "hetero_mpi", *words], capture_output=True, text=True, check=False)
+        done = run_within(MAX_RUN_S, [sys.executable, "-m", "hetero_mpi", *words], os.environ, Path.cwd())
     if done.returncode != 0:
         raise SystemExit(done.stdout + done.stderr)
     took = next((line.strip() for line in done.stdout.splitlines() if "layers took" in line), "")

@@ -25,7 +25,6 @@ the publication does not say why.)
 
 from __future__ import annotations
 
-import argparse
 import csv
 import itertools
 import json
@@ -35,7 +34,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from harness import parser_of  # noqa: E402
 
 from hetero_mpi.planning.device_times import optimizer_s  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory  # noqa: E402
@@ -129,10 +130,8 @@ Times = dict[tuple[str, int, str], list[tuple[int, float, float, float]]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=Path, default=DATA / "sailor_runs.csv", metavar="FILE", help="runs to predict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
     arguments = parser.parse_args()
     times = read_times(DATA / "sailor_opt350m_layers.csv")
     predictions = [predict(run, times) for run in read_runs(arguments.runs)]

@@ -1,11 +1,11 @@
 """Does the quickstart's plan hold on a quiet machine, and beside other programs?
 
-    python benchmarks/quickstart.py [--runs N] [--busy N ...] [--steps N] [--json FILE] [--check]
+    python benchmarks/quickstart.py [--runs N] [--busy N ...] [--steps N] [--ranks 3] [--json FILE] [--check]
 
 Three ranks, launched as README says, with empty caches. Each run is followed by fewer steps under plans given by hand: one rank,
 two data-parallel ranks, three of them, one pipeline of three. Printed of each run: step time predicted, tried and measured
 (median), the best of those by hand in the same minutes, seconds from the start to the first step, and lines of output.
-``--busy``: processes that compute beside it.
+``--busy``: processes that compute beside it. ``--ranks``: so many are launched, and plans for more are left out.
 
 Bar: quiet, in nine of ten runs measured within 10 % of what was expected (tried, else predicted), beside others within 25 %;
 never slower than 1.1 times the best by hand; the first step within 20 s where it is quiet; at most 60 lines. A run takes about
@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +27,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from harness import busy, parser_of  # noqa: E402
+import psutil  # noqa: E402
+from harness import MAX_RUN_S, busy, parser_of  # noqa: E402
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
 from hetero_mpi.report.run_files.metrics import measured_step_s, read_metrics  # noqa: E402
+from tests.support.processes import end_tree  # noqa: E402
 
 LAYERS, BATCH, LENGTH = 8, 16, 128
 JOB = ROOT / "jobs" / "quickstart.toml"
@@ -68,24 +71,28 @@ class Run:
         return self.predicted_s if self.tried_s is None else self.tried_s
 
 
-def run(folder: Path, steps: int, *arguments: str) -> Run:
+def run(folder: Path, ranks: int, steps: int, *arguments: str) -> Run:
     """One launch, in a directory and with caches of its own."""
     directory = folder / "run"
-    command = [sys.executable, "-u", "-m", "hetero_mpi", "launch", "-np", "3", "--", "train", str(JOB)]
+    command = [sys.executable, "-u", "-m", "hetero_mpi", "launch", "-np", str(ranks), "--", "train", str(JOB)]
     command += ["--run-dir", str(directory), "--set", f"train.steps={steps}", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
     environment.pop("OMP_NUM_THREADS", None)
     begin, first_s, lines = time.perf_counter(), 0.0, 0
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True
-    ) as ranks:
-        assert ranks.stdout is not None
-        for line in ranks.stdout:
+    launched = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True)
+    limit = threading.Timer(MAX_RUN_S, end_tree, [launched])
+    limit.start()
+    try:
+        for line in launched.stdout:
             lines += 1
             if line.startswith("step ") and not first_s:
                 first_s = time.perf_counter() - begin
-    if ranks.returncode != 0:
-        sys.exit(f"exit code {ranks.returncode}: {' '.join(command)}")
+        launched.wait()
+    finally:
+        limit.cancel()
+        end_tree(launched)
+    if launched.returncode != 0:
+        sys.exit(f"exit code {launched.returncode}: {' '.join(command)}")
     report, metrics = load_report(directory / "plan.toml"), read_metrics(directory / "metrics.jsonl")
     measured_s = measured_step_s(metrics.steps)
     assert measured_s is not None
@@ -93,20 +100,22 @@ def run(folder: Path, steps: int, *arguments: str) -> Run:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--busy", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=100)
+    parser = parser_of(__doc__, runs=1, steps=12, ranks=1)
+    parser.add_argument("--runs", type=int, default=10, help="launches under the planner's plan")
+    parser.add_argument("--busy", type=int, nargs="+", default=[0], help="processes beside each, in turn")
+    parser.add_argument("--steps", type=int, default=100, help="of a run")
+    parser.add_argument("--ranks", type=int, default=3, help="that are launched")
     arguments = parser.parse_args()
+    plans = {name: plan for name, plan in BY_HAND.items() if max(plan.ranks) < arguments.ranks}
     found, within = [], dict.fromkeys(arguments.busy, 0)
     missed = []
     for number in range(arguments.runs):
         count = arguments.busy[number % len(arguments.busy)]
         with busy(count), tempfile.TemporaryDirectory() as place:
             folder = Path(place)
-            own = run(folder, arguments.steps)
+            own = run(folder, arguments.ranks, arguments.steps)
             by_hand = {}
-            for name, plan in BY_HAND.items():
+            for name, plan in plans.items():
                 save_plan(plan, folder / "plan.toml")
                 given = (
                     "--plan",
@@ -116,7 +125,7 @@ def main() -> int:
                     "--set",
                     "profile.reuse=true",
                 )
-                by_hand[name] = run(folder, max(12, arguments.steps // 6), *given).measured_s
+                by_hand[name] = run(folder, arguments.ranks, max(12, arguments.steps // 6), *given).measured_s
         best = min(by_hand, key=by_hand.__getitem__)
         off, slower = own.measured_s / own.expected_s - 1, own.measured_s / by_hand[best]
         within[count] += abs(off) <= (0.25 if count else 0.10)

@@ -30,10 +30,11 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import h5py  # noqa: E402
 import psutil  # noqa: E402
+from harness import add_smallest  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 
 from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
@@ -228,6 +229,7 @@ def main(given: Sequence[str] | None = None) -> int:
     way.add_argument("--freeze", type=Path, metavar="FILE", help="run the jobs and write what they compute")
     way.add_argument("--check", type=Path, metavar="FILE", help="run the jobs again and compare")
     parser.add_argument("--only", default="", metavar="NAME", help="only jobs whose name contains this")
+    add_smallest(parser, only="full-1")
     arguments = parser.parse_args(given)
     frozen = json.loads(arguments.check.read_text()) if arguments.check else {}
     chosen = [job for job in JOBS if arguments.only in job.name]

@@ -40,7 +40,12 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from harness import output_of_ranks, parser_of  # noqa: E402
+
+from tests.support.checkpoint_samples import told  # noqa: E402
+
 KINDS = ("parameters", "moments1", "moments2")
 STEPS, EVERY = 37, 6
 DAMAGES = 500
@@ -68,14 +73,17 @@ class Figure:
         return f"{self.name:<62} {self.value:>10.4g} {self.unit}{promise}"
 
 
-def bandwidth(folder: Path) -> list[Figure]:
+def bandwidth(folder: Path, smallest: bool) -> list[Figure]:
     """Checkpoint against raw bytes."""
     from hetero_mpi.checkpoint import CheckpointWriter
 
-    tensors = {f"w{number}": np.random.default_rng(number).random((4096, 2048), np.float32) for number in range(16)}
+    tensors = {
+        f"w{number}": np.random.default_rng(number).random((4096, 2048), np.float32)
+        for number in range(1 if smallest else 16)
+    }
     size = sum(tensor.nbytes for tensor in tensors.values())
     times: dict[str, list[float]] = {"raw": [], "checkpoint": []}
-    for _ in range(7):
+    for _ in range(1 if smallest else 7):
         begin = time.perf_counter()
         with (folder / "raw").open("wb", buffering=0) as file:
             for tensor in tensors.values():
@@ -96,10 +104,10 @@ def bandwidth(folder: Path) -> list[Figure]:
     ]
 
 
-def stall(folder: Path) -> list[Figure]:
+def stall(folder: Path, smallest: bool) -> list[Figure]:
     """Snapshots of real runs."""
     figures = []
-    for kind in ("full", "lora"):
+    for kind in ("lora",) if smallest else ("full", "lora"):
         snapshots, size, quiet_s, beside_s = _train(folder, kind)
         stall_s, copy_s = statistics.median(snapshots), _copy_s(size)
         figures += [
@@ -115,17 +123,9 @@ def stall(folder: Path) -> list[Figure]:
 
 def _train(folder: Path, kind: str) -> tuple[list[float], int, float, float]:
     """(stall of each checkpoint but the first, bytes of the largest snapshot, median step, median first step beside a write)."""
-    from hetero_mpi.launch.launcher.command_line import build_command
-    from hetero_mpi.launch.launcher.launcher import find_launcher
-
     run = folder / f"run-{kind}"
     job = _job(folder, kind)
-    program = [sys.executable, "-m", "hetero_mpi", "train", str(job), "--run-dir", str(run)]
-    command = build_command(find_launcher(), 2, None, program)
-    environment = {**os.environ, **command.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command.arguments, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        raise SystemExit(f"{command}\n{done.stdout}{done.stderr}")
+    output_of_ranks(2, ["-m", "hetero_mpi", "train", str(job), "--run-dir", str(run)])
     seconds: dict[int, float] = {}
     size = 0
     for log in (run / "logs").glob("rank-*.log"):
@@ -198,13 +198,13 @@ def _copies(size: int, together: Any, found: Any) -> None:
     found.put(statistics.median(times))
 
 
-def damage(folder: Path) -> list[Figure]:
+def damage(folder: Path, smallest: bool) -> list[Figure]:
     """Damaged files that are recognised."""
     from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter, verify
 
-    path, dice = folder / "step-00000001.h5", random.Random(1)
+    path, dice, tried = folder / "step-00000001.h5", random.Random(1), 10 if smallest else DAMAGES
     rng = np.random.default_rng(1)
-    with CheckpointWriter(path, {"step": 1, "job": {"train": {"steps": 9}}, "losses": rng.random(50)}) as writer:
+    with CheckpointWriter(path, told(50)) as writer:
         for number in range(10):
             for kind in KINDS:
                 writer.write(kind, f"model.layers.{number}.w", rng.random((20, 30), np.float32), "float32")
@@ -218,17 +218,17 @@ def damage(folder: Path) -> list[Figure]:
 
     good, wanted = path.read_bytes(), content()
     recognised = harmless = 0
-    for _ in range(DAMAGES):
+    for _ in range(tried):
         path.write_bytes(_damaged(good, dice))
         if verify(path) is not None:
             recognised += 1
         else:
             harmless += content() == wanted
     return [
-        Figure("damaged files tried", DAMAGES, ""),
+        Figure("damaged files tried", tried, ""),
         Figure("... recognised and named", recognised, ""),
         Figure("... read as written, the damage hit bytes without meaning", harmless, ""),
-        Figure("... neither", DAMAGES - recognised - harmless, "", most=0),
+        Figure("... neither", tried - recognised - harmless, "", most=0),
     ]
 
 
@@ -248,35 +248,35 @@ def _damaged(good: bytes, dice: random.Random) -> bytes:
     return bytes(found)
 
 
-def kills(folder: Path) -> list[Figure]:
+def kills(folder: Path, smallest: bool) -> list[Figure]:
     """Ranks die, and the others go on in the same processes."""
     from benchmarks import reliability_kills
 
-    return [Figure(*row) for row in reliability_kills.kills(folder)]
+    return [Figure(*row) for row in reliability_kills.kills(folder, smallest)]
 
 
-def pipeline_kills(folder: Path) -> list[Figure]:
+def pipeline_kills(folder: Path, smallest: bool) -> list[Figure]:
     """Deaths of ranks of two pipelines."""
     from benchmarks import reliability_kills
 
-    return [Figure(*row) for row in reliability_kills.kills(folder, pipelines=2)]
+    return [Figure(*row) for row in reliability_kills.kills(folder, smallest, pipelines=2)]
 
 
-def copies(folder: Path) -> list[Figure]:
+def copies(folder: Path, smallest: bool) -> list[Figure]:
     """Copies of the trained state in other ranks' memory and on hosts' disks, as often as the run thinks right."""
     from benchmarks import reliability_copies
 
-    return [Figure(*row) for row in reliability_copies.copies(folder)]
+    return [Figure(*row) for row in reliability_copies.copies(folder, smallest)]
 
 
-def rebalancing(folder: Path) -> list[Figure]:
+def rebalancing(folder: Path, smallest: bool) -> list[Figure]:
     """A device slows down and recovers, and layers move."""
     from benchmarks import reliability_rebalancing
 
-    return [Figure(*row) for row in reliability_rebalancing.rebalancing(folder)]
+    return [Figure(*row) for row in reliability_rebalancing.rebalancing(folder, smallest)]
 
 
-MEASUREMENTS: dict[str, Callable[[Path], list[Figure]]] = {
+MEASUREMENTS: dict[str, Callable[[Path, bool], list[Figure]]] = {
     measurement.__name__: measurement
     for measurement in (bandwidth, stall, damage, kills, pipeline_kills, copies, rebalancing)
 }
@@ -287,7 +287,7 @@ def main() -> int:
     figures: dict[str, list[Figure]] = {}
     for name in arguments.only or MEASUREMENTS:
         with tempfile.TemporaryDirectory() as folder:
-            figures[name] = MEASUREMENTS[name](Path(folder))
+            figures[name] = MEASUREMENTS[name](Path(folder), arguments.smallest)
         print(f"\n{name}: {MEASUREMENTS[name].__doc__}", *map(str, figures[name]), sep="\n", flush=True)
     if arguments.json:
         rows = {name: [asdict(figure) for figure in found] for name, found in figures.items()}
@@ -298,10 +298,8 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = parser_of(__doc__, only=["bandwidth", "damage"])
     parser.add_argument("--only", nargs="+", choices=list(MEASUREMENTS), metavar="NAME", help="measure only these")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a bar is missed")
     return parser.parse_args()
 
 

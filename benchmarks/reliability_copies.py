@@ -64,9 +64,9 @@ class _Run:
         return [int(found) for found in re.findall(r"Copies of .*: every (\d+) step", self.log.read_text())]
 
 
-def copies(folder: Path) -> list[Row]:
+def copies(folder: Path, smallest: bool) -> list[Row]:
     """Steps with copies as often as the run thinks right, against steps without; seconds by the clock outside."""
-    job = job_of(folder)
+    job, last = job_of(folder), FIRST + 10 if smallest else LAST
     with ExitStack() as stack:
         runs: dict[str, _Run] = {}
         for kind, (options, variables, wanted) in KINDS.items():
@@ -74,11 +74,11 @@ def copies(folder: Path) -> list[Row]:
             name = re.sub(r"\W+", "-", kind)
             begun = stack.enter_context(started(folder, job, folder / name, RANKS, options, more, **variables))
             runs[kind] = _Run(folder, name, *begun)
-        while max(run.steps for run in runs.values()) < LAST - FIRST:
+        while max(run.steps for run in runs.values()) < last - FIRST:
             for kind, run in runs.items():
                 run.turn()
                 print(
-                    f"copies: {kind}: {run.steps} of {LAST - FIRST} steps, {run.step_s * 1e3:.1f} ms each", flush=True
+                    f"copies: {kind}: {run.steps} of {last - FIRST} steps, {run.step_s * 1e3:.1f} ms each", flush=True
                 )
         every = [number for run in runs.values() for number in run.chosen]
     none_s = statistics.mean(runs[kind].step_s for kind, given in KINDS.items() if given is ALONE)

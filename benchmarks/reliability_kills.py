@@ -69,7 +69,7 @@ class Tally:
         ]
 
 
-def kills(folder: Path, pipelines: int = 1) -> list[Row]:
+def kills(folder: Path, smallest: bool, pipelines: int = 1) -> list[Row]:
     """SIGKILL at random moments, up to three times in each run of four ranks, until each pipeline has one rank left to finish."""
     dice, tally, began = random.Random(1), Tally(), time.monotonic()
     job = job_of(folder, pipelines)
@@ -77,7 +77,7 @@ def kills(folder: Path, pipelines: int = 1) -> list[Row]:
     try:
         print("kills: the undisturbed run", flush=True)
         whole = _losses(_finished(folder, job, pipelines))
-        while tally.runs < RUNS and time.monotonic() - began < BUDGET_S:
+        while tally.runs < (1 if smallest else RUNS) and time.monotonic() - began < BUDGET_S:
             _one_run(folder, job, pipelines, whole, dice, tally)
             print(
                 f"kills: run {tally.runs} of {RUNS}, {time.monotonic() - began:.0f} s: {tally.survived} of {tally.tried} deaths "

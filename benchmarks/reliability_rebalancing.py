@@ -33,8 +33,9 @@ BLOCKS, TOKENS, BATCH, HIDDEN = 12, 256, 8, 32
 NOISY_STEPS, SPREAD, OUTLIERS = 1000, 0.2, 0.05
 
 
-def rebalancing(folder: Path) -> list[Row]:
+def rebalancing(folder: Path, smallest: bool) -> list[Row]:
     """The same emulated run with layers that stay where they are and with layers that move, and synthetic noise."""
+    noisy_steps = 10 if smallest else NOISY_STEPS
     save_profile(_cluster(), folder / "three.toml")
     runs = {way: _run(folder, way) for way in ("staying", "moving", "undisturbed")}
     steps = {way: [line for line in _lines(run / "metrics.jsonl") if "step_s" in line] for way, run in runs.items()}
@@ -57,7 +58,7 @@ def rebalancing(folder: Path) -> list[Row]:
         ("... training stood still, the longer one", max((1e3 * move["stall_s"] for move in moves), default=0.0), "ms", None, None),
         ("runs whose losses are equal to the last bit (1: all)", float(equal), "", 1, None),
         ("changes of plan in an undisturbed run", float(_changes(runs["undisturbed"])), "", None, 0),
-        (f"changes of plan in 3 x {NOISY_STEPS} steps with {SPREAD:.0%} noise", float(_noise()), "", None, 0),
+        (f"changes of plan in 3 x {noisy_steps} steps with {SPREAD:.0%} noise", float(_noise(noisy_steps)), "", None, 0),
     ]  # fmt: skip
 
 
@@ -142,20 +143,20 @@ def _cluster() -> ClusterProfile:
     return ClusterProfile("made up", "2026-01-01", "rebalancing", "none", {}, model, devices, links)
 
 
-def _noise() -> int:
+def _noise(steps: int) -> int:
     """Changes of plan while nothing changes: every step scatters, and one in twenty takes three times as long."""
     profile, request = _cluster(), PlanRequest(BATCH, TOKENS, (1,), indifference=0.005)
     plan, changes = make_plan(profile, request), 0
     for seed in range(3):
         rng, decider = np.random.default_rng(seed), Decider(range(3))
-        for step in range(NOISY_STEPS):
+        for step in range(steps):
             spikes = np.where(rng.random(3) < OUTLIERS, 3.0, 1.0)
             ratios = np.maximum(0.2, 1 + SPREAD * rng.normal(size=3)) * spikes
             decider.observe(dict(enumerate(ratios.tolist())))
-            move = decider.decide(NOISY_STEPS - step)
+            move = decider.decide(steps - step)
             if move is Move.ASK:
                 assert decider.asked is not None
-                question = ReplanQuestion(profile, as_measured(decider.asked), request, plan, NOISY_STEPS - step, 0.1)
+                question = ReplanQuestion(profile, as_measured(decider.asked), request, plan, steps - step, 0.1)
                 decider.answered(answer(question).prospect)
             elif move is Move.GO:
                 changes += 1

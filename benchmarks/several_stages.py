@@ -1,6 +1,7 @@
 """What several stages per rank bring: the waiting of every order beside torch's schedules, and the gain on the shipped profiles.
 
-    python benchmarks/several_stages.py [--ranks 2 4 8] [--groups 1 2 4] [--gbit 1 10 100] [--batch 16 64] [--check]
+    python benchmarks/several_stages.py [--ranks 2 4 8] [--groups 1 2 4] [--gbit 1 10 100] [--batch 16 64] [--most 12]
+                                        [--json FILE] [--check]
 
 *Waiting*: like ranks, even stages, messages that take no time; a forward through a rank's layers takes 1, a backward 2 (its halves
 1 each). Printed is by how much a step is longer than computing, for ``--groups`` times as many micro-batches as ranks, and how many
@@ -8,7 +9,7 @@ micro-batches the fullest rank holds (in flight or with weight gradients put off
 generated; one stage per rank as classic 1F1B and as ZB-H1. torch's: the lists that torch.distributed.pipelining makes, through the
 same clock (its DualPipeV computes a forward and a backward at once; here one after the other).
 
-*Gain*: each shipped profile of at most ``MOST`` devices, as one pipeline, with every link between hosts at the given speed; where
+*Gain*: each shipped profile of at most ``--most`` devices, as one pipeline, with every link between hosts at the given speed; where
 the profile has one host, every rank counts as a host. The step of the plan that is chosen over the best with one stage per rank,
 for ``--batch`` sequences a step. The profiles have no times of a backward in two parts: it comes in one, as with adapters.
 
@@ -18,8 +19,8 @@ for ``--batch`` sequences a step. The profiles have no times of a backward in tw
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from depth_rule import MOST, linked  # noqa: E402
+from harness import parser_of  # noqa: E402
 from planner_quality import cases  # noqa: E402
 
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
@@ -48,12 +50,12 @@ BAR = 0.025
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, ranks=[2], groups=[1], gbit=[1.0], batch=[16], most=2)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--gbit", type=float, nargs="+", default=[1, 10, 100])
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--most", type=int, default=MOST, metavar="N", help="only profiles of at most N devices")
     arguments = parser.parse_args()
     missed = []
     print(
@@ -70,7 +72,9 @@ def main() -> int:
         for size, own, other in zip(sizes, found[ours], found[theirs], strict=True):
             if own is not None and other is not None and own[0] > other[0] + BAR * (1 + other[0]):
                 missed.append(f"{ours} waits longer than {theirs} for {size[0]} ranks, {size[1]} micro-batches")
-    print_gains(arguments.gbit, arguments.batch)
+    gains = print_gains(arguments.gbit, arguments.batch, arguments.most)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"waiting": {"sizes": sizes, **found}, "gains": gains}, indent=1) + "\n")
     print("\n".join(missed))
     return int(bool(missed) and arguments.check)
 
@@ -169,13 +173,13 @@ def most_held(lists: Lists) -> int:
     return most
 
 
-def print_gains(speeds: Sequence[float], batches: Sequence[int]) -> None:
+def print_gains(speeds: Sequence[float], batches: Sequence[int], most: int) -> list[list[object]]:
+    """Print a line per profile, speed and batch; [name, Gbit/s, batch, seconds with one stage per rank, of the plan chosen]."""
+    rows: list[list[object]] = []
     print(
         f"\n{'profile':<36}{'Gbit/s':>7}{'batch':>6}{'ranks':>6}{'chosen':>26}{'one stage each':>16}{'several':>12}{'ratio':>8}"
     )
-    for case, gbit, batch in itertools.product(cases([], 0), speeds, batches):
-        if len(case.profile.devices) > MOST:
-            continue
+    for case, gbit, batch in itertools.product(cases([], 0, most), speeds, batches):
         request = replace(case.request, global_batch=batch, max_pipelines=1, schedule="auto", stages_per_rank=4)
         found = decide(linked(case.profile, gbit * 1e9 / 8), request)
         if found is None:
@@ -188,6 +192,8 @@ def print_gains(speeds: Sequence[float], batches: Sequence[int]) -> None:
             f"{case.name:<36}{gbit:>7g}{batch:>6}{len(pipeline.held):>6}{chosen:>26}{one_s:>14.4g} s{found.step_s:>10.4g} s"
             f"{found.step_s / one_s:>8.3f}"
         )
+        rows.append([case.name, gbit, batch, one_s, found.step_s])
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How much memory does a rank need to hold its share of a model? Resident set per rank for 1, 2 and 4 ranks.
 
-    python benchmarks/shard_memory.py [--streamed] [--json FILE] [--check]
+    python benchmarks/shard_memory.py [--streamed] [--only full lora nf4 8bit] [--ranks 1 2 4] [--json FILE] [--check]
 
 Creates a random Llama of about 1.1 GB (fp32) in a temporary directory and has 1, 2 and 4 ranks load their shares of it from
 the files, by an even split of the chain: for full training in fp32, for LoRA over bf16 weights and for LoRA over NF4 weights.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RANKS = (1, 2, 4)
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from harness import output_of_ranks, parser_of  # noqa: E402
+
+RANKS, STREAMED_RANKS = (1, 2, 4), (1, 2)
 HELD = {"full": "fp32", "lora": "bf16", "nf4": "bf16"}
 """What is trained, and the compute dtype."""
 STREAMED = {**HELD, "8bit": "fp32"}
@@ -56,9 +59,10 @@ def main() -> int:
         return _streamed(arguments)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        total = _create(model)
-        print(f"Llama of {total / 1e9:.2f} GB (fp32), {CONFIG['num_hidden_layers']} blocks, in {model.name}/")
-        rows = [row for held in HELD for ranks in RANKS for row in _measure(ranks, model, held)]
+        total = _create(model, arguments.blocks)
+        print(f"Llama of {total / 1e9:.2f} GB (fp32), {arguments.blocks} blocks, in {model.name}/")
+        kinds, counts = [held for held in HELD if held in arguments.only], arguments.ranks or RANKS
+        rows = [row for held in kinds for ranks in counts for row in _measure(ranks, model, held)]
     print(
         f"{'held':>5} {'ranks':>5} {'rank':>4} {'own shard':>10} {'RSS growth':>11} {'peak growth':>12} {'largest layer':>13}"
     )
@@ -77,9 +81,12 @@ def main() -> int:
 def _streamed(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        total = _create(model)
-        print(f"Llama of {total / 1e9:.2f} GB (fp32), {CONFIG['num_hidden_layers']} blocks, streamed")
-        rows = [row for held in STREAMED for ranks in (1, 2) for row in _measure(ranks, model, held, "--streamed")]
+        total = _create(model, arguments.blocks)
+        print(f"Llama of {total / 1e9:.2f} GB (fp32), {arguments.blocks} blocks, streamed")
+        counts = arguments.ranks or STREAMED_RANKS
+        rows = [
+            row for held in arguments.only for ranks in counts for row in _measure(ranks, model, held, "--streamed")
+        ]
     who = f"{'held':>5} {'ranks':>5} {'rank':>4}"
     print(f"{who} {'in files':>9} {'trained':>8} {'RssAnon grows':>14} {'RssFile grows':>14} {'largest layer':>13}")
     for row in rows:
@@ -98,10 +105,12 @@ def _streamed(arguments: argparse.Namespace) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
+    parser = parser_of(__doc__, only=["full"], ranks=[1], blocks=1)
     parser.add_argument("--streamed", action="store_true", help="streamed stages")
-    parser.add_argument("--check", action="store_true", help="exit 1 where the bar is missed")
+    kinds = list(STREAMED)
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds, help="what is held; 8bit: only streamed")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks")
+    parser.add_argument("--blocks", type=int, default=CONFIG["num_hidden_layers"], metavar="N", help="of the model")
     parser.add_argument(
         "--load", type=Path, metavar="MODEL", help=argparse.SUPPRESS
     )  # a rank's part, started by this program
@@ -109,7 +118,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _create(directory: Path) -> int:
+def _create(directory: Path, blocks: int) -> int:
     """Write the model, in a process of its own so that its memory goes away; returns its bytes."""
     code = (
         "import json, sys, torch; from transformers import AutoConfig, AutoModelForCausalLM\n"
@@ -118,22 +127,18 @@ def _create(directory: Path) -> int:
         "print(sum(p.nbytes for p in model.parameters()))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(CONFIG), str(directory)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, json.dumps({**CONFIG, "num_hidden_layers": blocks}), str(directory)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return int(done.stdout.split()[-1])
 
 
 def _measure(ranks: int, model: Path, held: str, *options: str) -> list[dict[str, Any]]:
-    from hetero_mpi.launch.launcher.command_line import build_command
-    from hetero_mpi.launch.launcher.launcher import find_launcher
-
-    program = [sys.executable, str(Path(__file__).resolve()), "--load", str(model), "--held", held, *options]
-    command = build_command(find_launcher(), ranks, None, program)
-    environment = {**os.environ, **command.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command.arguments, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        raise SystemExit(f"{command}\n{done.stdout}{done.stderr}")
-    return list(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("["))))
+    program = [str(Path(__file__).resolve()), "--load", str(model), "--held", held, *options]
+    lines = output_of_ranks(ranks, program).splitlines()
+    return list(json.loads(next(line for line in lines if line.startswith("["))))
 
 
 def _optimizer(held: str) -> Any:
@@ -187,10 +192,9 @@ def _stream(directory: Path, held: str) -> int:
         tokens = torch.ones((4, 64), dtype=torch.int64)
         hidden = torch.zeros((4, 64, CONFIG["hidden_size"]), dtype=stage.dtype)
         for step in range(2):
-            optimizer.zero()
             y = stage.forward(MicroBatch(0, step, 0, 256), tokens if stage.is_first else hidden, tokens)
             stage.backward(0, None if stage.is_last else torch.zeros_like(y))
-            optimizer.step(step, 1.0)
+            optimizer.end_step(step, 1.0)
         anon, file = watched.grown()
         row = {
             "ranks": world.size,

@@ -1,6 +1,7 @@
 """What does a step cost as the work grows: more layers, more micro-batches, more parameters, more ranks?
 
-    python benchmarks/step_scaling.py [--only layers micro-batches parameters ranks] [--json FILE] [--check]
+    python benchmarks/step_scaling.py [--only layers micro-batches parameters ranks] [--sizes 4]
+                                      [--json FILE] [--check]
 
 Real steps of small Llamas, cut evenly, one thread per rank, one size doubled or quadrupled at a time. Layers, micro-batches and
 parameters grow on 2 ranks. Ranks grow from 2 to 16, a block each, as emulated devices whose every forward and backward
@@ -137,11 +138,13 @@ class Rank:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, only=["layers"], sizes=2)
     kinds = list(dict.fromkeys(case.grows for case in cases()))
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds, help="what is to grow")
+    parser.add_argument("--sizes", type=int, metavar="N", help="only the N smallest of each kind, 2 or more")
     arguments = parser.parse_args()
-    chosen = [case for case in cases() if case.grows in arguments.only]
+    by_kind = {kind: [case for case in cases() if case.grows == kind] for kind in arguments.only}
+    chosen = [case for same_kind in by_kind.values() for case in same_kind[: arguments.sizes]]
     results: list[tuple[Case, list[Rank]]] = []
     print("what grows        size ranks actions  us per    us per  wall clock of a step, s   RSS growth, MB  in steps")
     print("                             (rank)   action     block  measured      predicted  found predicted        MB")

@@ -1,6 +1,6 @@
 """How fast is a streamed stage beside a resident one, and one that keeps slices? The same LoRA job under four plans, on real ranks.
 
-    python benchmarks/streaming.py [--rounds 3] [--quantization none|nf4] [--check]
+    python benchmarks/streaming.py [--rounds 3] [--quantization none|nf4] [--json FILE] [--check]
 
 Two CPU ranks hold half of a Llama of 74 M parameters each (fp32, or NF4), one thread per rank. All plans compute micro-batches of
 4 sequences of 128 tokens in slices of one. *resident* and *streamed* repeat forwards; *2 kept* and *4 kept* are streamed, too, and
@@ -11,10 +11,7 @@ resident one, the one that keeps all is 1.15 times as fast, and predictions are 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -22,10 +19,10 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
-from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
+from harness import output_of_ranks, parser_of  # noqa: E402
+
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
@@ -67,10 +64,9 @@ KEPT = {"resident": None, "streamed": 0, "2 kept": 2, "4 kept": 4}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = parser_of(__doc__, rounds=1)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each plan")
     parser.add_argument("--quantization", choices=("none", "nf4"), default="none")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a bar is missed")
     arguments = parser.parse_args()
     seconds: dict[str, list[float]] = {way: [] for way in KEPT}
     predicted: dict[str, float] = {}
@@ -101,6 +97,8 @@ def main() -> int:
     )
     print(f"beside predictions: {', '.join(f'{way} {share:+.1%}' for way, share in off.items())} (bar {MOST_OFF:.0%})")
     missed = speed < LEAST_SPEED or gain < LEAST_GAIN or max(map(abs, off.values())) > MOST_OFF
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"measured_s": seconds, "predicted_s": predicted}, indent=1) + "\n")
     return int(arguments.check and missed)
 
 
@@ -112,11 +110,7 @@ def _plan(kept: int | None) -> Plan:
 
 
 def _run(arguments: list[str]) -> None:
-    command = build_command(find_launcher(), 2, None, [sys.executable, "-m", "hetero_mpi", *arguments])
-    environment = {**os.environ, **command.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command.arguments, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        raise SystemExit(f"{command}\n{done.stdout}{done.stderr}")
+    output_of_ranks(2, ["-m", "hetero_mpi", *arguments])
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from harness import parser_of, skip  # noqa: E402
 from two_hosts import Start, same_host, two_hosts, why_not  # noqa: E402
 
 from tests.support.processes import run_within  # noqa: E402
@@ -51,11 +52,10 @@ def main() -> int:
         return _rank(arguments.rank)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are taken down all the same
     if not arguments.c_program.exists():
-        print(
-            f"{arguments.c_program} is not there: build it with `cmake -B build && cmake --build build` (C compiler, mpi.h)"
+        skip(
+            f"{arguments.c_program}, which ours is compared with, is not there. "
+            "Build it with `cmake -B build && cmake --build build` (C compiler, mpi.h)."
         )
-        print("skipped: without the C program there is nothing to compare with")
-        return 0
     obstacle = why_not()
     results = {}
     for setting in arguments.settings:
@@ -76,12 +76,10 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = parser_of(__doc__, rounds=1, settings=["shared"])
     parser.add_argument("--c-program", type=Path, default=ROOT / "build" / "transport_c", metavar="FILE")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of both programs")
     parser.add_argument("--settings", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a bar is missed")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args()
 

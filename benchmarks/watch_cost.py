@@ -19,7 +19,6 @@ import http.client
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,11 +33,12 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from harness import parser_of  # noqa: E402
+from harness import MAX_RUN_S, parser_of, skip  # noqa: E402
 
 from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
 from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
 from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
+from tests.support.processes import end_tree  # noqa: E402
 
 MOST = 0.02
 LEFT_OUT_S = 2.0
@@ -57,14 +57,14 @@ def view(host: str, token: str, stop: threading.Event, received: list[int]) -> N
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, viewers=1, seconds=2.0, rounds=1)
     parser.add_argument("--viewers", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each part")
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     own, *others = sorted(os.sched_getaffinity(0))
     if not others:
-        sys.exit("the viewers need a core of their own: give this program two or more")
+        skip("the viewers need a core of their own: give this program two or more")
     os.sched_setaffinity(0, others)
     with tempfile.TemporaryDirectory() as folder:
         run, output = Path(folder) / "run", Path(folder) / "output.txt"
@@ -85,18 +85,18 @@ def main() -> int:
         command = build_command(find_launcher(), 1, None, words)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **command.environment}
         with output.open("w") as stream:
-            started = subprocess.Popen(
+            started = psutil.Popen(
                 ["taskset", "-c", str(own), *command.arguments], env=environment, cwd=ROOT, stdout=stream, stderr=stream
             )
         try:
+            deadline = time.monotonic() + MAX_RUN_S
             while (said := re.search(r"(http://\S+)/#(\S+)", output.read_text())) is None:
-                if started.poll() is not None:
+                if started.poll() is not None or time.monotonic() > deadline:
                     sys.exit(output.read_text())
                 time.sleep(0.5)
-            found = rounds(run, psutil.Process(started.pid), urlsplit(said[1]).netloc, said[2], options)
+            found = rounds(run, started, urlsplit(said[1]).netloc, said[2], options)
         finally:
-            started.terminate()
-            started.wait()
+            end_tree(started)
     shares = [one["watched_page"] - one["alone_page"] for one in found]
     both, steps = ([one[f"watched_{what}"] / one[f"alone_{what}"] for one in found] for what in ("cpu_s", "step_s"))
     alone_s, kb = (median(one[name] for one in found) for name in ("alone_cpu_s", "watched_kb"))

@@ -1,6 +1,6 @@
 """What fits on which machines, with and without streaming, and how fast would it be? Plans for the devices of ``profiles/``.
 
-    python benchmarks/what_fits.py [--alone] [--host-gib N] [--json FILE] [--check]
+    python benchmarks/what_fits.py [--alone] [--only NAME] [--jobs NAME ...] [--host-gib N] [--json FILE] [--check]
 
 Every kind of device by itself, then the clusters of up to ``RANKS`` ranks (``--alone``: without these). A device computes other
 shapes as fast as the ones of its profile, in operations per second; everything else follows by the rules of ``profile_parts``.
@@ -83,17 +83,22 @@ class Cell:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, alone=True, only="NVIDIA L4", jobs=["8B full"])
     parser.add_argument("--alone", action="store_true", help="devices by themselves only")
+    parser.add_argument("--only", default="", metavar="NAME", help="only rows whose name contains this")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), metavar="NAME", help="what is trained")
     parser.add_argument(
         "--host-gib", type=float, default=HOST_GIB, help="memory of a host of which the profile says none"
     )
     arguments = parser.parse_args()
+    jobs = {name: JOBS[name] for name in arguments.jobs}
     rows: dict[str, dict[str, Cell]] = {}
-    print("| tokens/s without, with streaming | " + " | ".join(f"{job} | " for job in JOBS) + " |")
-    print("| --- |" + " --- | --- |" * len(JOBS))
+    print("| tokens/s without, with streaming | " + " | ".join(f"{job} | " for job in jobs) + " |")
+    print("| --- |" + " --- | --- |" * len(jobs))
     for name, profile in clusters(arguments.alone):
-        rows[name] = {job: cell(profile, *shape, arguments.host_gib) for job, shape in JOBS.items()}
+        if arguments.only not in name:
+            continue
+        rows[name] = {job: cell(profile, *shape, arguments.host_gib) for job, shape in jobs.items()}
         print(f"| {name} | " + " | ".join(one.text() for one in rows[name].values()) + " |", flush=True)
     unsound = [f"{name}, {job}" for name, row in rows.items() for job, one in row.items() if not one.sound]
     more = sum(one.resident is None and one.planned is not None for row in rows.values() for one in row.values())

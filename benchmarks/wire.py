@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 from executor import EmptyStage, executor_of  # noqa: E402
-from harness import parser_of  # noqa: E402
+from harness import parser_of, skip  # noqa: E402
 from two_hosts import two_hosts, why_not  # noqa: E402
 
 from hetero_mpi.comm.mpi_transport import MpiTransport  # noqa: E402
@@ -112,14 +112,14 @@ def sent_bytes() -> int:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, rounds=1, mbits=10_000.0)
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of both")
     parser.add_argument("--mbits", type=float, default=1000, metavar="N", help="rate of the link, Mbit/s")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are taken down all the same
     obstacle = why_not()
     if obstacle is not None:
-        sys.exit(f"skipped: {obstacle}")
+        skip(obstacle)
     with tempfile.TemporaryDirectory() as folder, two_hosts(arguments.mbits * 1e6, Path(folder)) as start:
         command = start([sys.executable, str(Path(__file__).resolve()), "--worker", str(arguments.rounds)])
         done = run_within(500, command, {**os.environ, **ENVIRONMENT}, ROOT)

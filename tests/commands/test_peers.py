@@ -95,13 +95,24 @@ def test_a_contender_that_does_not_end_is_ended_with_all_its_processes(
         f"ranks = [subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True) for _ in range(2)]\n"
         "[one.wait() for one in ranks]"
     )
-    assert peers._run([sys.executable, "-c", launcher]) == "did not end within 3 s"
+    assert peers._run([sys.executable, "-c", launcher]).returncode == peers.TIMED_OUT
     ranks = [int(word) for word in started.read_text().split()]
     assert len(ranks) == 2
     until = time.monotonic() + 30  # they are killed, and end when the system gets to it
     while (left := set(map(state, ranks))) - {None, psutil.STATUS_ZOMBIE} and time.monotonic() < until:
         time.sleep(0.05)
     assert left <= {None, psutil.STATUS_ZOMBIE}
+
+
+@pytest.mark.slow
+def test_figures_of_a_contender_that_hangs_at_its_exit_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PATIENCE_S", 3.0)
+    figures: dict[str, list[float]] = {"seconds": [0.5, 0.4], "losses": [7.0, 6.5]}
+    for printed, expected in ((json.dumps(figures), figures), ("", "did not end within 3 s")):
+        worker = tmp_path / "worker.py"
+        worker.write_text(f"import time\nprint({printed!r}, flush=True)\ntime.sleep(600)\n")
+        monkeypatch.setattr(peers, "WORKER", worker)
+        assert peers._other(peers.PLAIN, tmp_path / "job.toml", []) == expected
 
 
 def state(process: int) -> str | None:

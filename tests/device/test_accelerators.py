@@ -345,7 +345,7 @@ def test_the_death_of_a_gpus_rank_is_outlived(tmp_path: Path) -> None:
 def test_the_benchmark_of_gpus_runs(tmp_path: Path) -> None:
     """Tensors arrive whole, and its job trains; its figures mean something on real GPUs only."""
     found = tmp_path / "found.json"
-    program = [*(() if REAL else THROUGH), "benchmarks/cards.py", "--quick", "--json", str(found)]
+    program = [*(() if REAL else THROUGH), "benchmarks/cards.py", "--smallest", "--json", str(found)]
     result = run_bounded(
         [sys.executable, *program], {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, 300
     )
