@@ -69,7 +69,6 @@ class MpiTransport(Transport):
                 "The communication thread needs an MPI library with THREAD_SERIALIZED or THREAD_MULTIPLE, this one "
                 "grants less: set `communication_thread = false` in [cluster], or use another MPI build."
             )
-        # Never freed by hand: freeing is collective, and a rank that fails could not wait for the others.
         self._messages, self._summing = ulfm.duplicate(comm), ulfm.duplicate(comm)
         self._piece_bytes = piece_bytes
         self._hosts = tuple(hosts) or ("",) * comm.Get_size()

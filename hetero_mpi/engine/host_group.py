@@ -81,10 +81,6 @@ class HostGroup:
         finally:
             self._among = self._world
 
-    def close(self) -> None:
-        """Nothing follows. All members call."""
-        self._world.dissolve()
-
     def shared(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The leader's tensor on every member's device; the others give None."""
         assert (tensor is None) == (self.member > 0)

@@ -125,6 +125,8 @@ def change(context: RunContext, before: Share, report: PlanReport, state: Traini
         if world.rank in [*_grouped(before.own_plan), *_grouped(report.plan)]:
             kept = {}  # parts of layers, or to be cut
         before.give_up()
+        assert before.members is not None
+        before.members.dissolve()  # nothing of the former plan sends or waits any more
         context.backend.free_unused()
         gc.freeze()  # what lives on is not looked through again by the next change
     copied = time.perf_counter()

@@ -100,6 +100,7 @@ def collectively() -> Iterator[World]:
     action, and ends all ranks; a rank that is the only one raises it.
     """
     world = world_of_program()
+    ulfm.free(world.comm, itself=False)  # what an earlier block has made
     world.activity.resume_text = str
     problem: UserError | None = None
     try:
@@ -214,7 +215,7 @@ def _meet_first(world: World, mpi: Any) -> None:
     next_step(world, "finding this host's name and source")
     name, source = socket.gethostname(), own_source()
     next_step(world, "comparing sources")
-    world.comm = ulfm.duplicate(mpi.COMM_WORLD)
+    world.comm = world.guard = ulfm.duplicate(mpi.COMM_WORLD)
     _refuse(_sources_problem(world, source, name))
     next_step(world, "finding the ranks of each host")
     # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name:
@@ -228,7 +229,7 @@ def _meet_first(world: World, mpi: Any) -> None:
     next_step(world, "telling the launcher")
     _tell_joined()
     next_step(world, "waiting for all ranks")
-    world.guard = ulfm.duplicate(world.comm)
+    world.comm = ulfm.duplicate(world.guard)
 
 
 def _sources_problem(world: World, source: str, host: str) -> str | None:
@@ -367,4 +368,4 @@ def _meet(comm: Any, old_rank: int, may_lead: bool) -> tuple[Any, Any, tuple[int
     if leader != 0:
         before.insert(0, before.pop(leader))
         comm = ulfm.made(comm, lambda: comm.Split(0, -1 if rank == leader else rank))
-    return comm, ulfm.duplicate(comm), tuple(before)
+    return ulfm.duplicate(comm), comm, tuple(before)

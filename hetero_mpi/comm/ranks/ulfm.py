@@ -35,9 +35,11 @@ CHECK_S = 0.05
 _DROWSY_S = 0.02
 _LOST_CLASSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 
-_COMMUNICATORS: list[Any] = []
-"""The communicators that this process may wait on, oldest first. ``adopt`` adds one; ``shrink`` starts a new list."""
-_REVOKING = threading.RLock()
+_COMMUNICATORS: list[tuple[Any, Any]] = []
+"""The communicators that this process may wait on, oldest first, each with the one that it was made of. ``made`` adds one, ``free``
+takes some away, ``shrink`` starts a new list."""
+_REGISTRY = threading.RLock()
+"""Held while the list is read or changed: other threads must not ask a communicator that is being freed."""
 
 
 class RankLost(RuntimeError):
@@ -75,33 +77,40 @@ def _offered(mpi: Any) -> bool:
     return calls and bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
 
 
-def adopt(comm: Any) -> Any:
-    """Add ``comm`` to those that are revoked when a rank dies; returns it."""
-    mpi = sys.modules["mpi4py.MPI"]
-    if active() and comm != mpi.COMM_NULL:
-        _COMMUNICATORS.append(comm)
-    return comm
-
-
 def made(comm: Any, make: Callable[[], Any]) -> Any:
-    """The communicator that ``make`` returns, adopted. Collective over ``comm``, of which it is made."""
+    """The communicator that ``make`` returns; it is revoked when a rank dies, and freed with ``comm``, of which it is made.
+    Collective over ``comm``.
+    """
     with losses():
         if active():
             # Open MPI 5.0 crashes on ranks that wait for others inside such a call while one of them dies; so they wait before it.
             finish(comm.Ibarrier(), Pause())
-        return adopt(make())
+        return _register(make(), comm)
 
 
-def free(comm: Any) -> None:
-    """Free a communicator that was ``made``. Collective over it."""
+def _register(comm: Any, parent: Any) -> Any:
+    if comm != sys.modules["mpi4py.MPI"].COMM_NULL:
+        with _REGISTRY:
+            _COMMUNICATORS.append((comm, parent))
+    return comm
+
+
+def free(comm: Any, itself: bool = True) -> None:
+    """Free all communicators that were made of ``comm``, directly or not, the newest first, and then ``comm`` ``itself``. Collective
+    over each of them; no thread may use them any more.
+    """
+    with _REGISTRY:
+        family = {id(comm)}
+        family.update(id(one) for one, parent in _COMMUNICATORS if id(parent) in family)
+        freed = [one for one, _ in _COMMUNICATORS if id(one) in family and (itself or one is not comm)]
+        _COMMUNICATORS[:] = [pair for pair in _COMMUNICATORS if not any(pair[0] is one for one in freed)]
     with losses():
-        with _REVOKING:
-            _COMMUNICATORS[:] = [one for one in _COMMUNICATORS if one is not comm]
-        comm.Free()
+        for one in reversed(freed):
+            one.Free()
 
 
 def duplicate(comm: Any) -> Any:
-    """A duplicate of ``comm``, adopted. Collective."""
+    """A duplicate of ``comm``, as ``made``. Collective."""
     return made(comm, comm.Dup)
 
 
@@ -123,7 +132,8 @@ def lost_any() -> bool:
     """Has a communicator of this process been revoked, or does a rank of one count as dead?"""
     if not active():
         return False
-    return any(comm.Is_revoked() or comm.Get_failed().Get_size() > 0 for comm in list(_COMMUNICATORS))
+    with _REGISTRY:
+        return any(comm.Is_revoked() or comm.Get_failed().Get_size() > 0 for comm, _ in _COMMUNICATORS)
 
 
 def note(error: BaseException | None) -> bool:
@@ -139,8 +149,8 @@ def revoke() -> None:
     if not active():
         return
     mpi = sys.modules["mpi4py.MPI"]
-    with _REVOKING:
-        for comm in list(_COMMUNICATORS):
+    with _REGISTRY:
+        for comm, _ in _COMMUNICATORS:
             try:
                 if not comm.Is_revoked():
                     comm.Revoke()
@@ -172,7 +182,9 @@ class Check:
         if now < self._next_s:
             return
         self._next_s = now + CHECK_S
-        if any(comm.Is_revoked() for comm in list(_COMMUNICATORS)):
+        with _REGISTRY:
+            revoked = active() and any(comm.Is_revoked() for comm, _ in _COMMUNICATORS)
+        if revoked:
             revoke()
             raise RankLost
 
@@ -206,5 +218,6 @@ def shrink(comm: Any) -> Any:
     communicators made of it, are used.
     """
     smaller = comm.Shrink()
-    _COMMUNICATORS.clear()
-    return adopt(smaller)
+    with _REGISTRY:
+        _COMMUNICATORS.clear()
+    return _register(smaller, None)

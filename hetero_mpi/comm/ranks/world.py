@@ -67,7 +67,7 @@ class World(Collectives):
     numbers: tuple[int, ...] = ()
     """Each rank's number in the whole job, by which messages name it; empty: the rank itself."""
     guard: Any = None
-    """A communicator used only at the end of the job."""
+    """The communicator of which ``comm`` was made; used only at the end of the job."""
     bereaved: bool = False
     """Ranks have died, and this is the world of the survivors (``comm.ranks.mpi_start``)."""
 
@@ -197,7 +197,7 @@ class World(Collectives):
         return replace(self, comm=comm, rank=comm.Get_rank(), size=comm.Get_size(), hosts=hosts, numbers=numbers)
 
     def dissolve(self) -> None:
-        """Free the communicator of a ``subset`` that is of no more use. Collective over it."""
+        """Free the communicator of a ``subset`` that is of no more use, and all that were made of it. Collective over it."""
         ulfm.free(self.comm)
 
     def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, word: Any = None) -> None:
