@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.background import start_module
 from hetero_mpi.data.answers import WAY_OUT, ChatTemplate, Rendered, rendered
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.printed_parts import Conversation
@@ -36,7 +37,6 @@ IDLE_S = 30.0
 """A process that is not asked for so long ends."""
 _NO_MEMORY = 3
 """Exit code."""
-_PACKAGES = Path(__file__).resolve().parents[2]
 
 
 class _Process:
@@ -62,7 +62,8 @@ class _Process:
         """The answers up to where the process has ended: that item's says why."""
         process = self._process
         if process is None or process.poll() is not None:
-            process = self._process = self._started()
+            # An interrupt of the terminal is not for it.
+            process = self._process = start_module("hetero_mpi.data.template_process", start_new_session=True)
         assert process.stdin is not None and process.stdout is not None
         # What ends at this moment since it was not asked leaves its end to be seen below.
         with contextlib.suppress(BrokenPipeError):
@@ -81,16 +82,6 @@ class _Process:
         limits = f"{LIMIT_S:.0f} s of processor time and {MEMORY >> 20} MiB"
         why = {-signal.SIGPROF: "it takes longer", _NO_MEMORY: "it needs more"}.get(code, f"it ended by signal {-code}")
         return [*found, {"bad": f"the tokenizer's chat template must be rendered in {limits}; {why}. {WAY_OUT}."}]
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.Popen(
-            [sys.executable, "-m", "hetero_mpi.data.template_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # an interrupt of the terminal is not for it
-        )
 
     def _end(self) -> int:
         """The exit code of the process, which is ended if need be."""

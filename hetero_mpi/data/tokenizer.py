@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,6 +159,29 @@ def begun(engine: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text as the beginning of a document: behind :func:`beginning`, once."""
     begin = beginning(engine)
     return [ids if ids[: len(begin)] == begin else [*begin, *ids] for ids in encoded(engine, texts)]
+
+
+def starts_of(engine: Tokenizer, text: str, count: int) -> list[int]:
+    """The characters of ``text`` at which its last ``count`` tokens begin, of a beginning token 0."""
+    offsets = engine.encode(text, add_special_tokens=False).offsets
+    # Some tokenizers leave out the space in front of a token, which lies behind the token before it.
+    starts = [min(first, last) for (first, _), (_, last) in zip(offsets, [(0, 0), *offsets], strict=False)]
+    return [0] * (count - len(starts)) + starts
+
+
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
+"""Letter of byte-level tokens -> the byte that it stands for (GPT-2's table)."""
+
+
+def token_bytes(piece: str, text: str) -> bytes:
+    """The bytes of a token that is ``piece`` in the vocabulary, and prints ``text``: of a part of a character not those of text."""
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return text.encode()
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return bytes.fromhex(piece[3:5])
+    return bytes(_BYTES[letter] for letter in piece) if {*piece} <= _BYTES.keys() else text.encode()
 
 
 def in_batches(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:

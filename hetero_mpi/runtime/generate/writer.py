@@ -338,17 +338,28 @@ class Writer:
 
 
 class Spelling:
-    """Converts tokens into text as they are produced. A character of several tokens appears with the last of them."""
+    """Converts tokens into text as they are produced. A character of several tokens appears with the last of them.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    Attributes:
+        starts: the characters at which the tokens begin whose text is certain.
+        length: characters of the text that is certain.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], shown: Mapping[int, str] | None = None
+    ) -> None:
+        """``shown``: special tokens that the text shows all the same."""
+        self._tokenizer, self._shown = tokenizer, shown or {}
         self._tokens = list(prompt[-_CONTEXT:])
         self._begin, self._told = 0, len(self._tokens)
+        self.starts, self.length = list[int](), 0
 
     def add(self, token: int) -> str:
         """The text that has become certain with this token; may be empty."""
+        shown = self._shown.get(token, "")
+        text = self.end() if shown else ""
         self._tokens.append(token)
-        return self._new(final=False)
+        return text + (self._settled(shown) if shown else self._new(final=False))
 
     def end(self) -> str:
         """The text that was held back."""
@@ -357,11 +368,21 @@ class Spelling:
     def _new(self, final: bool) -> str:
         before = self._text(self._tokens[self._begin : self._told])
         now = self._text(self._tokens[self._begin :])
-        if len(now) <= len(before) or (now.endswith("\N{REPLACEMENT CHARACTER}") and not final):
+        if (len(now) <= len(before) or now.endswith("\N{REPLACEMENT CHARACTER}")) and not final:
             return ""
+        return self._settled(now[len(before) :])
+
+    def _settled(self, text: str) -> str:
+        """The text of the tokens that were not told yet."""
+        behind = len(self._text(self._tokens[self._begin : self._told])) if len(self._tokens) > self._told + 1 else 0
+        for end in range(self._told, len(self._tokens)):
+            parts = self._text(self._tokens[self._begin : end])[behind:] if end > self._told else ""
+            alike = (n for n, pair in enumerate(zip(parts, text, strict=False)) if pair[0] != pair[1])
+            self.starts.append(self.length + next(alike, min(len(parts), len(text))))
         # What was told last is the context of what comes next.
         self._begin, self._told = max(self._begin, self._told - _CONTEXT), len(self._tokens)
-        return now[len(before) :]
+        self.length += len(text)
+        return text
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -106,11 +106,6 @@ class _Asked(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @field_validator("n", mode="before")
-    @classmethod
-    def _one_unless_said(cls, n: Any) -> Any:
-        return 1 if n is None else n
-
     def sampling(self, defaults: SamplingDefaults, number: int = 0) -> Sampling:
         """Without a seed every answer is another. ``number``: of the choice among ``n``, from 0."""
         said = {name: getattr(self, name) for name in SamplingDefaults.model_fields}
@@ -145,11 +140,6 @@ class CompletionRequest(_Asked):
             elif not isinstance(one, str):
                 raise ValueError(f"must be a text or a list of token ids, or several, not {_kind(one)}")
         return prompts
-
-    @field_validator("echo", mode="before")
-    @classmethod
-    def _no_echo_unless_said(cls, echo: Any) -> Any:
-        return False if echo is None else echo
 
     @model_validator(mode="after")
     def _not_too_many(self) -> CompletionRequest:
@@ -327,7 +317,7 @@ def parse(kind: type[Asked], body: bytes) -> Asked:
     if refused := refused_fields(values, frozenset(kind.model_fields), kind is ChatRequest):
         raise HttpError(400, f"not supported by this server: {refused}; leave it out", code="unsupported_parameter")
     try:
-        return kind.model_validate(values)
+        return kind.model_validate({name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         wrong = [
             f"{'.'.join(map(str, one['loc']))}: {one['msg']}"[:_TOLD_CHARACTERS]

@@ -4,60 +4,83 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from hetero_mpi.data.tokenizer import token_bytes
 from hetero_mpi.model.decoding import Scored
 from hetero_mpi.runtime.serve.api_requests import Asked, ChatRequest
-from hetero_mpi.runtime.serve.wording import Choice
+from hetero_mpi.runtime.serve.wording import Choice, Wording
 
 _LEAST = -9999.0
 """In place of a log-likelihood of minus infinity, which JSON does not have."""
 
 
 class Likelihoods:
-    """Log-likelihoods of one answer's tokens, in OpenAI's form. ``prompt``: its tokens; ``echo``: the answer begins with them."""
+    """Log-likelihoods of one answer's tokens, in OpenAI's form.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat: bool, prompt: Sequence[int], echo: bool) -> None:
-        self._tokenizer, self._chat = tokenizer, chat
-        self._before = None if echo else prompt[-1]
-        self._first = prompt[0] if echo else None
+    Args:
+        hidden: the tokens that no text shows.
+        prompt: the prompt's tokens.
+        starts: the characters at which these begin in the answer, then those at which the new ones do; none where the answer
+            does not begin with them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        chat: bool,
+        hidden: Collection[int],
+        prompt: Sequence[int],
+        starts: Sequence[int],
+    ) -> None:
+        self._tokenizer, self._chat, self._hidden, self._starts = tokenizer, chat, hidden, starts
+        self._before = None if starts else prompt[-1]
+        self._first = prompt[0] if starts else None
         """The token that has no likelihood, until it is told."""
-        self._offset = 0
+        self._number = 0
+        """Of the next token, from 0."""
 
-    def told(self, scores: Sequence[Scored]) -> dict[str, Any]:
+    def told(self, scores: Sequence[Scored], wording: Wording) -> dict[str, Any]:
         if self._chat:
-            return {"content": [self._of_chat(one) for one in scores], "refusal": None}
+            return {"content": [self._of_chat(one, wording) for one in scores], "refusal": None}
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._first is not None:
-            self._add(found, self._text(self._first), None, None)
-            self._before, self._first = self._first, None
+            self._add(found, self._first, None, None, wording)
+            self._first = None
         for one in scores:
             most: dict[str, float] = {}
             for token, likelihood in ((one.token, one.likelihood), *one.likeliest):
                 text = self._text(token)  # of tokens that look alike the likeliest is told
                 most[text] = max(most.get(text, _LEAST), likelihood)
-            self._add(found, self._text(one.token), max(_LEAST, one.likelihood), most)
-            self._before = one.token
+            self._add(found, one.token, max(_LEAST, one.likelihood), most, wording)
         return found
 
-    def _add(self, found: dict[str, list[Any]], text: str, likelihood: float | None, most: Any) -> None:
-        for name, value in zip(found, (text, likelihood, most, self._offset), strict=True):
+    def _add(
+        self, found: dict[str, list[Any]], token: int, likelihood: float | None, most: Any, wording: Wording
+    ) -> None:
+        new = self._number - max(0, len(self._starts) - 1)
+        start = (
+            self._starts[self._number] if new < 0 else wording.start(new) + (self._starts[-1] if self._starts else 0)
+        )
+        for name, value in zip(found, (self._text(token), likelihood, most, start), strict=True):
             found[name].append(value)
-        self._offset += len(text)
+        self._before, self._number = token, self._number + 1
 
-    def _of_chat(self, one: Scored) -> dict[str, Any]:
+    def _of_chat(self, one: Scored, wording: Wording) -> dict[str, Any]:
         likeliest = [self._entry(*pair) for pair in one.likeliest]
-        own = self._entry(one.token, one.likelihood)
-        self._before = one.token
+        own, shown = self._entry(one.token, one.likelihood), wording.shown_characters(self._number)
+        if shown is not None or one.token in self._hidden:
+            own["bytes"] = list(own["token"][: shown or 0].encode())  # all bytes together are the content's
+        self._before, self._number = one.token, self._number + 1
         return {**own, "top_logprobs": likeliest}
 
     def _entry(self, token: int, likelihood: float) -> dict[str, Any]:
         text = self._text(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in text  # else it is a part of a character
-        return {"token": text, "logprob": max(_LEAST, likelihood), "bytes": list(text.encode()) if whole else None}
+        own = token_bytes(str(self._tokenizer.convert_ids_to_tokens(token)), text)
+        return {"token": text, "logprob": max(_LEAST, likelihood), "bytes": list(own)}
 
     def _text(self, token: int) -> str:
         """Text that the token adds to that before it: some tokenizers drop a space at a text's beginning."""
@@ -113,7 +136,9 @@ class Bodies:
         return {**self._head, "object": name, "choices": choices, **({"usage": None} if self._told_usage else {})}
 
     def _choice(self, choice: Choice, own: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        scores = self._likelihoods[choice.number].told(choice.take_scores()) if self._likelihoods else None
+        scores = (
+            self._likelihoods[choice.number].told(choice.take_scores(), choice.wording) if self._likelihoods else None
+        )
         return {"index": choice.number, **own, "logprobs": scores, "finish_reason": finish}
 
     def _calls(self, choice: Choice) -> list[dict[str, Any]]:

@@ -13,10 +13,10 @@ from hetero_mpi import units
 from hetero_mpi.data.chat_template import messages_text
 from hetero_mpi.data.messages import ROLES, ChatMessage
 from hetero_mpi.data.printed_parts import unprinted
-from hetero_mpi.data.tokenizer import begun, encoded
+from hetero_mpi.data.tokenizer import begun, encoded, starts_of
 from hetero_mpi.errors import UserError
 from hetero_mpi.runtime.generate.source import Opened
-from hetero_mpi.runtime.generate.writer import Task
+from hetero_mpi.runtime.generate.writer import Spelling, Task
 from hetero_mpi.runtime.serve.api_requests import Asked, ChatRequest
 from hetero_mpi.runtime.serve.bodies import Bodies, Likelihoods
 from hetero_mpi.runtime.serve.scheduler import Answer, CacheRoom, Scheduler
@@ -173,10 +173,33 @@ class Service:
         prompt = asked.prompt[number]
         return prompt if isinstance(prompt, str) else str(model.tokenizer.decode(prompt, skip_special_tokens=True))
 
+    def _starts(self, model: ServedModel, asked: Asked, number: int, tokens: Sequence[int]) -> list[int]:
+        """The characters of an echoed prompt at which its tokens begin, and its length."""
+        if isinstance(asked, ChatRequest) or not asked.echo:
+            return []
+        text = self._echoed(model, asked, number)
+        if isinstance(asked.prompt[number], str):
+            return [*starts_of(model.engine, text, len(tokens)), len(text)]
+        spelling = Spelling(model.tokenizer, [])
+        for token in tokens:
+            spelling.add(token)
+        spelling.end()
+        return [*spelling.starts, len(text)]
+
     def bodies(self, asked: Asked, tasks: Sequence[Task]) -> Bodies:
         model, chat = self.model_of(asked), isinstance(asked, ChatRequest)
-        wanted = tasks if asked.likeliest is not None else []
-        likelihoods = [Likelihoods(model.tokenizer, chat, task.prompt, task.echo) for task in wanted]
+        shown = model.shown if isinstance(asked, ChatRequest) and asked.usable_tools else {}
+        hidden = {*model.special.values()} - {*shown}
+        likelihoods = [
+            Likelihoods(
+                model.tokenizer,
+                chat,
+                hidden,
+                task.prompt,
+                self._starts(model, asked, number // asked.n, task.prompt),
+            )
+            for number, task in enumerate(tasks if asked.likeliest is not None else [])
+        ]
         return Bodies(asked, model.name, sum(len(task.prompt) for task in tasks[:: asked.n]), likelihoods)
 
     def _tokens(self, model: ServedModel, text: str, begins: bool) -> list[int]:

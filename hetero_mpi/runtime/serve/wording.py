@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ class Wording:
     """An answer's text, up to a stop token, a text to stop at, or the limit.
 
     Attributes:
+        task: the one whose tokens it writes.
         finish: OpenAI's ``finish_reason``: ``stop`` or ``length``; None: it goes on.
         tokens: written so far, a stop token among them.
     """
@@ -31,19 +33,24 @@ class Wording:
         shown: Mapping[int, str] | None = None,
     ) -> None:
         """``shown``: special tokens that the text shows all the same."""
-        self._task, self._stop_texts, self._shown = task, stop_texts, shown or {}
-        self._spelling = Spelling(tokenizer, task.prompt)
-        self._held = ""
+        self.task, self._stop_texts = task, stop_texts
+        self._spelling = Spelling(tokenizer, task.prompt, shown)
+        self._held, self._sent = "", 0
         self.finish: str | None = None
         self.tokens = 0
 
     def add(self, token: int) -> str:
         """The text that has become certain with this token: what may be the beginning of a stop text is held back."""
+        text = self._certain(token)
+        self._sent += len(text)
+        return text
+
+    def _certain(self, token: int) -> str:
         self.tokens += 1
-        stopped = token in self._task.stops
-        ended = self._task.ends_with(token, self.tokens)
-        stop_texts = self._stop_texts if self.tokens >= self._task.least else ()
-        self._held += "" if stopped else self._spelling.add(token) + self._shown.get(token, "")
+        stopped = token in self.task.stops
+        ended = self.task.ends_with(token, self.tokens)
+        stop_texts = self._stop_texts if self.tokens >= self.task.least else ()
+        self._held += "" if stopped else self._spelling.add(token)
         self._held += self._spelling.end() if ended else ""
         found = [place for text in stop_texts if (place := self._held.find(text)) >= 0]
         if found:
@@ -55,6 +62,27 @@ class Wording:
         certain = len(self._held) - self._beginning_of_a_stop()
         text, self._held = self._held[:certain], self._held[certain:]
         return text
+
+    @property
+    def certain_tokens(self) -> int:
+        """Tokens of which it is certain what the text shows of them."""
+        if self.finish is not None:
+            return self.tokens
+        ends = [*self._spelling.starts[1:], self._spelling.length]
+        return bisect_left(ends, self._sent + (self._sent == self._spelling.length))
+
+    def start(self, number: int) -> int:
+        """The character of the text at which the token of this number, from 0, begins."""
+        starts = self._spelling.starts
+        return min(starts[number], self._sent) if number < len(starts) else self._sent
+
+    def shown_characters(self, number: int) -> int | None:
+        """Characters of a token that the text shows: none of one at which it stops; None: all."""
+        starts = [*self._spelling.starts[number : number + 2], self._spelling.length]
+        if number >= len(self._spelling.starts):
+            return 0
+        whole = starts[1] <= self._sent and (starts[0] < self._sent or self._sent == self._spelling.length)
+        return None if whole else max(0, self._sent - starts[0])
 
     def end_silently(self) -> None:
         """No new token is wanted."""
@@ -72,7 +100,6 @@ class Choice:
 
     Attributes:
         calls: the tools that it calls, in OpenAI's form; known at its end.
-        scores: log-likelihoods that were not taken yet.
     """
 
     def __init__(
@@ -87,7 +114,8 @@ class Choice:
         self._echoed, self._form, self._tools = echoed or "", form, tools
         self._text, self._told = "", 0
         self.calls: list[dict[str, Any]] = []
-        self.scores: list[Scored] = []
+        self._scores: list[Scored] = []
+        self._taken = 0
 
     @property
     def finish(self) -> str | None:
@@ -96,7 +124,7 @@ class Choice:
     def add(self, news: News, silent: bool = False) -> str:
         """The text that has become certain. ``silent``: no new token is wanted, the answer ends without the first one."""
         last = silent and news.token is not None
-        self.scores += news.scores[:-1] if last else news.scores
+        self._scores += news.scores[:-1] if last else news.scores
         if last:
             self.wording.end_silently()
         if last or news.token is None:
@@ -113,7 +141,11 @@ class Choice:
         return text
 
     def take_scores(self) -> list[Scored]:
-        taken, self.scores = self.scores, []
+        """The log-likelihoods that were not taken yet, of tokens that ``wording`` is certain of."""
+        task = self.wording.task
+        count = (len(task.prompt) - 1) * task.echo + self.wording.certain_tokens - self._taken
+        taken, self._scores = self._scores[:count], self._scores[count:]
+        self._taken += len(taken)
         return taken
 
 
