@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import IO, Any, AnyStr, Generic, TypeVar
 
 from hetero_mpi.terminal import SPEECH, printable
@@ -88,6 +91,15 @@ def unattended(action: str, work: Callable[[], object]) -> None:
     """Begin ``work`` on a thread whose end nobody waits for. It is ``unharmed``, as is its start."""
     with unharmed(action):
         Background(action, lambda: BestEffort(action, work)())
+
+
+def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
+    """Start ``python -m module`` of this package, with pipes to its stdin and from its stdout. ``options``: of Popen."""
+    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", module, *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, **variables}, **options)
 
 
 def lines_of(stream: IO[AnyStr]) -> queue.Queue[AnyStr | None]:

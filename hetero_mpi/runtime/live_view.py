@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-from hetero_mpi.background import Background, BestEffort, unattended, unharmed
+from hetero_mpi.background import Background, BestEffort, start_module, unattended, unharmed
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.job.schema import ReportTable
 from hetero_mpi.report.progress import ProgressDisplay
@@ -26,7 +26,8 @@ TELL_S = 0.5
 REPORT_EVERY_S = 300.0
 _PATIENCE_S = 5.0
 """For the page's process, which shows the end to who watches."""
-_PACKAGES = Path(__file__).resolve().parents[2]
+_APART: dict[str, Any] = {"stderr": subprocess.DEVNULL, "start_new_session": True}
+"""An interrupt of the terminal is not for these processes."""
 
 
 class LiveView:
@@ -51,7 +52,7 @@ class LiveView:
         if asked.watch is not False and self._page is None:
             port = [str(asked.watch)] if asked.watch is not True else []
             with unharmed("starting the live page"):
-                self._page = self._beside(sys.executable, "-m", "hetero_mpi.report.page.live_page", str(run_dir), *port)
+                self._page = start_module("hetero_mpi.report.page.live_page", str(run_dir), *port, **_APART)
                 unattended("passing on the page's address", self._pass_on)
         if self._telling is None and (asked.write or self._page is not None):
             with unharmed("telling what the ranks do"):
@@ -84,8 +85,8 @@ class LiveView:
                 self._begin_report()
 
     def _report_process(self) -> None:
-        words = sys.executable, "-m", "hetero_mpi", "report", str(self._run_dir)
-        self._report = self._beside("nice", "-n", str(NICENESS), *words)
+        self._report = start_module("hetero_mpi", "report", str(self._run_dir), **_APART)
+        os.setpriority(os.PRIO_PROCESS, self._report.pid, NICENESS)
 
     def _write_present(self, ended: str | None) -> None:
         assert self._display is not None
@@ -97,14 +98,3 @@ class LiveView:
         assert self._page is not None and self._page.stdout is not None
         for line in self._page.stdout:
             write_line(line.decode(errors="replace").rstrip())
-
-    def _beside(self, *words: str) -> subprocess.Popen[bytes]:
-        paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.Popen(
-            [*words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # an interrupt of the terminal is not for it
-        )

@@ -11,22 +11,19 @@ import itertools
 import json
 import logging
 import math
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi import units
-from hetero_mpi.background import Background, BestEffort
+from hetero_mpi.background import Background, BestEffort, start_module
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.planning.analysis.drift import Decider, GroupSums, LinkBetween, Move, Watched, as_measured, moved_layers
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, Schedule
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
 
 LIMIT_S = 300.0
 """Time limit for an answer of the planning process, seconds."""
-_PACKAGES = Path(__file__).resolve().parents[2]
 _LOG = logging.getLogger(__name__)
 
 
@@ -231,8 +227,6 @@ class Replanner:
         self.take()
 
     def _answer(self, question: ReplanQuestion) -> ReplanAnswer | None:
-        paths = [str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         try:
             from hetero_mpi.planning.analysis.replan import (
                 ReplanAnswer,  # brings the planner, which few runs need again
@@ -241,14 +235,8 @@ class Replanner:
             with self._starting:
                 if self._closed:
                     return None
-                process = self._process = subprocess.Popen(
-                    [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env=environment,
-                    text=True,
-                )
+                process = start_module("hetero_mpi.planning.analysis.replan", stderr=subprocess.PIPE, text=True)
+                self._process = process
             try:
                 answer, complaint = process.communicate(json.dumps(encode(question, infinity_as_text=True)), LIMIT_S)
             finally:

@@ -44,11 +44,12 @@ from hetero_mpi.job.rules import as_toml
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.report.run_files.run_directory import (
+    RUN_NAME,
     append_event,
     holds_run,
-    noted_run_id,
     own_event,
     refuse_files_of_run,
+    run_json,
     set_run_aside,
 )
 from hetero_mpi.runtime.build import start_adapter, start_layers, start_magnitudes
@@ -225,7 +226,7 @@ def _earlier_runs(world: World, run_dir: Path) -> list[str]:
     """Ids of the runs of which there is a trace on any host. Collective."""
     own = [str(shard.begun) for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
     if world.rank == 0:
-        own.append(noted_run_id(run_dir))
+        own.append(str(run_json(run_dir / RUN_NAME).get("run_id")))
     return [run_id for of_rank in world.all_gather_json(own) for run_id in of_rank]
 
 

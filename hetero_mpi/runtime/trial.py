@@ -294,8 +294,6 @@ def _steps(context: RunContext, share: Share, afford: Allowance) -> tuple[list[T
         if not lacks and share.trainer is not None:
             steps, lacks = _taken(context, share, share.trainer, own, afford)
         share.give_up()
-    if group is not None:
-        group.close()
     context.backend.free_unused()
     return steps, lacks
 

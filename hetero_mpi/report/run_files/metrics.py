@@ -7,7 +7,6 @@ and it is said.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import netrc
@@ -16,14 +15,14 @@ import socket
 import statistics
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetero_mpi.background import unharmed
+from hetero_mpi.background import BestEffort, unharmed
 from hetero_mpi.report.run_files.line_files import LineFile, keep_until, lines, object_of
 from hetero_mpi.report.run_files.logs import say
 
@@ -228,10 +227,12 @@ class Trackers:
     """
 
     def __init__(self, names: Sequence[str], run_dir: Path, job: Mapping[str, Any]) -> None:
-        self._open: dict[str, Tracker] = {}
+        self._using: list[BestEffort[None]] = []
+        """Of every tracker that could be opened, a function that hands it to another one."""
         for name in names:
-            with self._unharmed(name):
-                self._open[name] = OPENED[name](run_dir, job)
+            with unharmed(f"opening {name} (pip install {name}, or leave it out of [report] trackers)"):
+                tracker = OPENED[name](run_dir, job)
+                self._using.append(BestEffort(f"giving metrics to {name}", lambda use, of=tracker: use(of)))
 
     def step(self, line: StepMetrics) -> None:
         """Write one step."""
@@ -258,26 +259,12 @@ class Trackers:
         self._write(step, {"loss/held out": loss, **told})
 
     def close(self) -> None:
-        for name, tracker in list(self._open.items()):
-            with self._unharmed(name):
-                tracker.close()
+        for using in self._using:
+            using(lambda tracker: tracker.close())
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        for name, tracker in list(self._open.items()):
-            with self._unharmed(name):
-                tracker.write(step, values)
-
-    @contextlib.contextmanager
-    def _unharmed(self, name: str) -> Iterator[None]:
-        """A block that does something with a tracker, which is left out from then on where that fails, whatever it raises."""
-        try:
-            yield
-        except Exception as error:
-            told = f" from now on ({type(error).__name__}: {error}); the run goes on"
-            if isinstance(error, ImportError):
-                told = f", since its package is missing: pip install {name}, or leave it out of [report] trackers"
-            say(f"{name} gets no metrics{told}")
-            self._open.pop(name, None)
+        for using in self._using:
+            using(lambda tracker: tracker.write(step, values))
 
 
 class TensorBoard:

@@ -165,8 +165,7 @@ def describe_run(
     start = {"unix_s": round(time.time(), 3), "step": step, "ranks": ranks, "skipped_records": skipped_records}
     starts.append(start)
     values = {"name": name, "job_file": job_file, "job": job, "versions": dict(versions), "starts": starts}
-    values |= {"run_id": run_id}
-    _tell(path, {**values, "last_step": run_table(job, "train").get("steps", 0)})
+    _tell(path, {**values, "run_id": run_id, "last_step": run_table(job, "train").get("steps", 0)})
 
 
 def note_end(directory: Path, step: int) -> None:
@@ -179,11 +178,6 @@ def note_result(directory: Path, step: int) -> None:
     """Note in ``run.json`` that the result of ``step`` steps is written whole."""
     path = directory / RUN_NAME
     _tell(path, {**run_json(path), "result_step": step})
-
-
-def noted_run_id(directory: Path) -> str:
-    """The id of the run in the directory; "": not known."""
-    return str(run_json(directory / RUN_NAME).get("run_id") or "")
 
 
 def result_step(directory: Path) -> int | None:
