@@ -51,13 +51,18 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def profile_file(name: str | os.PathLike[str], place: Path | None = None) -> Path:
-    """The file of a profile: ``place`` (by default ``name`` as a path) where it exists or no profile called ``name`` is shipped.
-    Of a run directory, the profile that its plans were made for.
+    """The file of a profile: ``place`` (by default ``name`` as a path), or where nothing is there the shipped one called ``name``.
+    Of a run directory, the profile that its plans were made for. Raises UserError: there is none.
     """
-    place = place or Path(name)
+    place, known = place or Path(name), shipped_profiles()
     if place.is_dir():
         return file_of_run(place, USED_PROFILE, "profile.toml")
-    return place if place.exists() else shipped_profiles().get(os.fspath(name).removesuffix(".toml"), place)
+    path = place if place.exists() else known.get(os.fspath(name).removesuffix(".toml"))
+    if path is None:
+        near = difflib.get_close_matches(place.name.removesuffix(".toml"), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(known)}"
+        raise UserError(f"{place}: no such file, and no shipped profile of this name; {hint}")
+    return path
 
 
 def file_of_run(directory: Path, *names: str) -> Path:
@@ -68,14 +73,6 @@ def file_of_run(directory: Path, *names: str) -> Path:
             f"{directory}: no {' and no '.join(names)} is in this directory; name a file, or the directory of a run"
         )
     return found
-
-
-def no_such_profile(path: Path) -> UserError:
-    """The error when neither a file nor a shipped profile is meant by ``path``."""
-    known = shipped_profiles()
-    near = difflib.get_close_matches(path.name.removesuffix(".toml"), known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(known)}"
-    return UserError(f"{path}: no such file, and no shipped profile of this name; {hint}")
 
 
 def pip_argument() -> str:

@@ -74,7 +74,8 @@ def prune(directory: Path, keep: int, keep_best: int = 0, just_written: Path | N
     stays = {*found[:keep], *best, good}
     removed = [path for path in found if path not in stays]
     for path in removed:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # such as a directory of that name
+            path.unlink(missing_ok=True)
     return removed
 
 
@@ -198,7 +199,7 @@ def shards_on_disk(run_dir: Path, rank: int = 0) -> tuple[list[Part], list[str]]
                 found.append(Part(rank, path, *own))
         except CheckpointError as error:
             remarks.append(f"passed over {path}: {error}")
-        except KeyError:
+        except (KeyError, TypeError):
             remarks.append(f"passed over {path}: a checkpoint, but no shard of a copy")
     return found, remarks
 

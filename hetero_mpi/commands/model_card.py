@@ -76,7 +76,7 @@ def _licence(found: Any, unclear: bool) -> str:
 def _run_of(checkpoint: Path, told: Mapping[str, Any]) -> PastRun:
     """The run up to the checkpoint, fit to be shown to anybody."""
     folder, step = checkpoint.absolute().parent.parent, told["step"]
-    found = read_metrics(folder / METRICS_NAME) if (folder / METRICS_NAME).exists() else Metrics((), ())
+    found = read_metrics(folder / METRICS_NAME)
     evaluations = tuple(one for one in found.evaluations if one.step <= step)
     metrics = Metrics(tuple(one for one in found.steps if one.step <= step), evaluations)
     report, profile = PlanReport(plan_from_dict(told["plan"]), 0.0, 0.0), profile_from_dict(told["profile"])

@@ -55,6 +55,7 @@ EXAMPLES: dict[tuple[str, str], str] = {
     ("train", "max_warmup_steps"): "100",
     ("sample", "prompt"): '"def main("',
     ("profile", "path"): '"profiles/homelab.toml"',
+    ("profile", "save_as"): '"profiles/homelab.toml"',
     ("cluster", "emulate"): '"homelab-5090-strix-halo"',
     ("cluster", "memory_bytes"): "8_000_000_000",
 }

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import cast
 
 from hetero_mpi import units
@@ -80,12 +79,8 @@ class Emulation:
         return own * self.profile.model.sequence_length / self.stand_in_sequence
 
 
-def emulated_profile(
-    world: World, loaded: LoadedJob, chain: TransformersChain, tuning: Tuning, other: Path | None
-) -> ClusterProfile:
+def emulated_profile(world: World, loaded: LoadedJob, chain: TransformersChain, tuning: Tuning) -> ClusterProfile:
     """The profile that the job names, for this many ranks, labelled as emulated. Collective; rank 0 reads the file.
-
-    ``other``: the command line's ``--profile``, which would contradict.
 
     Raises UserError: ranks or blocks do not fit the profile, or embedding and head are tied in one model only.
     """
@@ -94,10 +89,6 @@ def emulated_profile(
     with world.led("reading the profile to emulate"):
         if world.rank == 0:
             path = loaded.profile_file(cluster.emulate)
-            if other or loaded.job.profile.path:
-                raise UserError(
-                    f"[cluster] emulate = {cluster.emulate!r} brings its own profile: leave --profile and profile.path out"
-                )
             profile = _first_ranks(load_profile(path), world.size, cluster.emulate_first, str(path))
             _check_model(profile, chain, tuning.tied(chain) is not None, str(path))
             found = replace(

@@ -44,7 +44,7 @@ class Known:
 def contradictions(known: Known, name: str) -> Problems:
     """All broken rules; a rule about a broken value keeps silent. ``name``: the job's, for ``output.run_dir``."""
     yield from _model(known)
-    yield from _shard_cache(known)
+    yield from _written_places(known)
     if known("model.factory") is not None:
         yield from _factory(known)
     else:
@@ -267,6 +267,8 @@ def _cluster(known: Known) -> Problems:
 
 
 def _profile(known: Known) -> Problems:
+    if known("profile.save_as") is not None and known("cluster.emulate") is not None:
+        yield "profile.save_as", "emulated devices are not measured: leave it out"
     if known("profile.trial") is True and known("cluster.emulate") is not None:
         rule = "emulated devices keep to their profile, so a trial would tell nothing of it: leave it out"
         yield "profile.trial", rule
@@ -285,8 +287,9 @@ def _run_dir(known: Known, name: str) -> Problems:
         yield "output.run_dir", f"must stay inside the working directory {cwd}; {ELSEWHERE}"
 
 
-def _shard_cache(known: Known) -> Problems:
-    """Where links lead is looked at on each rank's machine, when the cache is opened."""
-    text = known("model.shard_cache")
-    if text is not None and os.path.normpath(Path(text).expanduser()).startswith(".."):
-        yield "model.shard_cache", f"must stay inside the job file's directory; {ELSEWHERE}"
+def _written_places(known: Known) -> Problems:
+    """Where links lead is looked at on each rank's machine, when the place is opened."""
+    for key in ("model.shard_cache", "profile.save_as"):
+        text = known(key)
+        if text is not None and os.path.normpath(Path(text).expanduser()).startswith(".."):
+            yield key, f"must stay inside the job file's directory; {ELSEWHERE}"

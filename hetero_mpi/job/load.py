@@ -38,7 +38,7 @@ class LoadedJob:
         return self.directory / Path(path_text.replace("{stdlib}", _stdlib())).expanduser()
 
     def profile_file(self, text: str) -> Path:
-        """A profile that the job file names: by its path, as ``resolve``, or by the name of a shipped one."""
+        """A profile that the job names: by its path, as ``resolve``, or by the name of a shipped one. Raises as that function."""
         return profile_file(text, self.resolve(text))
 
     def patterns(self, key: Literal["text", "records", "evaluation"]) -> tuple[str, ...]:

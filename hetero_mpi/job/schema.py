@@ -207,7 +207,9 @@ class ProfileTable(JobTable):
     """How the machines are measured."""
 
     path: str | None = None
-    """Use this profile, a file or the name of a shipped one, instead of measuring (as ``--profile``)."""
+    """Use this profile, a file or the name of a shipped one, instead of measuring (as ``--profile``). It must exist."""
+    save_as: str | None = None
+    """Write what is measured to this file, too, for other jobs to name as their ``path``. An absolute path may be anywhere."""
     reuse: bool = True
     """Reuse the profile in the run directory when its key matches; ``--reprofile`` measures again all the same."""
     cache: bool = True

@@ -25,7 +25,8 @@ from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
-from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, objects
+from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, lines, objects
+from hetero_mpi.report.run_files.logs import write_line
 from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, measured_step_s, read_metrics, warm_steps
 from hetero_mpi.report.run_files.present import Present, read_present
 from hetero_mpi.report.run_files.rank_steps import RankStep, read_rank_steps
@@ -146,15 +147,14 @@ class PastRun:
 
 
 def read_run(directory: Path) -> PastRun:
-    """The run in a directory. Raises UserError: it is not the directory of a run, or its plan or profile is damaged."""
+    """The run in a directory, as far as its files can be understood. Raises UserError: it is not the directory of a run."""
     if not any((directory / name).exists() for name in (METRICS_NAME, "plan.toml", RUN_NAME)):
         raise UserError(
             f"{directory}: not the directory of a run (it has neither {RUN_NAME} nor plan.toml nor metrics.jsonl); "
             f"give the one that `train` wrote, such as runs/quickstart"
         )
     told = run_json(directory / RUN_NAME)
-    metrics, sample, last_step = directory / METRICS_NAME, directory / SAMPLE_NAME, told.get("last_step")
-    require_regular(sample)
+    last_step = told.get("last_step")
     report, profile = _report_and_profile(directory)
     return PastRun(
         directory=directory,
@@ -165,12 +165,12 @@ def read_run(directory: Path) -> PastRun:
         versions=run_table(told, "versions"),
         report=report,
         profile=profile,
-        metrics=read_metrics(metrics) if metrics.exists() else Metrics((), ()),
+        metrics=read_metrics(directory / METRICS_NAME),
         rank_steps=read_rank_steps(directory / STEPS_NAME),
         happenings=tuple(sorted(_happenings(directory, told), key=lambda one: one.unix_s)),
         speeds=_speeds(directory, told),
         checkpoints=_checkpoints(directory / "checkpoints"),
-        sample=sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else "",
+        sample="".join(lines(directory / SAMPLE_NAME)),
         present=read_present(directory),
         last_step=last_step if type(last_step) is int else None,
     )
@@ -180,6 +180,8 @@ def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProf
     """The plan and the profile, as far as there are files; no profile if the plan does not fit its ranks and model."""
     used = directory / USED_PROFILE
     paths = directory / "plan.toml", used if used.exists() else directory / "profile.toml"
+    for path in paths:
+        require_regular(path)
     there = [
         (path.stat().st_ino, path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else () for path in paths
     ]
@@ -194,7 +196,11 @@ def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProf
 
 @lru_cache(8)  # for the page of a run, which looks at them again and again
 def _loaded(load: Callable[[Path], Any], path: Path, there: tuple[int, ...]) -> Any:
-    return load(path) if there else None
+    try:
+        return load(path) if there else None
+    except UserError as error:  # such as after a power loss
+        write_line(f"{str(error).splitlines()[0]}; it is left out")
+        return None
 
 
 def _happenings(directory: Path, told: Mapping[str, Any]) -> list[Happening]:

@@ -47,7 +47,14 @@ from hetero_mpi.runtime.run_report import (
 )
 from hetero_mpi.runtime.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.runtime.setup.data_setup import base_name
-from hetero_mpi.runtime.setup.profile_and_plan import Planned, Profiled, obtain_profile, plan_for, say_plan
+from hetero_mpi.runtime.setup.profile_and_plan import (
+    Planned,
+    Profiled,
+    named_profile,
+    obtain_profile,
+    plan_for,
+    say_plan,
+)
 from hetero_mpi.runtime.setup.setup import claimed, look_around, read_job, set_up
 from hetero_mpi.runtime.signals import StopRequest
 from hetero_mpi.runtime.start_state import StartState, begin, check_header, find_start
@@ -174,6 +181,9 @@ class TrainingRun:
         look_around(world, run_dir, waits=world.broadcast_json(world.rank == 0 and is_used(run_dir)) and not continues)
         _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
         history.tell_loss(world, run_dir)
+        with world.led("looking at the profile"):
+            if world.rank == 0 and not history.losses:
+                named_profile(loaded, self.options)
         return JobToRun(loaded, run_dir)
 
     def connect(self, job: JobToRun, held: contextlib.ExitStack) -> MpiTransport:

@@ -43,8 +43,6 @@ from hetero_mpi.planning.types.toml_files import (
     profile_from_dict,
     profile_to_dict,
     report_from_dict,
-    save_plan,
-    save_profile,
 )
 from hetero_mpi.profiling.bench import ProfilingStart
 from hetero_mpi.report.run_files.logs import say
@@ -62,7 +60,13 @@ from hetero_mpi.runtime.measuring import (
 )
 from hetero_mpi.runtime.reconfigure import join
 from hetero_mpi.runtime.setup.context import Pending, RunContext, Share, TrainOptions
-from hetero_mpi.runtime.setup.profile_and_plan import Planned, keep, obtain_plan, planning_request
+from hetero_mpi.runtime.setup.profile_and_plan import (
+    Planned,
+    keep_plan,
+    keep_run_profile,
+    obtain_plan,
+    planning_request,
+)
 from hetero_mpi.runtime.watchdog import watched
 from hetero_mpi.shipped import profile_file
 
@@ -94,7 +98,7 @@ def try_plan(
     tried_step_s = _tried_before(context, options, planned)
     if tried_step_s is not None:
         report = replace(report, tried_step_s=tried_step_s)
-        keep(context, pending, "plan.toml", partial(save_plan, report, context.run_dir / "plan.toml"))
+        keep_plan(context, pending, report)
         return profile, report
     afford = _affordable(context, options, planned)
     if afford.counted == 0:
@@ -103,10 +107,9 @@ def try_plan(
     say(f"Trying the plan: about {units.seconds(afford.seconds)}{most if options.plan is None else ''}")
     trial = _Trial(context, afford, planned.planning_s, options.plan is not None, pending)
     profile, report = trial.best(*trial.fitting(profile, report))
-    keep(context, pending, "plan.toml", partial(save_plan, report, context.run_dir / "plan.toml"))
+    keep_plan(context, pending, report)
     if options.profile is None and context.job.profile.path is None:
-        measured = _of_the_machines(profile)
-        keep(context, pending, "profile.toml", partial(save_profile, measured, context.run_dir / "profile.toml"))
+        keep_run_profile(context, pending, _of_the_machines(profile))
     return profile, report
 
 

@@ -96,7 +96,7 @@ def _register(comm: Any, parent: Any) -> Any:
 
 
 def free(comm: Any, itself: bool = True) -> None:
-    """Free all communicators that were made of ``comm``, directly or not, the newest first, and then ``comm`` ``itself``. Collective
+    """Free all communicators made of ``comm``, directly or not, the newest first, then ``comm`` ``itself``. Collective
     over each of them; no thread may use them any more.
     """
     with _REGISTRY:

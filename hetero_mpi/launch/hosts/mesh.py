@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
-from hetero_mpi.disk import atomic_write, writing
+from hetero_mpi.disk import atomic_write, require_regular, writing
 from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, broken_keys
 from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts, tables_of
@@ -273,8 +273,9 @@ def _next_steps(found: Sequence[MeshHost], mesh: Mesh, directory: Path) -> list[
 
 def _private_key(path: Path) -> str:
     """The key of an earlier configuration, else a new one."""
+    require_regular(path)
     if path.exists():
-        kept = re.search(r"^PrivateKey = (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        kept = re.search(r"^PrivateKey = (\S+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
         if kept is not None:
             return kept[1]
     return _wg("genkey")

@@ -36,8 +36,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hetero_mpi.device.shortage import memory_kills
-from hetero_mpi.disk import lock
-from hetero_mpi.report.run_files.run_directory import LOCK_NAME, START_VARIABLE
+from hetero_mpi.disk import lock, require_regular
+from hetero_mpi.errors import UserError
+from hetero_mpi.report.run_files.line_files import METRICS_NAME, object_of
+from hetero_mpi.report.run_files.run_directory import LOCK_NAME, RUN_NAME, START_VARIABLE, run_json, run_starts
 
 INTERVAL_S = 0.25
 """Seconds between calls."""
@@ -157,17 +159,17 @@ class RunDirectory:
         """``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run begins a new file); ``base``: the step
         that the run went on from when it began that file; ``last``: the step that it ends with; ``checkpoint``, ``copies``: step of
         the newest one. 0: none."""
-        step = self._last_step()
-        checkpoint, copies = _newest(self.directory / "checkpoints", _CHECKPOINT), 0
+        step, run = self._last_step(), self._run()
+        checkpoint, copies, last = _newest(self.directory / "checkpoints", _CHECKPOINT), 0, run.get("last_step")
         with contextlib.suppress(OSError):
             copies = max((_newest(folder, _COPY) for folder in (self.directory / "copies").iterdir()), default=0)
-        told = step, self._base, self._told("last_step"), self._file, checkpoint, copies
+        told = step, self._base, last if type(last) is int else 0, self._file, checkpoint, copies
         return dict(zip(RUN_STATE, told, strict=True))
 
     def locked(self) -> bool:
         """True where a run holds the directory, here or (where it is shared) elsewhere. To be called while nobody claims it."""
         path = self.directory / LOCK_NAME
-        if path.is_symlink() or not path.exists():  # a run refuses links, and its files alone are opened
+        if path.is_symlink() or not path.is_file():  # a run refuses links, and its files alone are opened
             return False
         try:
             with path.open("a") as file:
@@ -180,25 +182,22 @@ class RunDirectory:
 
     def _last_step(self) -> int:
         try:
-            with (self.directory / "metrics.jsonl").open("rb") as file:
+            require_regular(self.directory / METRICS_NAME)
+            with (self.directory / METRICS_NAME).open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, 2)
                 if inode != self._file:
-                    self._file, self._base = inode, self._told("starts", -1, "step")
+                    self._file, self._base = inode, next((one["step"] for one in reversed(run_starts(self._run()))), 0)
                 file.seek(max(0, size - _TAIL_BYTES))
                 return last_step(file.read())
-        except OSError:
+        except (OSError, UserError):
             self._file = 0
             return 0
 
-    def _told(self, *keys: str | int) -> int:
-        """A number in ``run.json``, which the run writes before it begins its metrics; 0: there is none."""
-        try:
-            value = json.loads((self.directory / "run.json").read_text(encoding="utf-8"))
-            for key in keys:
-                value = value[key]
-            return int(value)
-        except (OSError, ValueError, KeyError, IndexError, TypeError):
-            return 0
+    def _run(self) -> dict[str, Any]:
+        """``run.json``, which the run writes before it begins its metrics."""
+        with contextlib.suppress(UserError):
+            return run_json(self.directory / RUN_NAME)
+        return {}
 
 
 def _newest(directory: Path, pattern: re.Pattern[str]) -> int:
@@ -212,12 +211,8 @@ def _newest(directory: Path, pattern: re.Pattern[str]) -> int:
 
 def last_step(tail: bytes) -> int:
     """The step of the last whole line of a metrics file that has one; 0 without."""
-    for line in reversed(tail.split(b"\n")[:-1]):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue  # the first line of the tail is cut
-    return 0
+    lines = (object_of(line.decode(errors="replace")) or {} for line in reversed(tail.split(b"\n")[:-1]))
+    return next((step for values in lines if type(step := values.get("step")) is int), 0)
 
 
 def end_starts(supervisor: str, keep: str | None = None) -> None:

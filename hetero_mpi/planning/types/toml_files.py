@@ -25,7 +25,7 @@ from hetero_mpi.planning.types.codec import decode, decoded, encode, raise_all
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.profile_rules import number_problems, profile_problems
-from hetero_mpi.shipped import file_of_run, no_such_profile, profile_file
+from hetero_mpi.shipped import file_of_run, profile_file
 
 PROFILE_HEADING = """\
 # Profile of a cluster: what every rank and every directed link was measured to do, and the model it was measured with.
@@ -182,8 +182,6 @@ def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
 def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
     """The profile at a path, or the shipped one of that name. Raises ``UserError`` when it cannot be read or is not valid."""
     file = profile_file(path)
-    if not file.exists():
-        raise no_such_profile(file)
     return profile_from_dict(_read(file), str(file))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.disk import require_regular, write_whole
+from hetero_mpi.errors import UserError
 
 METRICS_NAME, STEPS_NAME, EVENTS_NAME = "metrics.jsonl", "steps.jsonl", "events.jsonl"
 _LOG = logging.getLogger(__name__)
@@ -84,11 +85,14 @@ def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a file with their ends; without a file there are none. Raises UserError: it is no regular file."""
+    """The lines of a file with their ends; without a file there are none. Raises UserError: it cannot be read."""
     if path.exists():
         require_regular(path)
-        with path.open(encoding="utf-8", errors="replace") as file:
-            yield from file
+        try:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                yield from file
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}): change its permissions, or move it") from None
 
 
 def object_of(line: str) -> dict[str, Any] | None:

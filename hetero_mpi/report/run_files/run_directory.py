@@ -41,6 +41,8 @@ _MOVED = (
     "adapter", "model", SAMPLE_NAME, "simulation", "tensorboard", "wandb", REPORT_NAME, TRACE_NAME, USED_PROFILE, PRESENT_NAME,
     STEPS_NAME, EVENTS_NAME, RUN_NAME, METRICS_NAME, "checkpoints",
 )  # fmt: skip
+_FILES = {name for name in (LOCK_NAME, *_PLANNED, *_MOVED) if "." in name}
+"""Entries of a run directory that are files; all others are directories."""
 
 
 @contextlib.contextmanager
@@ -100,8 +102,8 @@ def opened_in(run_dir: Path, name: str) -> TextIO:
 
 
 def refuse_links(run_dir: str | Path) -> None:
-    """Refuse a run directory with a link through which a run would write elsewhere, or with a pipe or a device in a file's place.
-    Local: each host has its own directory.
+    """Refuse a run directory with a link through which a run would write elsewhere, or with something else in the place of a file
+    or directory. Local: each host has its own directory.
 
     Raises UserError: with the first of them.
     """
@@ -114,8 +116,10 @@ def refuse_links(run_dir: str | Path) -> None:
                     f"a run writes into its own directory only; {path} is a link that leads out of it, to {path.resolve()}. "
                     "Remove the link, or have the whole run directory there with --run-dir."
                 )
-            if not path.is_dir():
+            if not path.is_dir() or (folder == home and path.name in _FILES):
                 require_regular(path)
+            if path == folder and path.exists() and not path.is_dir():
+                raise UserError(f"{path}: must be a directory, and is a file: remove it, or choose another --run-dir")
 
 
 def _holder(file: TextIO) -> str:
@@ -123,7 +127,7 @@ def _holder(file: TextIO) -> str:
     try:
         holder = json.loads(file.read())
         return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return "another process"  # it has the lock and is about to write its name
 
 

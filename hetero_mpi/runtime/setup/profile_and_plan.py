@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hetero_mpi.background import unharmed
-from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.emulation.emulated_cluster import emulated_profile
 from hetero_mpi.errors import UserError
+from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_micro_batches, with_memory, within_timed
 from hetero_mpi.model.group.refusals import require_divisible
 from hetero_mpi.model.host_weights import large_files_folder
@@ -36,7 +38,8 @@ from hetero_mpi.profiling.cluster import profile_cluster, profile_key
 from hetero_mpi.report.plan_text import plan_lines, planned_lines
 from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.report.run_files.logs import note, say
-from hetero_mpi.runtime.setup.context import Pending, RunContext, TrainOptions, Write
+from hetero_mpi.runtime.setup.context import Pending, RunContext, TrainOptions
+from hetero_mpi.shipped import profile_file
 from hetero_mpi.state.peer_replicas import versions_in_memory
 
 
@@ -118,9 +121,8 @@ def obtain_profile(context: RunContext, options: TrainOptions, pending: Pending)
     world = context.world
     subject, reason = subject_of(context)
     if context.job.cluster.emulate is not None:
-        other = Path("--profile") if options.profile is not None else None
-        profile = emulated_profile(world, context.loaded, language(context.chain), context.tuning, other)
-        keep(context, pending, "profile.toml", partial(save_profile, profile, context.run_dir / "profile.toml"))
+        profile = emulated_profile(world, context.loaded, language(context.chain), context.tuning)
+        keep_run_profile(context, pending, profile)
     else:
         profile = _profile_of_cluster(context, subject, options, pending)
     profile = with_wire(profile, context.job.train.wire)
@@ -147,15 +149,43 @@ def say_plan(
         note(*profile_lines(profile), *plan_lines(report, profile), micro_batches)
 
 
-def keep(context: RunContext, pending: Pending, what: str, save: Write) -> None:
-    """Save ``what`` on rank 0, once the start is accepted: the last one of that name stays."""
+def _keep(context: RunContext, pending: Pending, save: Callable[[Any, Path], None], what: Any, *paths: Path) -> None:
+    """Save it on rank 0, once the start is accepted: the last one at a path stays."""
 
-    def write() -> None:
-        with unharmed(f"writing {what}"):
-            save()
+    def write(path: Path) -> None:
+        with unharmed(f"writing {path}"):
+            save(what, path)
 
-    if context.world.rank == 0:
-        pending.add(write)
+    for path in paths if context.world.rank == 0 else ():
+        pending.add(partial(write, path))
+
+
+def keep_plan(context: RunContext, pending: Pending, report: PlanReport) -> None:
+    """Save a plan in the run directory, once the start is accepted. On rank 0."""
+    _keep(context, pending, save_plan, report, context.run_dir / "plan.toml")
+
+
+def keep_run_profile(context: RunContext, pending: Pending, profile: ClusterProfile) -> None:
+    """Save a profile in the run directory, and where the job wants it, once the start is accepted. On rank 0."""
+    elsewhere = context.job.profile.save_as
+    paths = [context.loaded.resolve(elsewhere)] if elsewhere else []
+    _keep(context, pending, save_profile, profile, context.run_dir / "profile.toml", *paths)
+
+
+def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterProfile | None:
+    """The profile to use instead of measuring, of the command line or the job; None: there is none. On rank 0. Raises UserError: it
+    does not exist, or contradicts another setting."""
+    settings, named = loaded.job.profile, options.profile
+    if named is None and settings.path:
+        named = loaded.profile_file(settings.path)
+    elif isinstance(named, Path):
+        named = profile_file(named)
+    others = (options.reprofile, "--reprofile"), (settings.save_as, "save_as"), (loaded.job.cluster.emulate, "emulate")
+    other = next((name for given, name in others if given), None)
+    if named is not None and other is not None:
+        which = named if isinstance(named, Path) else "the given one"
+        raise UserError(f"a profile is named ({which}), and {other} wants another one: leave one of them out")
+    return named
 
 
 def _profile_of_cluster(
@@ -166,26 +196,44 @@ def _profile_of_cluster(
     A measurement reuses the cached times of devices that were measured before. Raises UserError: the named profile is damaged or is
     of another cluster or model; or it is named and everything is to be measured.
     """
-    world, settings, given = context.world, context.job.profile, options.profile
-    named = given or (context.loaded.profile_file(settings.path) if settings.path else None)
-    if named is not None and options.reprofile:
-        raise CollectiveUserError(f"--reprofile measures, but {named} is to be used: leave one of them out")
-    cached = named if isinstance(named, Path) else context.run_dir / "profile.toml"
-    reuses = settings.reuse and not options.reprofile
-    reads = given is not None or (cached.exists() and (named is not None or reuses))
+    world, settings = context.world, context.job.profile
     key = profile_key(world, context.backend, subject)
-    found: ClusterProfile | None = None
     with world.led("reading the profile"):
-        if world.rank == 0 and isinstance(named, ClusterProfile):
-            found = _fitting(named, "the given profile", subject, world.size, True, key)
-        elif world.rank == 0 and reads:
-            found = _fitting(load_profile(cached), str(cached), subject, world.size, named is not None, key)
+        found = _known_profile(context, subject, options, key) if world.rank == 0 else None
     known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
-    if known is not None:
-        return profile_from_dict(known)
-    profile = profile_cluster(world, context.transport, context.backend, subject, settings, say, options.reprofile)
-    keep(context, pending, cached.name, partial(save_profile, profile, cached))
+    if known is None:
+        profile = profile_cluster(world, context.transport, context.backend, subject, settings, say, options.reprofile)
+    else:
+        profile = profile_from_dict(known)
+    if known is None or settings.save_as:  # with a named one there is no save_as
+        keep_run_profile(context, pending, profile)
     return profile
+
+
+def _known_profile(
+    context: RunContext, subject: BenchmarkSpec, options: TrainOptions, key: str
+) -> ClusterProfile | None:
+    """The profile that is named, or the run directory's if its key matches; None: it is to be measured. On rank 0."""
+    named, of_run = named_profile(context.loaded, options), context.run_dir / "profile.toml"
+    if named is None and (options.reprofile or not context.job.profile.reuse or not of_run.exists()):
+        return None
+    place = "the given profile" if isinstance(named, ClusterProfile) else str(named or of_run)
+    try:
+        profile = named if isinstance(named, ClusterProfile) else load_profile(place)
+    except UserError as error:
+        if named is not None:
+            raise
+        say(f"{str(error).splitlines()[0]}; measuring again")
+        return None
+    if named is not None:  # the key of one that was edited says nothing of what it holds now
+        _check_fits(profile, place, subject, context.world.size)
+    if profile.key == key:
+        say(f"Profile: {place} (measured {profile.date}, same devices, model and versions)")
+        return profile
+    if named is None:
+        return None
+    say(f"Profile: {place} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
+    return with_memory(profile, subject.memory_bytes)
 
 
 def obtain_plan(
@@ -209,7 +257,7 @@ def obtain_plan(
             else:
                 report = make_plan(profile, request)
             validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
-            keep(context, pending, "plan.toml", partial(save_plan, report, context.run_dir / "plan.toml"))
+            keep_plan(context, pending, report)
     return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))
 
 
@@ -228,18 +276,8 @@ def _given_plan(context: RunContext, given: Path | Plan, profile: ClusterProfile
         ) from None
 
 
-def _fitting(
-    profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int, named: bool, key: str
-) -> ClusterProfile | None:
-    """``profile`` if it is of this job; None if it is not, and the user did not name it. Raises
-    UserError: the user named it, and it is of another model or number of ranks.
-    """
-    same = f"Profile: {path} (measured {profile.date}, same devices, model and versions)"
-    if not named:
-        if profile.key == key:
-            say(same)
-        return profile if profile.key == key else None
-    # The key of one that was edited says nothing of what it holds now.
+def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int) -> None:
+    """Raise UserError where a profile that the user names is of another model or number of ranks."""
     if len(profile.devices) != ranks:
         raise UserError(
             f"{path} describes {len(profile.devices)} ranks, this job has {ranks}: start {len(profile.devices)} ranks, or "
@@ -263,8 +301,3 @@ def _fitting(
             f"{path} was made for [train] optimizer = {profile.model.optimizer!r}, this job has {subject.train.optimizer!r}: leave "
             f"the profile out to measure"
         )
-    if profile.key == key:
-        say(same)
-        return profile
-    say(f"Profile: {path} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
-    return with_memory(profile, subject.memory_bytes)
