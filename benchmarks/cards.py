@@ -35,7 +35,7 @@ from hetero_mpi.comm.ranks.world import World  # noqa: E402
 from hetero_mpi.device.accelerators import BACKENDS, available, usable  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.engine.channel import Inbox, Outbox  # noqa: E402
-from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
+from hetero_mpi.rundir.metrics import read_metrics  # noqa: E402
 
 NUMBERS, LEAST_NUMBERS, TENSORS, ROUNDS = 16 << 20, 2 << 20, 8, 5
 """fp32 numbers of a tensor (more than a piece), the same of --smallest, tensors of a stream, turns."""

@@ -51,7 +51,7 @@ from hetero_mpi.planning.types.plan import (  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile  # noqa: E402
-from hetero_mpi.report.run_files.metrics import measured_step_s, read_metrics  # noqa: E402
+from hetero_mpi.rundir.metrics import measured_step_s, read_metrics  # noqa: E402
 
 BAR = 0.05
 ALONE = "RTX 5090 + Strix Halo"

@@ -37,11 +37,11 @@ from moe_parts import QWEN3_30B, QWEN3_235B, SEQUENCE, SOURCE, Mixture, Way, cos
 from profile_parts import EFFICIENCY, GIB, GIGABIT, Card, cluster, device  # noqa: E402
 from published_offload import BACKWARD_PER_S, FORWARD_PER_S  # noqa: E402
 
-from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.types.plan import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
+from hetero_mpi.util.errors import UserError  # noqa: E402
 
 HOST_GIB = 512.0
 """Eight channels of memory modules."""

@@ -92,7 +92,7 @@ def tokenizer() -> str:
 
 def prepared(size: int, keys: str) -> Callable[[], object]:
     from hetero_mpi.job.load import load_job
-    from hetero_mpi.runtime.setup.data_setup import prepare
+    from hetero_mpi.train.setup.data_setup import prepare
 
     text(size)
     file = Path(f"job-{size}.toml")
@@ -189,7 +189,7 @@ def tensors(count: int) -> Callable[[], object]:
 def recorded_steps(count: int) -> Callable[[], object]:
     from hetero_mpi.planning.schedule import Action, MeasuredEvent, Op
     from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-    from hetero_mpi.report.run_files.rank_steps import RankStep, Usage, steps_under
+    from hetero_mpi.rundir.rank_steps import RankStep, Usage, steps_under
 
     plan = Plan((PipelinePlan((StagePlan((0,), 0, 1, 0), StagePlan((1,), 1, 2, 0)), 1, 1),), 1, 8, 2)
     usage = Usage(**dict.fromkeys(Usage.__dataclass_fields__, 0))

@@ -26,7 +26,7 @@ from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
 from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
 from hetero_mpi.planning.types.plan import Plan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
-from hetero_mpi.report.run_files.metrics import measured_step_s, read_metrics  # noqa: E402
+from hetero_mpi.rundir.metrics import measured_step_s, read_metrics  # noqa: E402
 from tests.support.processes import run_within  # noqa: E402
 
 MAX_RUN_S = 1800.0

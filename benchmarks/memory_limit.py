@@ -35,7 +35,7 @@ from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
 from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
 from hetero_mpi.planning.types.plan import FROM_DISK, PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
-from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
+from hetero_mpi.rundir.metrics import read_metrics  # noqa: E402
 from tests.support.processes import end_tree  # noqa: E402
 
 GROUPS = Path("/sys/fs/cgroup")

@@ -87,7 +87,7 @@ def difference(bench: Bench, method: str, plan: str) -> float | None:
     try:
         run = bench.run(RANKS, case)
     except AssertionError as error:
-        if "hetero_mpi.errors.UserError" in str(error) or "UserError" in str(error) or "refuse" in str(error):
+        if "hetero_mpi.util.errors.UserError" in str(error) or "UserError" in str(error) or "refuse" in str(error):
             return None
         raise
     reference = bench.reference(case).losses

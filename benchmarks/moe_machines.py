@@ -25,11 +25,11 @@ from harness import parser_of  # noqa: E402
 from make_profiles import HOMES, RTX_4090, Home  # noqa: E402
 from moe_parts import MODELS, SEQUENCE, Mixture, Way, times_of  # noqa: E402
 
-from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.types.plan import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
+from hetero_mpi.util.errors import UserError  # noqa: E402
 
 BATCH, BLOCK = 16, "block"
 SMALLEST = Way(nf4=True, adapted_experts=False)

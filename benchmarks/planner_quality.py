@@ -47,7 +47,6 @@ from clusters import TYPES, Case, generate  # noqa: E402
 from harness import parser_of  # noqa: E402
 from random_plans import random_search_s  # noqa: E402
 
-from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.device_times import whole_model_s  # noqa: E402
@@ -64,6 +63,7 @@ from hetero_mpi.planning.types.plan import (  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
+from hetero_mpi.util.errors import UserError  # noqa: E402
 
 PEAK_FLOPS = {
     **{card.name: card.peak for card in TYPES},

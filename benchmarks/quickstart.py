@@ -32,7 +32,7 @@ from harness import MAX_RUN_S, busy, parser_of  # noqa: E402
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
-from hetero_mpi.report.run_files.metrics import measured_step_s, read_metrics  # noqa: E402
+from hetero_mpi.rundir.metrics import measured_step_s, read_metrics  # noqa: E402
 from tests.support.processes import end_tree  # noqa: E402
 
 LAYERS, BATCH, LENGTH = 8, 16, 128

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.reliability_kills import Row, job_of, newest, started, wait_for
-from hetero_mpi.report.run_files.run_directory import START_VARIABLE
+from hetero_mpi.rundir.run_directory import START_VARIABLE
 
 RANKS, FIRST, LAST = 2, 50, 450
 """Steps are timed from ``FIRST``, by when it is decided how often copies are taken, until a run has come to ``LAST``."""

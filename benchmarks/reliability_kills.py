@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from hetero_mpi.launch.supervisor.host_reports import last_step
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS, RANKS, STEPS = 8, 4, 120

@@ -25,7 +25,7 @@ from harness import output_of_ranks, parser_of  # noqa: E402
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_report, save_plan  # noqa: E402
-from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
+from hetero_mpi.rundir.metrics import read_metrics  # noqa: E402
 
 BLOCKS, STEPS = 10, 8
 JOB = """

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.launch.launcher.command_line import build_command
 from hetero_mpi.launch.launcher.launcher import find_launcher
+from hetero_mpi.util.errors import UserError
 
 NAMES = (f"bench-a{os.getpid()}", f"bench-b{os.getpid()}")
 ADDRESSES = ("10.78.13.1", "10.78.13.2")

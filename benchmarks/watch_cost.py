@@ -37,7 +37,7 @@ from harness import MAX_RUN_S, parser_of, skip  # noqa: E402
 
 from hetero_mpi.launch.launcher.command_line import build_command  # noqa: E402
 from hetero_mpi.launch.launcher.launcher import find_launcher  # noqa: E402
-from hetero_mpi.report.run_files.metrics import read_metrics  # noqa: E402
+from hetero_mpi.rundir.metrics import read_metrics  # noqa: E402
 from tests.support.processes import end_tree  # noqa: E402
 
 MOST = 0.02

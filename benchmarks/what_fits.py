@@ -27,7 +27,6 @@ from make_profiles import LLAMA_8B, LLAMA_70B  # noqa: E402
 from moe_parts import QWEN3_235B, Mixture, Way, cost_of, times_of  # noqa: E402
 from profile_parts import ADAM_TRAFFIC, CALL_S, EFFICIENCY, GIB, Card, Shape, model_of, sheet_times  # noqa: E402
 
-from hetero_mpi.errors import UserError  # noqa: E402
 from hetero_mpi.planning.decision.decide import WORTHWHILE  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.types.cost import DTYPE_BYTES  # noqa: E402
@@ -35,6 +34,7 @@ from hetero_mpi.planning.types.plan import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
+from hetero_mpi.util.errors import UserError  # noqa: E402
 
 SEQUENCE, BATCH, RANKS = 2048, 16, 3
 HOST_GIB = 256.0

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from hetero_mpi.api import simulate as simulate
     from hetero_mpi.api import steps as steps
     from hetero_mpi.api import train as train
-    from hetero_mpi.dataset_trainer import Trainer as Trainer
-    from hetero_mpi.errors import UserError as UserError
+    from hetero_mpi.interop.dataset_trainer import Trainer as Trainer
     from hetero_mpi.model.custom.layered_model import LayeredModel as LayeredModel
     from hetero_mpi.planning.types.plan import Plan as Plan
     from hetero_mpi.planning.types.plan import PlanReport as PlanReport
@@ -35,9 +34,10 @@ if TYPE_CHECKING:
     from hetero_mpi.planning.types.toml_files import save_plan as save_plan
     from hetero_mpi.planning.types.toml_files import save_profile as save_profile
     from hetero_mpi.report.past_run import PastRun as PastRun
-    from hetero_mpi.runtime.result import TrainResult as TrainResult
     from hetero_mpi.step_iterator import Step as Step
     from hetero_mpi.step_iterator import StopTraining as StopTraining
+    from hetero_mpi.train.result import TrainResult as TrainResult
+    from hetero_mpi.util.errors import UserError as UserError
 
 __version__ = "0.1.0"
 
@@ -58,7 +58,7 @@ _NAMES = {
     "planning.types.profile": "ClusterProfile",
     "report.past_run": "PastRun",
     "step_iterator": "Step StopTraining",
-    "runtime.result": "TrainResult",
+    "train.result": "TrainResult",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Name -> the module that has it."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.commands.plan_commands import PlanQuestion, chosen_plan, plan_question
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job
 from hetero_mpi.job.schema import JobConfig as Tables
 from hetero_mpi.planning.schedule import Event
@@ -33,16 +32,17 @@ from hetero_mpi.planning.types.toml_files import (
     profile_to_dict,
 )
 from hetero_mpi.report.past_run import PastRun, read_run
-from hetero_mpi.report.run_files.metrics import Evaluation
-from hetero_mpi.runtime.follower import Event as RunEvent
-from hetero_mpi.runtime.follower import Reply
+from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.step_iterator import Step, StepEvents, Steps, StopTraining, close_at_exit
+from hetero_mpi.train.follower import Event as RunEvent
+from hetero_mpi.train.follower import Reply
+from hetero_mpi.util.errors import UserError
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
-    from hetero_mpi.runtime.follower import OnEvent
-    from hetero_mpi.runtime.result import TrainResult
-    from hetero_mpi.runtime.signals import StopRequest
+    from hetero_mpi.train.follower import OnEvent
+    from hetero_mpi.train.result import TrainResult
+    from hetero_mpi.train.signals import StopRequest
 
 _UNDER_WAY = threading.Lock()
 """Held while a run or a measurement of this program is under way; a second one cannot use MPI at the same time."""
@@ -282,8 +282,8 @@ def _run(
 ) -> TrainResult | None:
     """A run by rank 0's arguments. Callbacks of one rank are enough for events to be sent to all."""
     with collective(stop is not None) as world:
-        from hetero_mpi.runtime.setup.context import TrainOptions
-        from hetero_mpi.runtime.training_run import train as train_on_ranks
+        from hetero_mpi.train.setup.context import TrainOptions
+        from hetero_mpi.train.training_run import train as train_on_ranks
 
         if any(world.all_gather_json(on_event is not None)):
             on_event = on_event or (lambda event: Reply.GO_ON)
@@ -327,7 +327,7 @@ def collective(run_thread: bool = False) -> Iterator[World]:
     """
     # Imported here: these bring mpi4py, without which plans can be made.
     from hetero_mpi.comm.ranks.mpi_start import collectively
-    from hetero_mpi.report.run_files.logs import setup_logging
+    from hetero_mpi.rundir.logs import setup_logging
 
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

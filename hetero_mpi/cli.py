@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.commands.options import parser
-from hetero_mpi.errors import ExitCode, UserError
-from hetero_mpi.shipped import absent_packages, pip_argument
-from hetero_mpi.terminal import fitted, printable, write_text
+from hetero_mpi.util.errors import ExitCode, UserError
+from hetero_mpi.util.shipped import absent_packages, pip_argument
+from hetero_mpi.util.terminal import fitted, printable, write_text
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
@@ -145,8 +145,8 @@ def train(job: Path, overrides: Sequence[str], **options: Any) -> int:
     def command(world: World) -> int:
         loaded = _read_early(world, job, overrides)
         with _eager_imports(world):
-            from hetero_mpi.runtime.setup.context import TrainOptions
-            from hetero_mpi.runtime.training_run import train
+            from hetero_mpi.train.setup.context import TrainOptions
+            from hetero_mpi.train.training_run import train
 
         train(world, TrainOptions(loaded, **options))
         return ExitCode.DONE
@@ -157,7 +157,7 @@ def train(job: Path, overrides: Sequence[str], **options: Any) -> int:
 def generate(**options: Any) -> int:
     def command(world: World) -> int:
         with _eager_imports(world):
-            from hetero_mpi.runtime.generate.generate import GenerateOptions, generate
+            from hetero_mpi.inference.generate import GenerateOptions, generate
 
         return generate(world, GenerateOptions(**options))
 
@@ -167,7 +167,7 @@ def generate(**options: Any) -> int:
 def serve(**options: Any) -> int:
     def command(world: World) -> int:
         with _eager_imports(world):
-            from hetero_mpi.runtime.serve.serve import ServeOptions, serve
+            from hetero_mpi.serve.serve import ServeOptions, serve
 
         return serve(world, ServeOptions(**options))
 
@@ -177,7 +177,7 @@ def serve(**options: Any) -> int:
 def evaluate(**options: Any) -> int:
     def command(world: World) -> int:
         with _eager_imports(world):
-            from hetero_mpi.runtime.evaluate.evaluate import EvaluateOptions, evaluate
+            from hetero_mpi.inference.evaluate.evaluate import EvaluateOptions, evaluate
 
         return evaluate(world, EvaluateOptions(**options))
 
@@ -220,8 +220,8 @@ def doctor(mpirun_args: str, **options: Any) -> int:
 
 def export(source: Path, target: Path, merge: bool, best: bool, gguf: str | None, push: str | None) -> Iterator[str]:
     with _packages_there(all_of_them=True), _eager_imports():
-        from hetero_mpi.commands.export import export, push_directory
-        from hetero_mpi.commands.gguf import write_gguf
+        from hetero_mpi.interop.export import export, push_directory
+        from hetero_mpi.interop.gguf import write_gguf
 
     yield export(source, target, merge, best)
     if gguf is not None:

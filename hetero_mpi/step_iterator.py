@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from hetero_mpi.background import Background
-from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
-from hetero_mpi.runtime.follower import Event, OnEvent, Reply
-from hetero_mpi.runtime.signals import StopRequest
+from hetero_mpi.rundir.metrics import Evaluation, StepMetrics
+from hetero_mpi.train.follower import Event, OnEvent, Reply
+from hetero_mpi.train.signals import StopRequest
+from hetero_mpi.util.background import Background
 
 if TYPE_CHECKING:
-    from hetero_mpi.runtime.result import TrainResult
+    from hetero_mpi.train.result import TrainResult
 
 
 class StopTraining(Exception):

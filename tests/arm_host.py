@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from hetero_mpi.shipped import REQUIRED
+from hetero_mpi.util.shipped import REQUIRED
 
 VARIABLE = "HETERO_MPI_ARM_ROOT"
 SUITE, PYTHON = "bookworm", (3, 11)

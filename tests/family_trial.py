@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_tuning import adapted, adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
@@ -40,6 +39,7 @@ from hetero_mpi.model.transformers.supported import (
 )
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from hetero_mpi.model.tuning import Tuning, lora_config
+from hetero_mpi.util.errors import UserError
 from tests.support.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
 from tests.support.stages import stage_of
 

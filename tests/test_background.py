@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.background import Background, BestEffort, lines_of, unattended, unharmed
-from hetero_mpi.runtime.rebalance import Replanner
+from hetero_mpi.train.rebalance import Replanner
+from hetero_mpi.util.background import Background, BestEffort, lines_of, unattended, unharmed
 
 
 def test_who_waits_is_given_the_result_or_the_error_with_its_action() -> None:
@@ -36,9 +36,7 @@ def test_patience_ends_before_the_work_does() -> None:
 
 
 def test_a_process_ends_though_its_background_work_goes_on() -> None:
-    program = (
-        "import threading; from hetero_mpi.background import Background; Background('waiting', threading.Event().wait)"
-    )
+    program = "import threading; from hetero_mpi.util.background import Background; Background('waiting', threading.Event().wait)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
@@ -91,7 +89,7 @@ def test_the_end_of_a_run_does_not_wait_for_planning_that_is_about_to_start(
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     question: Any = SimpleNamespace(to_dict=dict)
-    monkeypatch.setattr("hetero_mpi.runtime.rebalance.encode", lambda question, **_: {})
+    monkeypatch.setattr("hetero_mpi.train.rebalance.encode", lambda question, **_: {})
     for under_way in (False, True):
         replanner, begin_s = Replanner(), time.monotonic()
         replanner.ask(question)

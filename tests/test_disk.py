@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.disk import PROCESS_MARK, atomic_write, free_bytes, write_whole
+from hetero_mpi.util.disk import PROCESS_MARK, atomic_write, free_bytes, write_whole
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -19,7 +19,6 @@ import tomli
 from hetero_mpi import __version__
 from hetero_mpi.cli import main, parser
 from hetero_mpi.commands.reference_pages import COMMANDS_HEADER, ENVIRONMENT, UNITS
-from hetero_mpi.errors import ExitCode
 from hetero_mpi.job.load import load_job
 from hetero_mpi.job.rules import broken_keys, rule_of
 from hetero_mpi.job.schema import TABLES
@@ -28,6 +27,7 @@ from hetero_mpi.launch.hosts.mesh import read_mesh
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import save_profile
+from hetero_mpi.util.errors import ExitCode
 from tests import written_docs
 from tests.support.mpi import ROOT
 from tests.support.past_runs import WHOLE_JOB, make_run

@@ -16,11 +16,11 @@ from hetero_mpi.cli import main
 from hetero_mpi.data.record_files import values_of
 from hetero_mpi.data.text_sequences import Corpus
 from hetero_mpi.data.tokenizer import load_tokenizer
-from hetero_mpi.disk import require_regular
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.adapters.adapter_files import adapter_of
 from hetero_mpi.model.files.model_files import ModelFiles, read_header, read_json
-from hetero_mpi.report.run_files.run_directory import claim
+from hetero_mpi.rundir.run_directory import claim
+from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.errors import UserError
 from tests.support.mpi import ROOT
 from tests.support.past_runs import cluster, make_run, planned
 

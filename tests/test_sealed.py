@@ -16,20 +16,20 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from hetero_mpi import dataset_trainer
 from hetero_mpi.data.dataset import SequenceSettings
 from hetero_mpi.data.text_sequences import build_sequences
 from hetero_mpi.data.token_cache import kept, read_dataset, write_dataset
 from hetero_mpi.data.tokenizer import train_bpe
-from hetero_mpi.disk import cache_folder
-from hetero_mpi.errors import UserError
+from hetero_mpi.interop import dataset_trainer
 from hetero_mpi.job.load import load_job
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.files.shard_cache import ShardCache
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.profiling import benchmark_spec
-from hetero_mpi.runtime.setup import data_setup
-from hetero_mpi.sealed import opened, store, store_value
+from hetero_mpi.train.setup import data_setup
+from hetero_mpi.util.disk import cache_folder
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.sealed import opened, store, store_value
 from tests.profiling.test_profiling import kept_times
 
 JOB = """

@@ -17,7 +17,7 @@ from tests.test_house import imported
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
 CLOSURES = {"model.stage": 3_500, "engine.executor": 6_800, "engine.trainer": 9_400}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"runtime.loop": 19_590}
+LOADED = {"train.loop": 19_590}
 """The same of what is loaded when the module is imported."""
 LINES = {
     "beside the packages": 1_820,
@@ -102,8 +102,8 @@ def test_what_one_must_load_stays_small(module: str) -> None:
 def test_a_closure_follows_imports() -> None:
     assert "hetero_mpi.model.stage" in closure("engine.executor", True)
     assert "hetero_mpi.planning.types.cost" in closure("model.stage", True), "over several steps"
-    assert "hetero_mpi.engine.trainer" not in closure("runtime.setup.context", False), "it is named for types only"
-    assert "hetero_mpi.engine.trainer" in closure("runtime.setup.context", True)
+    assert "hetero_mpi.engine.trainer" not in closure("train.setup.context", False), "it is named for types only"
+    assert "hetero_mpi.engine.trainer" in closure("train.setup.context", True)
 
 
 def package_lines() -> dict[str, int]:

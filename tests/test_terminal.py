@@ -14,8 +14,8 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.toml_files import save_plan
-from hetero_mpi.report.run_files.logs import say, setup_logging
-from hetero_mpi.terminal import printable, write_text
+from hetero_mpi.rundir.logs import say, setup_logging
+from hetero_mpi.util.terminal import printable, write_text
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.planning_folder import REQUEST, cluster
 

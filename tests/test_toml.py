@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_mpi import toml
+from hetero_mpi.util import toml
 
 
 def test_values_come_back() -> None:

@@ -26,8 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero_mpi.cli import main, parser
-from hetero_mpi.commands.other_tools import TABLE, TOOLS
 from hetero_mpi.commands.reference_pages import commands_page, job_page, reference_text
+from hetero_mpi.interop.other_tools import TABLE, TOOLS
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from tests import module_tests
@@ -69,7 +69,7 @@ def whole_files() -> dict[Path, str]:
 COMING_FROM = """\
 # Coming from axolotl, LLaMA-Factory or TRL
 
-<!-- Written by `python -m tests.written_docs` from hetero_mpi/commands/other_tools.toml. -->
+<!-- Written by `python -m tests.written_docs` from hetero_mpi/interop/other_tools.toml. -->
 
 ```sh
 python -m hetero_mpi init --from axolotl.yml --gpus 2      # writes job.toml; init --from FILE DIR: DIR/job.toml

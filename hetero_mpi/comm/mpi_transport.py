@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_mpi.background import Background
 from hetero_mpi.comm.mpi_group_exchange import GroupExchange
 from hetero_mpi.comm.mpi_progress import MpiProgress
 from hetero_mpi.comm.ranks import ulfm
@@ -35,7 +34,8 @@ from hetero_mpi.comm.transport import (
     TransportError,
     check_group,
 )
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.background import Background
+from hetero_mpi.util.errors import UserError
 
 PIECE_BYTES = 1 << 30
 """Longer messages travel in pieces: MPI counts are 32 bit in most libraries."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi import __version__
-from hetero_mpi.terminal import folded
+from hetero_mpi.util.terminal import folded
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["_Parser"]
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 Add = Callable[..., argparse.Action]
 """``add_argument`` of a command's parser."""
 
+HEARTBEAT_TIMEOUT_S = 14.0
+"""Silence after which a machine counts as dead. An outage of 12 s is survived, and its end is seen within 1.75 s."""
+PROBE_TIMEOUT_S = 10.0
+"""Longest wait for hosts to answer before a start."""
+MAX_RESTARTS = 10
 
 ORDER_OF_USE = """\
 order of use: doctor, init, train --dry-run, train, report, export or serve
@@ -86,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     text = "copy a job and its data to start from; without a name: what there is"
-    add = _command(commands, "init", "commands.init:init", text).add_argument
+    add = _command(commands, "init", "interop.init:init", text).add_argument
     add("name", nargs="?", metavar="NAME", help="of a job that comes with the program, such as quickstart")
     where = "the job goes into DIR/jobs (default: here)"
     add("directory", nargs="?", type=Path, default=Path(), metavar="DIR", help=where)
@@ -266,20 +271,17 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:
-    from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
-
-    usual = ElasticOptions(ranks=1, hostfile=None)
     group = parser.add_argument_group("surviving lost machines (docs/recovery.md)")
     stay = "stay beside the job: when a machine or a rank dies, start again on the machines that are left"
     group.add_argument("--elastic", action="store_true", help=stay)
-    for field, option, metavar, text in (
-        ("max_restarts", "--max-restarts", "N", "start again so often"),
-        ("min_ranks", "--min-ranks", "N", "do not go on with fewer ranks"),
-        ("heartbeat_timeout_s", "--heartbeat-timeout", "SECONDS", "a machine not heard of for so long is dead"),
-        ("probe_timeout_s", "--probe-timeout", "SECONDS", "wait so long for machines to answer before a start"),
+    for field, option, default, metavar, text in (
+        ("max_restarts", "--max-restarts", MAX_RESTARTS, "N", "start again so often"),
+        ("min_ranks", "--min-ranks", 1, "N", "do not go on with fewer ranks"),
+        ("heartbeat_timeout_s", "--heartbeat-timeout", HEARTBEAT_TIMEOUT_S, "SECONDS", "silence of a lost machine"),
+        ("probe_timeout_s", "--probe-timeout", PROBE_TIMEOUT_S, "SECONDS", "longest wait for machines before a start"),
     ):
-        default, told = getattr(usual, field), f"{text} (default %(default)g)"
-        group.add_argument(option, dest=field, type=type(default), default=default, metavar=metavar, help=told)
+        help_text = f"{text} (default %(default)g)"
+        group.add_argument(option, dest=field, type=type(default), default=default, metavar=metavar, help=help_text)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -363,7 +365,7 @@ def _add_looking_back(commands: Commands) -> None:
     add("--share", action="store_true", help=share)
 
     text = "show a run in a browser while it goes on, or when it is over"
-    add = _command(commands, "watch", "report.page.live_page:watch", text).add_argument
+    add = _command(commands, "watch", "serve.live_page:watch", text).add_argument
     add("run_dir", type=Path, metavar="RUN", help="run directory")
     add("--port", type=int, metavar="N", help="(default 8642, or where that is taken any; 0: any)")
     _add_listening(

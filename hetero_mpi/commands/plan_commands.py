@@ -11,9 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi import toml, units
-from hetero_mpi.disk import require_regular, writing
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_directory
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_choices, with_memory
 from hetero_mpi.job.rules import EIGHT_BIT
@@ -30,8 +27,11 @@ from hetero_mpi.planning.types.request import PlanRequest, with_shared_nics
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
 from hetero_mpi.report.plan_text import costed_plan_lines, idling_lines, plan_lines, shared_nic_lines, what_if_lines
 from hetero_mpi.report.profile_text import inspection_lines
-from hetero_mpi.shipped import profile_file
-from hetero_mpi.terminal import wrapped
+from hetero_mpi.util import toml, units
+from hetero_mpi.util.disk import require_regular, writing
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.shipped import profile_file
+from hetero_mpi.util.terminal import wrapped
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.disk import writing
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.profiling.cluster import profile_cluster
 from hetero_mpi.report.profile_text import profile_lines
-from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.runtime.setup import setup
-from hetero_mpi.runtime.setup.context import TrainOptions
-from hetero_mpi.runtime.setup.profile_and_plan import subject_of
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.train.setup import setup
+from hetero_mpi.train.setup.context import TrainOptions
+from hetero_mpi.train.setup.profile_and_plan import subject_of
+from hetero_mpi.util.disk import writing
 
 
 def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProfile:

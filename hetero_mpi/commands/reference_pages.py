@@ -14,10 +14,10 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from hetero_mpi.commands.options import parser
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, rule_of
 from hetero_mpi.job.schema import TABLES
-from hetero_mpi.terminal import line_width
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.terminal import line_width
 
 HEADER = """\
 # Every key of a job file, with its meaning, the values it accepts and its default. Nothing here needs to be copied:

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hetero_mpi import units
 from hetero_mpi.commands.plan_commands import ask, plan_question
-from hetero_mpi.disk import cache_folder, writing
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_of_tables, load_job
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of
 from hetero_mpi.planning.decision.decide import alone
@@ -22,8 +19,11 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile
 from hetero_mpi.report.past_run import PastRun, anonymous, read_run
-from hetero_mpi.report.run_files.run_directory import REPORT_NAME
 from hetero_mpi.report.run_text import baseline_lines, comparison_lines
+from hetero_mpi.rundir.run_directory import REPORT_NAME
+from hetero_mpi.util import units
+from hetero_mpi.util.disk import cache_folder, writing
+from hetero_mpi.util.errors import UserError
 
 _KINDS = {"tokens": "token ids of data", "profiles": "times of devices", "datasets": "data of Python programs"}
 SHARED_NAME = "report-shared.html"

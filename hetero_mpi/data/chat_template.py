@@ -37,7 +37,7 @@ from hetero_mpi.data.tokenizer import (
     in_batches,
     own_tokens_only,
 )
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 Template = Literal["auto", "chat", "plain", "none"]
 """``data.template`` of a job."""

@@ -28,7 +28,7 @@ from hetero_mpi.data.batch import (
     parts_of,
     permutation,
 )
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 HELD_OUT_STREAM = 2**64 - 1
 """Key of the held-out split; epochs count from 0 and never get here."""

@@ -19,8 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from hetero_mpi.disk import require_regular
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.errors import UserError
 
 Shape = Literal["chat", "alpaca", "prompt/completion"]
 

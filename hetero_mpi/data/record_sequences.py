@@ -17,7 +17,7 @@ from hetero_mpi.data.dataset import Dataset, Rows, SequenceSettings, join_evalua
 from hetero_mpi.data.record_files import BadRecords, Compared
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.tokenizer import pad_token
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 ADVICE = "Add records ({}), lower data.sequence_length, or set data.packing = false."
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetero_mpi import units
 from hetero_mpi.data.messages import (
     ChatMessage,
     Role,
@@ -43,7 +42,8 @@ from hetero_mpi.data.record_files import (
     values_of,
 )
 from hetero_mpi.data.source_files import matching_files
-from hetero_mpi.errors import UserError
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

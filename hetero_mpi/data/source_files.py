@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 import huggingface_hub
 from huggingface_hub import constants, errors
 
-from hetero_mpi.background import Background
-from hetero_mpi.disk import require_regular
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.background import Background
+from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.errors import UserError
 
 PREFIX = "hf:"
 KINDS = (".parquet", *(kind + packed for kind in (".jsonl", ".json") for packed in ("", ".gz", ".xz", ".bz2", ".zst")))

@@ -22,12 +22,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.background import start_module
 from hetero_mpi.data.answers import WAY_OUT, ChatTemplate, Rendered, rendered
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.printed_parts import Conversation
 from hetero_mpi.data.record_files import BadRecord
 from hetero_mpi.data.records import Record
+from hetero_mpi.util.background import start_module
 
 LIMIT_S = 5.0
 """Processor time of one rendering; the longest conversations take a hundredth of that."""

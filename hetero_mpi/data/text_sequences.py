@@ -23,15 +23,15 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi import units
 from hetero_mpi.data.batch import IGNORED, Tokens
 from hetero_mpi.data.dataset import Dataset, Rows, SequenceSettings, join_evaluation, mapped, share_out
 from hetero_mpi.data.messages import kind_name, text_of
 from hetero_mpi.data.record_files import TEXT, BadRecord, BadRecords, OwnKeys, kind_of, values_of, without_text
 from hetero_mpi.data.source_files import matching_files, shown_patterns
 from hetero_mpi.data.tokenizer import beginning, encoded, end_token, in_batches, own_tokens_only, pad_token
-from hetero_mpi.disk import require_regular, writing
-from hetero_mpi.errors import UserError
+from hetero_mpi.util import units
+from hetero_mpi.util.disk import require_regular, writing
+from hetero_mpi.util.errors import UserError
 
 PIECE = 250_000
 """Characters of a piece; a text that has nowhere to be cut goes on until it has."""

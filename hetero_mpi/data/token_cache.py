@@ -25,8 +25,8 @@ import numpy as np
 from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.data.dataset import Dataset, Rows, mapped, parts_of_rows
 from hetero_mpi.data.text_sequences import REMEDY, STREAM, overlapping
-from hetero_mpi.disk import cache_folder, require_regular, writing
-from hetero_mpi.sealed import opened, store
+from hetero_mpi.util.disk import cache_folder, require_regular, writing
+from hetero_mpi.util.sealed import opened, store
 
 MOST_BYTES = 20_000_000_000
 _LAYOUT = 5

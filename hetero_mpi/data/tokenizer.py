@@ -12,8 +12,8 @@ from typing import TypeVar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
-from hetero_mpi.disk import require_regular
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.errors import UserError
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from hetero_mpi.device.backend import (
 )
 from hetero_mpi.device.sensors import sensors
 from hetero_mpi.device.shortage import OTHER_KERNELS, has_kernels
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA's own order is by speed; nvidia-smi numbers them so
 

@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 import torch
 
-from hetero_mpi import host_limits
 from hetero_mpi.comm import huge_pages
 from hetero_mpi.device.products import has_products
+from hetero_mpi.util import host_limits
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HOST = torch.device("cpu")

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 DEVICE_VARIABLE = "HETERO_MPI_DEVICE"
 """Environment variable with the device of a host's ranks; goes before ``[cluster] device``, which is about all hosts."""

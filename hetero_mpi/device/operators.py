@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_mpi.background import unattended
 from hetero_mpi.comm.ranks.versions import installed
 from hetero_mpi.device.accelerators import BACKENDS
 from hetero_mpi.device.backend import DTYPES, HOST, Backend, Copied
 from hetero_mpi.device.self_test import MARK, OPENING, Result
 from hetero_mpi.device.shortage import is_out_of_memory
+from hetero_mpi.util.background import unattended
 
 ALLOWED = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
 """Largest difference of a tensor from the CPU's, norm by norm: several times what rounding makes of it, far less than an error."""

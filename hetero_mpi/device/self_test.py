@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
 
-from hetero_mpi.background import lines_of
 from hetero_mpi.device.shortage import OTHER_KERNELS
+from hetero_mpi.util.background import lines_of
 
 PATIENCE_S = 120.0
 """How long a check may take; importing torch from a cold network disk is one."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetero_mpi.host_limits import counter
+from hetero_mpi.util.host_limits import counter
 
 OTHER_KERNELS = (
     "; a processor's own GPU may take its nearest relative's: HSA_OVERRIDE_GFX_VERSION=11.0.0 (10.3.0 before RDNA 3)"

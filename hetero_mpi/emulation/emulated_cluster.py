@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import cast
 
-from hetero_mpi import units
 from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
@@ -21,7 +20,6 @@ from hetero_mpi.emulation.paced_stage import ActionPacer, PacedStage, Sleeper
 from hetero_mpi.emulation.paced_transport import Delay, PacedTransport
 from hetero_mpi.engine.channel import EVALUATION, TIED_TAG
 from hetero_mpi.engine.rank_setup import BuildStage
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.model.held_layers import Shared
@@ -34,6 +32,8 @@ from hetero_mpi.planning.types.cost import DTYPE_BYTES, sent_bytes
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import EMULATED, ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import UserError
 
 MAX_LATE = 0.1
 """Share of late actions from which steps are longer than the emulated cluster's by more than a busy machine explains."""

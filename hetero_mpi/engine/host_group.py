@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import HOST, Backend, host_bytes
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.group.division import Division
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.util.errors import UserError
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

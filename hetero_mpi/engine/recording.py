@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.background import BestEffort, unharmed
 from hetero_mpi.comm.links import clock_offset_s
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.planning.schedule import Event, MeasuredEvent
-from hetero_mpi.report.run_files.line_files import STEPS_NAME, LineFile, keep_until
-from hetero_mpi.report.run_files.metrics import StepMetrics
-from hetero_mpi.report.run_files.rank_steps import RankStep, Usage, rank_step_to_dict
+from hetero_mpi.rundir.line_files import STEPS_NAME, LineFile, keep_until
+from hetero_mpi.rundir.metrics import StepMetrics
+from hetero_mpi.rundir.rank_steps import RankStep, Usage, rank_step_to_dict
+from hetero_mpi.util.background import BestEffort, unharmed
 
 _WARM = 3
 """The first recorded step: caches and links are warm by then."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from hetero_mpi import toml
-from hetero_mpi.disk import require_regular
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.contradictions import Known, contradictions
 from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, unknown_table
 from hetero_mpi.job.schema import TABLES, JobConfig
-from hetero_mpi.shipped import profile_file
+from hetero_mpi.util import toml
+from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.shipped import profile_file
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hetero_mpi.background import unattended
 from hetero_mpi.comm.ranks.versions import own_source
 from hetero_mpi.launch.doctor.host_facts import gather, self_tests
 from hetero_mpi.launch.hosts.agent import MARK
+from hetero_mpi.util.background import unattended
 
 
 def listen() -> dict[str, Any]:

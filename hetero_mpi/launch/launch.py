@@ -8,13 +8,13 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
-from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
 from hetero_mpi.launch.launcher.launcher import find_launcher, outliving_ranks
 from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXTS, MOST_OF_RANKS, start, tell
 from hetero_mpi.launch.supervisor.elastic import Supervisor, without_option
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
+from hetero_mpi.util.errors import ExitCode, UserError
 
 _SAID_WHAT_NEXT = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG, ExitCode.STOPPED)
 """Exit codes of a job that has said itself what to do."""

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
-from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.interface import resolve
 from hetero_mpi.launch.launcher.command_line import CommandLine, hosts_command, prefix_of, write_cached
 from hetero_mpi.launch.launcher.launcher import Launcher
+from hetero_mpi.util.errors import UserError
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host

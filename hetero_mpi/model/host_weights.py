@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.background import Background, unattended
 from hetero_mpi.device.backend import HOST, Backend, Copied, Copying
-from hetero_mpi.disk import SPARE_BYTES, free_bytes
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.quantize import is_empty
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS
+from hetero_mpi.util.background import Background, unattended
+from hetero_mpi.util.disk import SPARE_BYTES, free_bytes
+from hetero_mpi.util.errors import UserError
 
 _ALIGNMENT = 256
 """Bytes: tensors start where every kernel reads well."""

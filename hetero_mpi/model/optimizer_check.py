@@ -6,11 +6,11 @@ import torch
 from torch.nn import Parameter
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.planning.types.moments import OF_OPTIMIZER
+from hetero_mpi.util.errors import UserError
 
 
 def check_optimizer(train: TrainTable, backend: Backend, who: str) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, schedule_of
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.util.errors import UserError
 
 SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
 """Receive -> the operation that it waits for, and the stage that does it, relative to the receiver."""

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
+from hetero_mpi.util.errors import UserError
 
 
 class Op(str, enum.Enum):

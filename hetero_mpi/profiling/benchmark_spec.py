@@ -19,7 +19,6 @@ from typing import Any
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.disk import cache_folder
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.tuning import Tuning
@@ -27,7 +26,8 @@ from hetero_mpi.planning.types.codec import decode, raise_all
 from hetero_mpi.planning.types.cost import DTYPE_BYTES
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.planning.types.profile_rules import number_problems
-from hetero_mpi.sealed import opened, store_value
+from hetero_mpi.util.disk import cache_folder
+from hetero_mpi.util.sealed import opened, store_value
 
 CACHE_BYTES = 64 << 20
 """More than a processor's caches hold for one of its cores."""

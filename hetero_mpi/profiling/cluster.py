@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 
-from hetero_mpi import units
 from hetero_mpi.comm.links import HostFlows, LinkSamples, fit_line, measure_flows, measure_links
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
@@ -42,6 +41,7 @@ from hetero_mpi.profiling.host_profiles import (
     measure_memory,
     measure_sums,
 )
+from hetero_mpi.util import units
 
 _SMALLEST_MESSAGE = 1024
 _GROWTH = 4

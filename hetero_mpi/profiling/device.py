@@ -14,10 +14,8 @@ from functools import partial
 
 import torch
 
-from hetero_mpi import units
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.shortage import is_out_of_memory
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.group.division import experts_to_share
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.model_cost import shareable_heads
@@ -42,6 +40,8 @@ from hetero_mpi.profiling.timings import (
     TimingSamples,
     layer_times,
 )
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import UserError
 
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
 """Benches, sequences per micro-batch, where the times go."""

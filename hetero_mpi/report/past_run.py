@@ -18,21 +18,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.disk import require_regular
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
-from hetero_mpi.report.run_files.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, lines, objects
-from hetero_mpi.report.run_files.logs import write_line
-from hetero_mpi.report.run_files.metrics import Metrics, StepMetrics, measured_step_s, read_metrics, warm_steps
-from hetero_mpi.report.run_files.present import Present, read_present
-from hetero_mpi.report.run_files.rank_steps import RankStep, read_rank_steps
-from hetero_mpi.report.run_files.run_directory import RUN_NAME, SAMPLE_NAME, run_json, run_starts, run_table
-from hetero_mpi.shipped import USED_PROFILE
-from hetero_mpi.terminal import printable
+from hetero_mpi.rundir.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, lines, objects
+from hetero_mpi.rundir.logs import write_line
+from hetero_mpi.rundir.metrics import Metrics, StepMetrics, measured_step_s, read_metrics, warm_steps
+from hetero_mpi.rundir.present import Present, read_present
+from hetero_mpi.rundir.rank_steps import RankStep, read_rank_steps
+from hetero_mpi.rundir.run_directory import RUN_NAME, SAMPLE_NAME, run_json, run_starts, run_table
+from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.shipped import USED_PROFILE
+from hetero_mpi.util.terminal import printable
 
 _PATH = re.compile(r"""(?<![\w./~}-])~?/(?:[^\s'"`,;:()\[\]{}<>|]*/)*([^\s'"`,;:()\[\]{}<>|/]*)""")
 """An absolute path within a text, or one of a home; its last part."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_mpi import units
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.durations import Durations, stage_s
 from hetero_mpi.planning.memory import shared_parameters
@@ -27,7 +26,8 @@ from hetero_mpi.planning.types.plan import (
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.report.profile_text import device_heading, device_text
 from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped
-from hetero_mpi.terminal import wrapped
+from hetero_mpi.util import units
+from hetero_mpi.util.terminal import wrapped
 
 if TYPE_CHECKING:
     from hetero_mpi.planning.analysis.what_if import Losses, WhatIf  # brings the planner

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetero_mpi import units
 from hetero_mpi.planning.device_times import compute_s
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.profile import (
@@ -19,7 +18,8 @@ from hetero_mpi.planning.types.profile import (
     LinkProfile,
 )
 from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped, least_most
-from hetero_mpi.terminal import wrapped
+from hetero_mpi.util import units
+from hetero_mpi.util.terminal import wrapped
 
 LONGEST_DEVICE, LONGEST_HOST = 26, 20
 """Characters of a device's or host's name in a table; some CPUs' names are sentences."""

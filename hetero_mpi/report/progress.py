@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from hetero_mpi import units
-from hetero_mpi.background import BestEffort
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.plan_text import stages_text
-from hetero_mpi.report.run_files.metrics import StepMetrics, rewards_text
-from hetero_mpi.report.run_files.present import Standing
-from hetero_mpi.terminal import is_terminal, write_text
+from hetero_mpi.rundir.metrics import StepMetrics, rewards_text
+from hetero_mpi.rundir.present import Standing
+from hetero_mpi.util import units
+from hetero_mpi.util.background import BestEffort
+from hetero_mpi.util.terminal import is_terminal, write_text
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi import units
 from hetero_mpi.planning.types.plan import Alone, PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.plan_text import stages_text
 from hetero_mpi.report.profile_text import place_text
-from hetero_mpi.report.run_files.metrics import WARM_UP_STEPS, Evaluation, StepMetrics, by_plan, rewards_text
 from hetero_mpi.report.table import Table
-from hetero_mpi.terminal import wrapped
+from hetero_mpi.rundir.metrics import WARM_UP_STEPS, Evaluation, StepMetrics, by_plan, rewards_text
+from hetero_mpi.util import units
+from hetero_mpi.util.terminal import wrapped
 
 TOLERANCE = 0.15
 """Share by which a step may differ from its prediction without a reason being given."""

@@ -25,9 +25,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero_mpi.background import BestEffort
-from hetero_mpi.report.run_files.logs import SHOWN
-from hetero_mpi.terminal import printable, terminal_size
+from hetero_mpi.rundir.logs import SHOWN
+from hetero_mpi.util.background import BestEffort
+from hetero_mpi.util.terminal import printable, terminal_size
 
 PER_SECOND = 2
 _BAR, _SHORT_BAR = 30, 10

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from hetero_mpi.terminal import line_width, printable, wrapped
+from hetero_mpi.util.terminal import line_width, printable, wrapped
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

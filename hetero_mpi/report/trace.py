@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 from hetero_mpi.planning.schedule import Event, MeasuredEvent, Op
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.profile_text import place_text
-from hetero_mpi.report.run_files.rank_steps import in_parts, on_one_clock, steps_under
+from hetero_mpi.rundir.rank_steps import in_parts, on_one_clock, steps_under
 
 LANES = {
     Op.RECV_F: (1, "receive activations"),

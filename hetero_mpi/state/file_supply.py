@@ -24,18 +24,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_mpi import units
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Buffer, Transport, send_in_order
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import DirectoryContents, ListedTensor, ModelFiles
 from hetero_mpi.model.files.shard_cache import ShardCache
 from hetero_mpi.model.layer.interface import LayerChain, Start
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart, TensorSource
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import UserError
 
 _WORD, _TENSOR = 1 << 13, (1 << 13) + 1
 _STOP, _GO = 0, 1

@@ -26,20 +26,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hetero_mpi import units
-from hetero_mpi.background import Background
-from hetero_mpi.checkpoint import PIECE_BYTES
-from hetero_mpi.checkpoint.directory import new_version_id
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import send_in_order
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.report.run_files.logs import say
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.state.checkpoint import PIECE_BYTES
+from hetero_mpi.state.checkpoint.directory import new_version_id
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.saving import MEMORY_SHARE, BesideTraining, Snapshots, lack_of_memory, size_bytes, views
 from hetero_mpi.state.stored_state import DISK_SHARE, ShardWriter, StateVersion, supervised
 from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.util import units
+from hetero_mpi.util.background import Background
 
 VERSIONS = 2
 """Versions in memory where ranks may outlive others: the newest whole one, and one under way. Otherwise one is enough."""

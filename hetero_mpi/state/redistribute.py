@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hetero_mpi.checkpoint.format import SCALES
 from hetero_mpi.comm.transport import AHEAD, Request, Transport
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.engine.placement import parameter_owners
@@ -26,6 +25,7 @@ from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types import moments
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.state.checkpoint.format import SCALES
 
 _TAG = 1 << 14
 

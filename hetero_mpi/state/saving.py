@@ -30,9 +30,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hetero_mpi import units
-from hetero_mpi.background import Background
-from hetero_mpi.checkpoint import (
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks.ulfm import RankLost
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.transport import receive_in_order, send_in_order
+from hetero_mpi.device.backend import Backend, host_memory
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.job.schema import CheckpointTable
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.state.checkpoint import (
     KINDS,
     PIECE_BYTES,
     CheckpointError,
@@ -43,15 +49,9 @@ from hetero_mpi.checkpoint import (
     pieces,
     prune,
 )
-from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.ranks.ulfm import RankLost
-from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.comm.transport import receive_in_order, send_in_order
-from hetero_mpi.device.backend import Backend, host_memory
-from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.job.schema import CheckpointTable
-from hetero_mpi.report.run_files.logs import say
 from hetero_mpi.state.redistribute import LiveState, Parcel, give_parts, parcels
+from hetero_mpi.util import units
+from hetero_mpi.util.background import Background
 
 _LOG = logging.getLogger(__name__)
 _TAG, _ALIGNED = 1, 4

@@ -1,5 +1,5 @@
-"""The trained state as it is stored, in parts of versions (``checkpoint.directory``): the reader of versions, wherever their parts
-lie; the writer of local shards; and the checks that a checkpoint or a shard must pass before a run goes on from it.
+"""The trained state as it is stored, in parts of versions (``state.checkpoint.directory``): the reader of versions, wherever their
+parts lie; the writer of local shards; and the checks that a checkpoint or a shard must pass before a run goes on from it.
 
 While a supervisor may have to start the run again, a rank writes one shard of each version to its host's disk: its own part, and
 the parts it keeps as a peer. So if a machine is lost with its disk, checkpoints included, its ranks' parts are on the disks of
@@ -20,22 +20,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_mpi.checkpoint import KINDS, CheckpointReader, CheckpointWriter, newest_good, verify
-from hetero_mpi.checkpoint.directory import Part, keep_versions, shard_path
-from hetero_mpi.checkpoint.opening import damage_named
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.disk import free_bytes
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import REMOVED_KEYS, as_toml
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.layer.interface import LayerChain, ParameterSpec
 from hetero_mpi.model.optimizer import learning_rate
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.report.run_files.logs import say
-from hetero_mpi.report.run_files.run_directory import START_VARIABLE
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.rundir.run_directory import START_VARIABLE
+from hetero_mpi.state.checkpoint import KINDS, CheckpointReader, CheckpointWriter, newest_good, verify
+from hetero_mpi.state.checkpoint.directory import Part, keep_versions, shard_path
+from hetero_mpi.state.checkpoint.opening import damage_named
 from hetero_mpi.state.redistribute import Parcel, held_as
 from hetero_mpi.state.saving import lack_of_space
 from hetero_mpi.state.training_state import packed
+from hetero_mpi.util.disk import free_bytes
+from hetero_mpi.util.errors import UserError
 
 _LOG = logging.getLogger(__name__)
 DISK_SHARE = 0.5

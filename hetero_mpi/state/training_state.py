@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.model.optimizer import LossScale
-from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
+from hetero_mpi.rundir.metrics import Evaluation, StepMetrics
 
 
 @dataclass

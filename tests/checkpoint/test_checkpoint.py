@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import hetero_mpi
-from hetero_mpi.checkpoint import (
+from hetero_mpi.report.checkpoint_text import checkpoint_lines
+from hetero_mpi.state.checkpoint import (
     PIECE_BYTES,
     CheckpointError,
     CheckpointReader,
@@ -30,8 +31,7 @@ from hetero_mpi.checkpoint import (
     prune,
     verify,
 )
-from hetero_mpi.checkpoint.writer import WINDOW_BYTES
-from hetero_mpi.report.checkpoint_text import checkpoint_lines
+from hetero_mpi.state.checkpoint.writer import WINDOW_BYTES
 from tests.support.checkpoint_samples import told
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint.md"
@@ -135,7 +135,7 @@ def test_an_exception_leaves_the_former_file_and_nothing_else(tmp_path: Path) ->
 KILLED = """
 import os, signal, sys
 import numpy as np
-from hetero_mpi.checkpoint import CheckpointWriter
+from hetero_mpi.state.checkpoint import CheckpointWriter
 with CheckpointWriter(sys.argv[1], {"step": 2}) as writer:
     writer.write("parameters", "w", np.zeros(100_000, np.float32), "float32")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_a_killed_writer_leaves_the_last_good_one_and_the_next_one_cleans_up(tmp
 FULL = """
 import resource, signal, sys
 import numpy as np
-from hetero_mpi.checkpoint import CheckpointError, CheckpointWriter
+from hetero_mpi.state.checkpoint import CheckpointError, CheckpointWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 try:
@@ -181,7 +181,7 @@ FAILING = """
 import errno, sys
 from pathlib import Path
 import numpy as np
-from hetero_mpi.checkpoint import CheckpointError, CheckpointWriter, verify, writer as module
+from hetero_mpi.state.checkpoint import CheckpointError, CheckpointWriter, verify, writer as module
 from tests.support.checkpoint_samples import told
 path, works = Path(sys.argv[1]), module.os.pwrite
 
@@ -381,7 +381,7 @@ def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import resource, sys
         import numpy as np
-        from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter
+        from hetero_mpi.state.checkpoint import CheckpointReader, CheckpointWriter
         array = np.ones(2_000_000, np.float32)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with CheckpointWriter(sys.argv[1], {"step": 1}) as writer:

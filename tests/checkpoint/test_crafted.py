@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hetero_mpi.checkpoint import (
+from hetero_mpi.state.checkpoint import (
     CheckpointError,
     CheckpointReader,
     CheckpointWriter,
@@ -28,8 +28,8 @@ from hetero_mpi.checkpoint import (
     newest_good,
     verify,
 )
-from hetero_mpi.checkpoint.directory import shard_path, shards_on_disk
-from hetero_mpi.errors import UserError
+from hetero_mpi.state.checkpoint.directory import shard_path, shards_on_disk
+from hetero_mpi.util.errors import UserError
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.crafted_checkpoints import CRAFTED, FIFO, KINDS, PLAIN, SECRET, SHAPES, numbers
 
@@ -43,11 +43,11 @@ LIMIT_S = 120
 READER = f"""
 import json, resource, sys
 from pathlib import Path
-from hetero_mpi.checkpoint import CheckpointError, CheckpointReader, newest_good, prune
-from hetero_mpi.checkpoint.directory import lowest_held_out
-from hetero_mpi.checkpoint.directory import shards_on_disk
+from hetero_mpi.state.checkpoint import CheckpointError, CheckpointReader, newest_good, prune
+from hetero_mpi.state.checkpoint.directory import lowest_held_out
+from hetero_mpi.state.checkpoint.directory import shards_on_disk
 from hetero_mpi.commands.plan_commands import inspect
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 import hetero_mpi.report.checkpoint_text
 taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + {MEMORY_BYTES}, taken + {MEMORY_BYTES}))

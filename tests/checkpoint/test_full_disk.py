@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.checkpoint import checkpoint_path
-from hetero_mpi.errors import ExitCode, UserError
-from hetero_mpi.launch.supervisor.event_log import EventLog
-from hetero_mpi.report.run_files.line_files import keep_until
-from hetero_mpi.report.run_files.logs import LOGGER, setup_logging
-from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
-from hetero_mpi.report.run_files.run_directory import append_event, claim, set_run_aside
-from hetero_mpi.runtime.start_state import set_later_aside
+from hetero_mpi.rundir.event_log import EventLog
+from hetero_mpi.rundir.line_files import keep_until
+from hetero_mpi.rundir.logs import LOGGER, setup_logging
+from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
+from hetero_mpi.rundir.run_directory import append_event, claim, set_run_aside
+from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.train.start_state import set_later_aside
+from hetero_mpi.util.errors import ExitCode, UserError
 from tests.support.long_run import LongRun
 
 pytestmark = pytest.mark.slow

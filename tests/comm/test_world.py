@@ -29,7 +29,7 @@ from hetero_mpi.comm.ranks.library import (
 from hetero_mpi.comm.ranks.mpi_start import host_labels
 from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_source, own_versions, version_problem
 from hetero_mpi.comm.ranks.world import describe_problems
-from hetero_mpi.errors import ExitCode
+from hetero_mpi.util.errors import ExitCode
 from tests.support.mpi import ROOT, launcher_or_skip, outliving_or_skip, run_bounded, run_mpi
 
 FAILURES = "tests/programs/comm_failures.py"

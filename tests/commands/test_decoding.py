@@ -26,7 +26,8 @@ from transformers.generation.logits_process import (
 
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.device.accelerators import open_backend
-from hetero_mpi.model.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, cache_keyword, pick, takes_pieces
+from hetero_mpi.inference.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, cache_keyword, pick, takes_pieces
+from hetero_mpi.inference.writer import Round, Spelling, Task, TextChanges, Writer
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.layer.seeds import seed_from
@@ -35,7 +36,6 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import PROVEN_FAMILIES, read_config
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
-from hetero_mpi.runtime.generate.writer import Round, Spelling, Task, TextChanges, Writer
 from tests.support.family_configs import VOCABULARY, tiny_keys
 from tests.support.ranks import LoopbackNetwork
 from tests.support.stages import stage_of

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
-from hetero_mpi.errors import UserError
+from hetero_mpi.inference.evaluate import harness
+from hetero_mpi.inference.evaluate.evaluate import RESULT, EvaluateOptions, _check
+from hetero_mpi.inference.evaluate.scored_sets import named
 from hetero_mpi.model.layer.quantize import set_training
-from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.runtime.evaluate import harness
-from hetero_mpi.runtime.evaluate.evaluate import RESULT, EvaluateOptions, _check
-from hetero_mpi.runtime.evaluate.scored_sets import named
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.util.errors import UserError
 from tests.commands.test_generate import model_with_tokenizer, written
 from tests.support.mpi import run_mpi
 from tests.support.training_cases import corpus, tokenizer_directory

@@ -14,14 +14,14 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hetero_mpi.checkpoint import checkpoint_path
-from hetero_mpi.commands.export import export
-from hetero_mpi.errors import UserError
+from hetero_mpi.inference.source import open_source, stop_tokens
+from hetero_mpi.interop.export import export
 from hetero_mpi.model.adapters.adapter_files import adapter_of, check_adapter
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.runtime.generate.source import open_source, stop_tokens
+from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.util.errors import UserError
 from tests.support import training_cases
 from tests.support.jobs import write_profile
 from tests.support.mpi import ROOT

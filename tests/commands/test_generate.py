@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
+from hetero_mpi.inference.layer_split import share_out
 from hetero_mpi.model.layer.quantize import set_training
-from hetero_mpi.runtime.generate.layer_split import share_out
-from hetero_mpi.terminal import printable
+from hetero_mpi.util.terminal import printable
 from tests.support.family_configs import tiny_keys
 from tests.support.jobs import write_profile
 from tests.support.mpi import run_mpi

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.commands.gguf import write_gguf
-from hetero_mpi.errors import UserError
+from hetero_mpi.interop.gguf import write_gguf
+from hetero_mpi.util.errors import UserError
 from tests.support import training_cases
 from tests.support.training_cases import Case
 

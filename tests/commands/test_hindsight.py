@@ -12,11 +12,11 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.commands import run_commands
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.plan import Alone
 from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_text import job_differences, loss_after, worth_adding
+from hetero_mpi.util.errors import UserError
 from tests.report.test_run_files import ODD_LINES
 from tests.support.past_runs import JOB, cluster, make_run, planned
 from tests.support.planning_samples import JOB_TOML

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi import shipped
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.versions import own_source
-from hetero_mpi.commands import init
-from hetero_mpi.errors import UserError
+from hetero_mpi.interop import init
 from hetero_mpi.job.load import load_job
 from hetero_mpi.planning.types.toml_files import load_profile
+from hetero_mpi.util import shipped
+from hetero_mpi.util.errors import UserError
 from tests.support.environments import second_environment
 from tests.support.mpi import ROOT
 

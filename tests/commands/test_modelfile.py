@@ -11,10 +11,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.commands.gguf import layout_of, write_modelfile
 from hetero_mpi.data.chat_template import PLAIN_FORM
 from hetero_mpi.data.tokenizer import train_bpe
-from hetero_mpi.errors import UserError
+from hetero_mpi.interop.gguf import layout_of, write_modelfile
+from hetero_mpi.util.errors import UserError
 from tests.support.go_template import ollama_renders
 
 SPECIALS = [

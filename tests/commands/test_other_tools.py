@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.commands.other_files import read_keys
-from hetero_mpi.commands.other_tools import NOT_UNDERSTOOD, TABLE, TOOLS, job_from, keys_of, tables_of
-from hetero_mpi.errors import UserError
+from hetero_mpi.interop.other_files import read_keys
+from hetero_mpi.interop.other_tools import NOT_UNDERSTOOD, TABLE, TOOLS, job_from, keys_of, tables_of
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.job.schema import TABLES
+from hetero_mpi.util.errors import UserError
 
 FILES = Path(__file__).with_name("other_tools")
 EXPECTED: dict[str, dict[str, Any]] = {

@@ -77,7 +77,7 @@ def hub() -> Iterator[tuple[str, type[_Hub]]]:
 PUSH = """
 import sys
 from pathlib import Path
-from hetero_mpi.commands.export import push_directory
+from hetero_mpi.interop.export import push_directory
 print(push_directory(Path(sys.argv[1]), "org/mine"))
 """
 

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hetero_mpi.data.tokenizer import load_tokenizer
-from hetero_mpi.errors import ExitCode
+from hetero_mpi.util.errors import ExitCode
 from tests.commands.test_generate import TEMPLATE, continue_with, model_with_tokenizer, written
 from tests.support.long_run import Running, started
 from tests.support.mpi import SHARING

@@ -13,11 +13,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
-from hetero_mpi.model.decoding import Scored
-from hetero_mpi.runtime.serve.api_requests import Asked, ChatRequest, CompletionRequest, parse
-from hetero_mpi.runtime.serve.scheduler import News, Scheduler
-from hetero_mpi.runtime.serve.served_models import ServedModel, served_models
-from hetero_mpi.runtime.serve.service import Service, context_of
+from hetero_mpi.inference.decoding import Scored
+from hetero_mpi.serve.api_requests import Asked, ChatRequest, CompletionRequest, parse
+from hetero_mpi.serve.scheduler import News, Scheduler
+from hetero_mpi.serve.served_models import ServedModel, served_models
+from hetero_mpi.serve.service import Service, context_of
 from tests.commands.test_generate import model_with_tokenizer, written
 from tests.support.training_cases import corpus, tokenizer_directory
 

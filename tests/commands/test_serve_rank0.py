@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 
 from hetero_mpi.data.tokenizer import encoded
-from hetero_mpi.errors import UserError
-from hetero_mpi.model.decoding import NOT_A_NUMBER, Sampling
-from hetero_mpi.runtime.generate.source import open_source
-from hetero_mpi.runtime.generate.writer import Round, Task, TextChanges
-from hetero_mpi.runtime.serve.api_requests import ChatRequest, CompletionRequest, parse
-from hetero_mpi.runtime.serve.api_server import ApiServer
-from hetero_mpi.runtime.serve.scheduler import MOST_WAITING, Answer, CacheRoom, News, Scheduler
-from hetero_mpi.runtime.serve.serve import ServeOptions, _default_sampling, _say_address, check_options
-from hetero_mpi.runtime.serve.served_models import ServedModel
-from hetero_mpi.runtime.serve.service import Service, context_of
-from hetero_mpi.runtime.serve.wording import Wording
-from hetero_mpi.web.server import HttpError, Names, bound_socket
+from hetero_mpi.inference.decoding import NOT_A_NUMBER, Sampling
+from hetero_mpi.inference.source import open_source
+from hetero_mpi.inference.writer import Round, Task, TextChanges
+from hetero_mpi.serve.api_requests import ChatRequest, CompletionRequest, parse
+from hetero_mpi.serve.api_server import ApiServer
+from hetero_mpi.serve.scheduler import MOST_WAITING, Answer, CacheRoom, News, Scheduler
+from hetero_mpi.serve.serve import ServeOptions, _default_sampling, _say_address, check_options
+from hetero_mpi.serve.served_models import ServedModel
+from hetero_mpi.serve.service import Service, context_of
+from hetero_mpi.serve.web.server import HttpError, Names, bound_socket
+from hetero_mpi.serve.wording import Wording
+from hetero_mpi.util.errors import UserError
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.support.training_cases import corpus, tokenizer_directory
 
@@ -313,7 +313,7 @@ def test_a_model_is_found_by_a_name_of_any_characters(server: ApiServer) -> None
 
 
 def test_log_likelihoods_of_prompts_are_bounded(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_mpi.runtime.serve.service.MOST_LIKELIHOODS", 2 * 3 * 4 * 5)
+    monkeypatch.setattr("hetero_mpi.serve.service.MOST_LIKELIHOODS", 2 * 3 * 4 * 5)
     for_one = Service([model], context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
     asked = {"prompt": [[1] * 4] * 2, "n": 3, "max_tokens": 0, "echo": True}
     for further, taken in (
@@ -526,7 +526,7 @@ def test_a_prompt_that_is_far_too_long_is_not_tokenised_to_its_end(
         seen.extend(map(len, texts))
         return encoded(engine, texts, special)
 
-    monkeypatch.setattr("hetero_mpi.runtime.serve.service.encoded", counted)
+    monkeypatch.setattr("hetero_mpi.serve.service.encoded", counted)
     for asked in (
         CompletionRequest(prompt=["abc " * 500_000]),
         ChatRequest(messages=[{"role": "user", "content": "abc " * 500_000}]),  # type: ignore[list-item]

@@ -14,14 +14,14 @@ import pytest
 from transformers import AddedToken
 
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
-from hetero_mpi.runtime.generate.writer import Round
-from hetero_mpi.runtime.serve.api_requests import ChatRequest, parse
-from hetero_mpi.runtime.serve.api_server import ApiServer
-from hetero_mpi.runtime.serve.scheduler import Scheduler
-from hetero_mpi.runtime.serve.served_models import ServedModel, served_models
-from hetero_mpi.runtime.serve.service import Service, context_of
-from hetero_mpi.runtime.serve.tool_calls import HERMES, LLAMA, MISTRAL, form_of
-from hetero_mpi.web.server import HttpError, Names, bound_socket
+from hetero_mpi.inference.writer import Round
+from hetero_mpi.serve.api_requests import ChatRequest, parse
+from hetero_mpi.serve.api_server import ApiServer
+from hetero_mpi.serve.scheduler import Scheduler
+from hetero_mpi.serve.served_models import ServedModel, served_models
+from hetero_mpi.serve.service import Service, context_of
+from hetero_mpi.serve.tool_calls import HERMES, LLAMA, MISTRAL, form_of
+from hetero_mpi.serve.web.server import HttpError, Names, bound_socket
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.data.test_tools import DEEPSEEK, QWEN
 from tests.data.test_tools import LLAMA as LLAMA_TEMPLATE

@@ -18,12 +18,12 @@ from hetero_mpi.data.record_sequences import RecordSequences
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.text_sequences import Corpus, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
-from hetero_mpi.runtime.evaluate.scored_sets import set_of_files
-from hetero_mpi.runtime.generate.source import Opened, open_source
-from hetero_mpi.runtime.serve.api_requests import ChatRequest, CompletionRequest, parse
-from hetero_mpi.runtime.serve.scheduler import Scheduler
-from hetero_mpi.runtime.serve.served_models import ServedModel
-from hetero_mpi.runtime.serve.service import Service, context_of
+from hetero_mpi.inference.evaluate.scored_sets import set_of_files
+from hetero_mpi.inference.source import Opened, open_source
+from hetero_mpi.serve.api_requests import ChatRequest, CompletionRequest, parse
+from hetero_mpi.serve.scheduler import Scheduler
+from hetero_mpi.serve.served_models import ServedModel
+from hetero_mpi.serve.service import Service, context_of
 from tests.commands.test_generate import model_with_tokenizer, written
 from tests.support.training_cases import corpus, tokenizer_directory
 
@@ -158,7 +158,7 @@ def test_a_chat_template_alone_decides(place: Place) -> None:
 @pytest.mark.parametrize("template", [None, CHAT, "<s>" + CHAT])
 def test_the_harness_asks_as_serve_answers(place: Place, template: str | None, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    from hetero_mpi.runtime.evaluate.harness_model import HarnessModel
+    from hetero_mpi.inference.evaluate.harness_model import HarnessModel
 
     tokenizer = place.tokenizer
     tokenizer.chat_template = template

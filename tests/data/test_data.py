@@ -32,7 +32,7 @@ from hetero_mpi.data.tokenizer import (
     train_bpe,
     vocabulary_note,
 )
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 TEXTS = [f"def name_{i}(value):\n    return value + {i}  # größer\n" * (1 + i % 3) for i in range(40)]
 

@@ -13,7 +13,7 @@ import pytest
 
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.records import Records, read_records
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 from tests.data.test_tools import answer, call, user
 
 FRENCH = {"role": "system", "content": "In French"}

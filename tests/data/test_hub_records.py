@@ -16,7 +16,7 @@ from huggingface_hub import constants, errors
 
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.source_files import matching_files
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 from tests.model.test_cache import answer
 
 COMMIT = "b2" * 20

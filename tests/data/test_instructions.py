@@ -23,7 +23,7 @@ from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences, pack
 from hetero_mpi.data.records import Record, read_records
 from hetero_mpi.data.tokenizer import END_TOKEN, save_tokenizer, train_bpe
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 CONTROL = ["<s>", "<system>", "<user>", "<assistant>"]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.chat_template import choose_template, tokenize_records
 from hetero_mpi.data.records import Record
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 from tests.data.test_masks import FORMATS, Format, record, tokenizer_of
 from tests.data.test_tools import answer, call, gave, records_of, user
 

@@ -23,11 +23,11 @@ from hetero_mpi.data.record_sequences import RecordSequences, build_record_seque
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.engine.placement import training_share
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.comparison import Comparison
 from hetero_mpi.model.layer.loss import summed_loss, target_losses
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.util.errors import UserError
 
 ASKED = {"role": "user", "content": "grass"}
 

@@ -11,7 +11,7 @@ import pytest
 
 from hetero_mpi.data.record_files import values_of
 from hetero_mpi.data.records import read_records
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 from tests.data.test_tools import CALLING, HALVES, TWICE, answer, call, user
 
 pa = pytest.importorskip("pyarrow")

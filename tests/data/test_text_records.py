@@ -16,9 +16,9 @@ from hetero_mpi.data.dataset import Dataset
 from hetero_mpi.data.record_files import OwnKeys
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
-from hetero_mpi.runtime.setup.data_setup import Material, prepare
+from hetero_mpi.train.setup.data_setup import Material, prepare
+from hetero_mpi.util.errors import UserError
 from tests.data.test_hub_records import put
 from tests.support.jobs import SMALLEST
 

@@ -15,10 +15,10 @@ from hetero_mpi.cli import main
 from hetero_mpi.data import text_sequences, token_cache
 from hetero_mpi.data.dataset import mapped, parts_of_rows
 from hetero_mpi.data.token_cache import file_marks, kept
-from hetero_mpi.disk import cache_folder
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
-from hetero_mpi.runtime.setup.data_setup import Material, prepare
+from hetero_mpi.train.setup.data_setup import Material, prepare
+from hetero_mpi.util.disk import cache_folder
+from hetero_mpi.util.errors import UserError
 
 MODEL = """
 [model.config]
@@ -63,7 +63,7 @@ def test_a_second_start_has_the_same_data_and_reads_nothing(
     first, there = prepared(job, text)
     assert not there
     for name in ("train_bpe", "build_sequences", "build_record_sequences", "read_records"):
-        monkeypatch.setattr(f"hetero_mpi.runtime.setup.data_setup.{name}", None)
+        monkeypatch.setattr(f"hetero_mpi.train.setup.data_setup.{name}", None)
     second, there = prepared(job, text)
     assert there
     for material in (first, second):

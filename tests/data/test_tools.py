@@ -20,7 +20,7 @@ from hetero_mpi.data.chat_template import Tokenized, choose_template, tokenize_r
 from hetero_mpi.data.dataset import SequenceSettings
 from hetero_mpi.data.record_sequences import RecordSequences
 from hetero_mpi.data.records import Record, read_records
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 from tests.data.test_masks import CHATML, Format, tokenizer_of
 from tests.data.test_masks import FORMATS as MASKS
 

@@ -11,7 +11,7 @@ import pytest
 from hetero_mpi.data.chat_template import choose_template, tokenize_records
 from hetero_mpi.data.record_files import BadRecords
 from hetero_mpi.data.records import Record
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 from tests.data.test_masks import FORMATS, record, tokenizer_of
 from tests.data.test_tools import FORMATS as TOOL_FORMATS
 from tests.data.test_tools import answer, call, gave, records_of, user

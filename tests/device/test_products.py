@@ -13,7 +13,7 @@ import torch
 from hetero_mpi.device import products
 from hetero_mpi.device.accelerators import Accelerator, CudaBackend, RocmBackend
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
 from tests.support.long_run import LongRun
 from tests.support.mpi import run_bounded
 from tests.support.products_checks import ALONE, settle_products

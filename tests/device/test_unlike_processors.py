@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
 from tests import arm_host
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded

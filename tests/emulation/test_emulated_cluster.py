@@ -24,7 +24,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import with_shared_nics
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan, save_profile
-from hetero_mpi.report.run_files.metrics import StepMetrics, read_metrics
+from hetero_mpi.rundir.metrics import StepMetrics, read_metrics
 from tests.support.jobs import SEQUENCE, Outcome, Workshop
 from tests.support.message_cases import CASES
 from tests.support.mpi import ROOT, launcher_or_skip

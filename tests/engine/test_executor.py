@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hetero_mpi.checkpoint import KINDS
 from hetero_mpi.comm.transport import Group, Numbers, Request
 from hetero_mpi.data.batch import Batch
 from hetero_mpi.device.backend import Backend
@@ -25,6 +24,7 @@ from hetero_mpi.model.optimizer import StepDecision
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.planning.schedule import Op
+from hetero_mpi.state.checkpoint import KINDS
 from hetero_mpi.state.redistribute import LiveState, parcels
 from tests.engine.test_trainer import (
     BATCH,

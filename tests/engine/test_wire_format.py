@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.wire_format import Int8Format
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import job_of_tables
 from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import Stage
@@ -28,7 +26,9 @@ from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.util.errors import UserError
 from tests.engine.test_trainer import (
     LAYOUTS,
     LENGTH,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.commands.reference_pages import EXAMPLES, reference_text
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.rules import REMOVED_KEYS
 from hetero_mpi.job.schema import TABLES, JobConfig
+from hetero_mpi.util.errors import UserError
 
 SMALL = """\
 [model.config]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job, run_directory
-from hetero_mpi.report.run_files.run_directory import claim, refuse_links
+from hetero_mpi.rundir.run_directory import claim, refuse_links
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import JOB_TOML
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.job.load import load_job
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
 from tests.support.mpi import ROOT, launcher_or_skip, run_mpi
 from tests.support.pages import follow, write_files
 

@@ -20,7 +20,7 @@ from hetero_mpi.device import device_probe
 from hetero_mpi.launch.doctor import host_facts
 from hetero_mpi.launch.host_agent import connect, listen
 from hetero_mpi.launch.hosts.agent import AgentError, HostAgent
-from hetero_mpi.shipped import REQUIRED
+from hetero_mpi.util.shipped import REQUIRED
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded, run_mpi
 from tests.support.rack import NETWORK, Rack
 

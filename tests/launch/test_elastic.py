@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.agent import launch_agent, remote_command
 from hetero_mpi.launch.supervisor.elastic import without_option
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.launch.supervisor.host_reports import RunDirectory
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.util.errors import UserError
 from tests.support.elastic import (
     PATIENCE_S,
     STEPS,

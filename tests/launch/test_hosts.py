@@ -14,7 +14,6 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MpiLibrary
 from hetero_mpi.device.choice import DEVICE_VARIABLE, Cores, VisibleDevices, Wish, cores_of, device_of, wish
-from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.hosts_toml import Host, ranks_of, read_hosts
@@ -25,8 +24,9 @@ from hetero_mpi.launch.launcher.launcher import Launcher
 from hetero_mpi.launch.supervisor import watched_hosts
 from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
-from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.report.run_files.run_directory import START_VARIABLE
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.rundir.run_directory import START_VARIABLE
+from hetero_mpi.util.errors import UserError
 from tests.support.elastic import Cluster, Elastic, Running, hosts_of_starts
 from tests.support.environments import second_environment
 from tests.support.jobs import Workshop

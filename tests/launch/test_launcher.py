@@ -15,7 +15,6 @@ import pytest
 
 from hetero_mpi.comm.ranks.library import MpiLibrary
 from hetero_mpi.commands.options import add_launch_options, parser
-from hetero_mpi.errors import UserError
 from hetero_mpi.launch.hosts.hostfile import (
     HostEntry,
     check_slots,
@@ -30,6 +29,7 @@ from hetero_mpi.launch.launcher import launcher as launching
 from hetero_mpi.launch.launcher.command_line import CommandLine, build_command
 from hetero_mpi.launch.launcher.launcher import Launcher, launcher_version
 from hetero_mpi.launch.launcher.launcher_process import ErrorStream, run_command
+from hetero_mpi.util.errors import UserError
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 
 OPEN_MPI = Launcher(Path("/opt/bin/mpirun"), "Open MPI", MpiLibrary("Open MPI", "Open MPI", "5.0.11"))

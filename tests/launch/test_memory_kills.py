@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from hetero_mpi.device.shortage import memory_kills, memory_kills_text
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.support.long_run import LongRun
 

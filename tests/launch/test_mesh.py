@@ -17,7 +17,6 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, MpiLibrary
-from hetero_mpi.errors import UserError
 from hetero_mpi.launch.doctor.diagnostics import Severity
 from hetero_mpi.launch.doctor.examine import mesh_finding
 from hetero_mpi.launch.doctor.rank_checks import Passed, mesh_findings
@@ -27,6 +26,7 @@ from hetero_mpi.launch.hosts.mesh import Mesh, configuration, init, members, rea
 from hetero_mpi.launch.launcher import command_line as building
 from hetero_mpi.launch.launcher.command_line import CommandLine, hosts_command
 from hetero_mpi.launch.launcher.launcher import Launcher
+from hetero_mpi.util.errors import UserError
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.rack import Rack
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi import host_limits
-from hetero_mpi.errors import UserError
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.slurm import Component, components, entries, step_command, tasks_per_node
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.util import host_limits
+from hetero_mpi.util.errors import UserError
 from tests.support.environments import second_environment
 from tests.support.long_run import LongRun
 from tests.support.mpi import ROOT, launcher_or_skip

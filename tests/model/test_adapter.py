@@ -12,7 +12,6 @@ from bitsandbytes.nn import Linear4bit
 from transformers import AutoConfig
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import TrainTable
@@ -25,7 +24,8 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.runtime.setup.job_tuning import tuning_of
+from hetero_mpi.train.setup.job_tuning import tuning_of
+from hetero_mpi.util.errors import UserError
 from tests.support.stages import stage_of
 from tests.support.training_cases import Case
 

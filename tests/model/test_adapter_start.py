@@ -12,7 +12,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_files import adapter_of, write_adapter
 from hetero_mpi.model.adapters.adapter_start import ReducedStart
@@ -20,6 +19,7 @@ from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, began_with, scale_of
+from hetero_mpi.util.errors import UserError
 from tests.support.family_configs import tiny_keys
 
 CHAIN = TransformersChain(read_config({**tiny_keys("llama"), "tie_word_embeddings": False}))

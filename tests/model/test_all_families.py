@@ -12,7 +12,6 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import (
@@ -22,6 +21,7 @@ from hetero_mpi.model.transformers.supported import (
     REFUSED_FAMILIES,
     ROUTER_LOSS_FAMILIES,
 )
+from hetero_mpi.util.errors import UserError
 from tests.family_trial import DOCUMENT, Different, row, try_family
 from tests.support.family_configs import VOCABULARY, families, tiny_keys
 

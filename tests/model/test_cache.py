@@ -16,10 +16,10 @@ from huggingface_hub import constants, errors
 from safetensors.torch import load_file, save_file
 
 from hetero_mpi.data import source_files
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import DirectoryContents, ModelFiles
 from hetero_mpi.model.files.shard_cache import ShardCache
+from hetero_mpi.util.errors import UserError
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(40_000, dtype=torch.float32).reshape(200, 200),

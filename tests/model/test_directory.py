@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_directory import LayersWriter, ModelDirectoryWriter
 from hetero_mpi.model.files.model_files import WEIGHTS
+from hetero_mpi.util.errors import UserError
 
 SMALL = {
     "hidden_size": 32,

@@ -15,10 +15,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.checkpoint import KINDS, CheckpointReader, CheckpointWriter, verify
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.model_cost import model_cost
@@ -34,10 +32,12 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.moments import EIGHT_BIT, TWO
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.runtime.setup.job_tuning import with_moments
+from hetero_mpi.state.checkpoint import KINDS, CheckpointReader, CheckpointWriter, verify
 from hetero_mpi.state.redistribute import LiveState, Parcel, deliveries, parcels, take_over
 from hetero_mpi.state.saving import Snapshot
 from hetero_mpi.state.stored_state import check_tensors, check_train
+from hetero_mpi.train.setup.job_tuning import with_moments
+from hetero_mpi.util.errors import UserError
 from tests.engine.test_trainer import LAYOUTS, LENGTH, batch_of
 from tests.support.checkpoint_samples import told
 from tests.support.family_configs import tiny_keys

@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_files import adapter_of, check_adapter, write_adapter
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
@@ -29,6 +28,7 @@ from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from hetero_mpi.model.tuning import lora_config
+from hetero_mpi.util.errors import UserError
 from tests import family_trial
 from tests.model.test_split_backward import NormalStart
 from tests.support.family_configs import tiny_keys

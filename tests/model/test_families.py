@@ -14,7 +14,6 @@ from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
@@ -25,6 +24,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.packed_records import attention
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
+from hetero_mpi.util.errors import UserError
 from tests.support.stages import stage_of
 
 BLOCKS = 4

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.util.errors import UserError
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

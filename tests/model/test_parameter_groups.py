@@ -12,9 +12,7 @@ import pytest
 import torch
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from hetero_mpi.checkpoint import CheckpointReader, CheckpointWriter
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.group.refusals import refusal
@@ -25,8 +23,10 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.runtime.setup.job_tuning import tuning_of
+from hetero_mpi.state.checkpoint import CheckpointReader, CheckpointWriter
 from hetero_mpi.state.stored_state import check_fits, check_train, rate_change, step_change
+from hetero_mpi.train.setup.job_tuning import tuning_of
+from hetero_mpi.util.errors import UserError
 from tests.support.checkpoint_samples import told
 from tests.support.family_configs import tiny_keys
 from tests.support.stages import stage_of

@@ -12,7 +12,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_files import (
     adapter_of,
@@ -28,6 +27,7 @@ from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.util.errors import UserError
 from tests import family_trial
 from tests.support.training_cases import PATTERNS, Case, model_directory
 

@@ -11,13 +11,13 @@ import torch
 
 from hetero_mpi.data.batch import Batch
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.loss import IGNORED, Routed, Routers, _Join, _Split
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
+from hetero_mpi.util.errors import UserError
 from tests.family_trial import LIMIT
 from tests.model.test_split_backward import NormalStart, chain_of
 from tests.support.family_configs import VOCABULARY, tiny_keys

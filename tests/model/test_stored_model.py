@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -22,6 +21,7 @@ from hetero_mpi.model.transformers.generation import read_generation, with_end
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
+from hetero_mpi.util.errors import UserError
 from tests.support.family_configs import VOCABULARY, tiny_keys
 from tests.support.stages import stage_of
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.host_weights import HostLayer
@@ -24,6 +23,7 @@ from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.util.errors import UserError
 from tests.model.test_all_families import UNLIKE
 from tests.model.test_split_backward import NormalStart, chain_of
 from tests.support.family_configs import VOCABULARY, dropout_rates

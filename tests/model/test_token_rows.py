@@ -13,7 +13,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.data.tokenizer import add_tokens, load_tokenizer, rows_with_added
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_files import (
     adapter_of,
@@ -27,6 +26,7 @@ from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.group.refusals import refusal
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart, with_mean_rows
+from hetero_mpi.util.errors import UserError
 from tests import family_trial
 from tests.support.training_cases import Case, corpus, model_directory, tokenizer_directory
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.adapters.adapter_files import adapter_directory, write_adapter
-from hetero_mpi.runtime.setup.job_tuning import tuning_of
+from hetero_mpi.train.setup.job_tuning import tuning_of
+from hetero_mpi.util.errors import UserError
 from tests.model.test_adapter import chain, job
 from tests.model.test_directory import build, export
 

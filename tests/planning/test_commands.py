@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi import units
 from hetero_mpi.planning.analysis.what_if import AS_INT8, losses, what_ifs
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import Decision, decide
@@ -34,6 +33,7 @@ from hetero_mpi.planning.types.toml_files import (
     save_plan,
     save_profile,
 )
+from hetero_mpi.util import units
 from tests.support.planning_folder import REQUEST, cluster, fill, run
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_instance
 

@@ -16,7 +16,6 @@ from functools import cache, lru_cache
 import numpy as np
 import pytest
 
-from hetero_mpi.checkpoint import KINDS
 from hetero_mpi.engine.shared_parts import divided_tensors
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -41,6 +40,7 @@ from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.state.checkpoint import KINDS
 from hetero_mpi.state.redistribute import deliveries, held_under, parcels
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.plan import IdleRank, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import Curve
 from hetero_mpi.planning.types.toml_files import (
@@ -22,6 +21,7 @@ from hetero_mpi.planning.types.toml_files import (
     save_plan,
     save_profile,
 )
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import make_plan_of, make_profile, random_instance, with_split
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.dry_run import stuck_at, validate
@@ -16,6 +15,7 @@ from hetero_mpi.planning.simulator import outlined, simulate
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
 
 HEADS, LAYERS = 8, 6

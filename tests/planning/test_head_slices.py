@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import duration
 from hetero_mpi.planning.memory import memory_of, sliced_costs
@@ -16,6 +15,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report.plan_text import stage_table
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
 LOGITS = 20_000.0

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi import units
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.idle_time import Idling, idling
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.plan_memory import predict_memory
@@ -19,6 +17,8 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import HostProfile
 from hetero_mpi.planning.types.request import with_shared_nics
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan, save_profile
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_folder import REQUEST, cluster, fill, run
 from tests.support.planning_samples import make_model, make_plan_of, make_profile, random_instance
 from tests.support.seeds import seeds

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.load import load_job
 from hetero_mpi.job.plan_request import request_of
 from hetero_mpi.planning.decision.planner import make_plan
@@ -20,6 +19,7 @@ from hetero_mpi.planning.types.plan import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import JOB_TOML, SEQUENCE, make_model, make_plan_of, make_profile, random_plan
 
 

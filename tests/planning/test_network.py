@@ -12,13 +12,13 @@ from itertools import permutations
 import pytest
 
 from hetero_mpi.comm.group_paths import ring_of
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.durations import exchange_s
 from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
 from hetero_mpi.planning.types.request import with_shared_nics
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile, random_plan
 
 SLOW = 1000.0

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning import orders
 from hetero_mpi.planning.analysis.drift import as_measured
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
@@ -20,6 +19,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.plan_text import schedule_text
+from hetero_mpi.util.errors import UserError
 from tests.planning import two_backwards
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, with_split
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.memory import stage_memory, stage_trainable
@@ -16,6 +15,7 @@ from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util.errors import UserError
 from tests.support.brute_force import memory_suffices
 from tests.support.planning_samples import SEQUENCE, make_device, make_model, make_profile
 

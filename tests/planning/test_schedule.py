@@ -6,10 +6,10 @@ from textwrap import dedent
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.dry_run import stuck_at, validate
 from hetero_mpi.planning.schedule import Action, Schedule, parse_action, schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import SEQUENCE, grid, make_model, make_plan_of, random_plan
 
 MODEL, TIED = make_model(), make_model(tied=True)

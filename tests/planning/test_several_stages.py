@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.drift import as_measured
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision import several_stages
@@ -26,6 +25,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan
 from hetero_mpi.report.plan_text import plan_lines
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported, with_split
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.drift import as_measured
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
@@ -25,6 +24,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report.plan_text import headline
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile, on_cores
 from tests.support.seeds import seeds
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.what_if import faster_networks
 from hetero_mpi.planning.types.cluster_changes import restricted, with_copy_of, with_faster_links, with_free_links
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict, save_profile
 from hetero_mpi.report.profile_text import inspection_lines
-from hetero_mpi.units import numbers, ranks
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.units import numbers, ranks
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
 
 INSIDE, BETWEEN = (1e-6, 8e9), (1e-4, 0.12e9)

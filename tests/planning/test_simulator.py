@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.idle_time import Idling, idling
 from hetero_mpi.planning.device_times import compute_s, recompute_s
 from hetero_mpi.planning.durations import duration
@@ -26,6 +25,7 @@ from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
 from hetero_mpi.planning.types.request import with_shared_nics
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan, with_split
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import make_model, make_profile
 
 

@@ -16,8 +16,6 @@ from hetero_mpi.comm.links import HostFlows, flows_of
 from hetero_mpi.comm.pairs import quiet_rounds, rounds
 from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.disk import cache_folder
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -31,6 +29,8 @@ from hetero_mpi.profiling.cluster import _model_cost
 from hetero_mpi.profiling.device import DeviceBenchmark
 from hetero_mpi.profiling.host_profiles import MeasuredMemory, _read_per_s, host_profiles
 from hetero_mpi.profiling.timings import TimedPart, TimingSamples, layer_times
+from hetero_mpi.util.disk import cache_folder
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import make_device, make_profile
 
 BLOCKS, HIDDEN, SEQUENCE = 5, 16, 8
@@ -274,7 +274,7 @@ def test_what_one_device_keeps_more_is_its_own(subject: BenchmarkSpec) -> None:
 
 def test_adapters_are_measured_without_splitting(chain: TransformersChain, subject: BenchmarkSpec) -> None:
     from hetero_mpi.job.schema import JobConfig
-    from hetero_mpi.runtime.setup.job_tuning import tuning_of
+    from hetero_mpi.train.setup.job_tuning import tuning_of
 
     job = JobConfig.model_validate(
         {"model": {"path": "x"}, "data": {"text": ["x"]}, "adapter": AdapterTable(method="lora")}

@@ -15,11 +15,17 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hetero_mpi.checkpoint import PIECE_BYTES, CheckpointError, CheckpointReader, CheckpointWriter, checkpoint_path
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend, Memory
 from hetero_mpi.state import saving
+from hetero_mpi.state.checkpoint import (
+    PIECE_BYTES,
+    CheckpointError,
+    CheckpointReader,
+    CheckpointWriter,
+    checkpoint_path,
+)
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.saving import PIECES_HELD, Saver, Snapshots
 from tests.support.checkpoint_samples import told

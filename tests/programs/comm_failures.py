@@ -15,7 +15,7 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.mpi_start import check_versions, run_guarded
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 
 def exception_while_others_wait(world: World) -> int:

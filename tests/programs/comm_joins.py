@@ -14,7 +14,7 @@ from unittest import mock
 from hetero_mpi.comm.ranks import join_guard, mpi_start, ulfm
 from hetero_mpi.comm.ranks.library import launched_as
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 PLACES = {"mpi_start": mpi_start, "ulfm": ulfm, "socket": socket, "World": World}
 KINDS: dict[str, Callable[[], object]] = {

@@ -18,7 +18,7 @@ from hetero_mpi.comm.links import measure_links
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 
 def check_json(world: World) -> None:

@@ -16,14 +16,14 @@ from unittest import mock
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend, Memory
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
+from hetero_mpi.util.errors import UserError
 
 with eager_imports():  # as a rank of ``train`` does
-    from hetero_mpi.runtime import run
-    from hetero_mpi.runtime.generate import generate as command
-    from hetero_mpi.runtime.generate import layer_split
-    from hetero_mpi.runtime.setup.context import TrainOptions
+    from hetero_mpi.inference import generate as command
+    from hetero_mpi.inference import layer_split
+    from hetero_mpi.train import run
+    from hetero_mpi.train.setup.context import TrainOptions
     from tests.programs.pooled import forget
 
 

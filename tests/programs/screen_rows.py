@@ -7,7 +7,7 @@ import sys
 import time
 
 from hetero_mpi.report.screen import Screen
-from hetero_mpi.terminal import is_terminal
+from hetero_mpi.util.terminal import is_terminal
 
 if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
     assert is_terminal(sys.stdout)

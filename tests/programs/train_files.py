@@ -18,17 +18,17 @@ from unittest import mock
 
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
+from hetero_mpi.util.errors import UserError
 
 with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.comm.mpi_transport import MpiTransport
     from hetero_mpi.comm.transport import Buffer, Request
     from hetero_mpi.model.transformers.weights import FileStart
-    from hetero_mpi.runtime import build
-    from hetero_mpi.runtime.setup.context import TrainOptions
-    from hetero_mpi.runtime.training_run import train
     from hetero_mpi.state import file_supply
+    from hetero_mpi.train import build
+    from hetero_mpi.train.setup.context import TrainOptions
+    from hetero_mpi.train.training_run import train
     from tests.programs.pooled import forget
 
 

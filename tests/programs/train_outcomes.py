@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.analysis.correction import Allowance
 from hetero_mpi.planning.analysis.drift import LinkBetween, Watched
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_plan
+from hetero_mpi.util.errors import UserError
 from tests.programs.pooled import forget
 from tests.support.planning_samples import reported
 
@@ -45,11 +45,11 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.model.files.model_files import ModelFiles
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
-    from hetero_mpi.runtime import build, live_view, rebalance, run, trial, watchdog
-    from hetero_mpi.runtime.rebalance import StepWord
-    from hetero_mpi.runtime.setup.context import RunContext, Share, TrainOptions
-    from hetero_mpi.runtime.training_run import train
     from hetero_mpi.state import saving
+    from hetero_mpi.train import build, live_view, rebalance, run, trial, watchdog
+    from hetero_mpi.train.rebalance import StepWord
+    from hetero_mpi.train.setup.context import RunContext, Share, TrainOptions
+    from hetero_mpi.train.training_run import train
 
 Breaking = contextlib.AbstractContextManager[None]
 

@@ -25,8 +25,8 @@ from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import report_html
 from hetero_mpi.report.past_run import PastRun, read_run
 from hetero_mpi.report.plan_text import idling_lines
-from hetero_mpi.report.run_files.rank_steps import Usage, in_parts, rank_step_from_dict, rank_step_to_dict
 from hetero_mpi.report.trace import save_trace, trace
+from hetero_mpi.rundir.rank_steps import Usage, in_parts, rank_step_from_dict, rank_step_to_dict
 from tests.support.mpi import ROOT
 from tests.support.past_runs import make_run, measured
 from tests.support.planning_samples import make_model, make_profile, random_plan

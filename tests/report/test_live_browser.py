@@ -18,8 +18,8 @@ import pytest
 
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
-from hetero_mpi.report.run_files.line_files import METRICS_NAME
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.line_files import METRICS_NAME
+from hetero_mpi.rundir.metrics import read_metrics
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.support.browser import Browser, browser
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE

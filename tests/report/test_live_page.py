@@ -27,19 +27,19 @@ from hetero_mpi.commands.options import parser
 from hetero_mpi.device import sensors as device_sensors
 from hetero_mpi.device.accelerators import CudaBackend
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.schema import ReportTable
-from hetero_mpi.report.page import live_page
 from hetero_mpi.report.page.document import key_figures, report_html, write_report
-from hetero_mpi.report.page.live_page import LiveServer, watch
 from hetero_mpi.report.past_run import anonymous, read_run
 from hetero_mpi.report.progress import ProgressDisplay
-from hetero_mpi.report.run_files import present
-from hetero_mpi.report.run_files.metrics import MetricsWriter
-from hetero_mpi.report.run_files.present import Present, Standing, read_present, write_present
-from hetero_mpi.runtime import live_view
-from hetero_mpi.runtime.live_view import LiveView
-from hetero_mpi.web.server import Names, bound_socket
+from hetero_mpi.rundir import present
+from hetero_mpi.rundir.metrics import MetricsWriter
+from hetero_mpi.rundir.present import Present, Standing, read_present, write_present
+from hetero_mpi.serve import live_page
+from hetero_mpi.serve.live_page import LiveServer, watch
+from hetero_mpi.serve.web.server import Names, bound_socket
+from hetero_mpi.train import live_view
+from hetero_mpi.train.live_view import LiveView
+from hetero_mpi.util.errors import UserError
 from tests.support.mpi import ROOT
 from tests.support.past_runs import JOB, cluster, make_run, metrics, planned
 
@@ -342,7 +342,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from hetero_mpi.job.schema import ReportTable
 from hetero_mpi.report.progress import ProgressDisplay
-from hetero_mpi.runtime import live_view
+from hetero_mpi.train import live_view
 
 live_view.REPORT_EVERY_S = 0.0
 with live_view.LiveView(SimpleNamespace(doing="training step 61")) as live:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi import units
 from hetero_mpi.cli import main
 from hetero_mpi.planning.plan_memory import predict_memory
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
@@ -15,7 +14,8 @@ from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.report.plan_text import plan_lines, planned_lines, utilisation
 from hetero_mpi.report.profile_text import inspection_lines, profile_lines
 from hetero_mpi.report.table import least_most
-from hetero_mpi.terminal import WIDTH
+from hetero_mpi.util import units
+from hetero_mpi.util.terminal import WIDTH
 from tests.support.planning_samples import SEQUENCE, noisy_profile
 
 SCREEN = 100

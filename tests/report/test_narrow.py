@@ -10,7 +10,7 @@ import pytest
 
 from hetero_mpi.report.page.document import write_report
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
+from hetero_mpi.rundir.run_directory import SAMPLE_NAME
 from tests.report.test_page import LORA
 from tests.support.browser import Browser, browser
 from tests.support.past_runs import cluster, make_run, planned

@@ -24,9 +24,9 @@ from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import key_figures, report_html, write_report
 from hetero_mpi.report.past_run import anonymous, read_run
-from hetero_mpi.report.run_files.metrics import Evaluation
-from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME
 from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
+from hetero_mpi.rundir.metrics import Evaluation
+from hetero_mpi.rundir.run_directory import SAMPLE_NAME
 from tests.support.past_runs import JOB, cluster, make_run, planned
 
 LORA: dict[str, Any] = {

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.schedule import Action, Event, Op, parse_action
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -21,6 +20,7 @@ from hetero_mpi.report.figures.profile_curves import profile_picture
 from hetero_mpi.report.figures.style import COLOURS, save, svg
 from hetero_mpi.report.figures.timeline import KINDS, Panel, timeline
 from hetero_mpi.report.trace import save_trace, trace
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import (
     make_model,
     make_plan_of,

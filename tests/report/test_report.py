@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi import units
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import (
     Alone,
@@ -26,9 +25,10 @@ from hetero_mpi.planning.types.toml_files import plan_to_dict, report_from_dict
 from hetero_mpi.report.plan_text import plan_lines, planned_lines
 from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.report.progress import ProgressDisplay
-from hetero_mpi.report.run_files.metrics import Evaluation, measured_step_s
 from hetero_mpi.report.run_text import final_lines
-from hetero_mpi.terminal import WIDTH
+from hetero_mpi.rundir.metrics import Evaluation, measured_step_s
+from hetero_mpi.util import units
+from hetero_mpi.util.terminal import WIDTH
 from tests.support.past_runs import metrics
 
 # Units

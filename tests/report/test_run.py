@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.schedule import Action, Op, schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.page.document import key_figures, report_html, write_report
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.run_files.line_files import STEPS_NAME, keep_until
-from hetero_mpi.report.run_files.metrics import Metrics
-from hetero_mpi.report.run_files.rank_steps import (
+from hetero_mpi.report.trace import save_run_trace, trace
+from hetero_mpi.rundir.line_files import STEPS_NAME, keep_until
+from hetero_mpi.rundir.metrics import Metrics
+from hetero_mpi.rundir.rank_steps import (
     MeasuredEvent,
     RankStep,
     Usage,
@@ -33,9 +33,9 @@ from hetero_mpi.report.run_files.rank_steps import (
     read_rank_steps,
     traffic,
 )
-from hetero_mpi.report.run_files.run_directory import describe_run
-from hetero_mpi.report.trace import save_run_trace, trace
-from hetero_mpi.shipped import USED_PROFILE
+from hetero_mpi.rundir.run_directory import describe_run
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.shipped import USED_PROFILE
 from tests.support.jobs import Workshop
 from tests.support.mpi import run_mpi
 from tests.support.past_runs import JOB, cluster, make_run, measured, planned, several_stages

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import UserError
-from hetero_mpi.launch.supervisor.event_log import EventLog
-from hetero_mpi.report.run_files.logs import LOGGER, say, setup_logging
-from hetero_mpi.report.run_files.metrics import Evaluation, MetricsWriter, read_metrics, rewards_text
-from hetero_mpi.report.run_files.run_directory import claim
+from hetero_mpi.rundir.event_log import EventLog
+from hetero_mpi.rundir.logs import LOGGER, say, setup_logging
+from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, read_metrics, rewards_text
+from hetero_mpi.rundir.run_directory import claim
+from hetero_mpi.util.errors import UserError
 from tests.support.past_runs import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ def test_a_supervisors_events_in_a_used_directory_wait_for_more_than_a_refusal(t
 
 HOLD = """
 import sys, time
-from hetero_mpi.report.run_files.run_directory import claim
+from hetero_mpi.rundir.run_directory import claim
 with claim(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)

@@ -19,13 +19,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from hetero_mpi import units
 from hetero_mpi.launch.launcher.command_line import build_command
 from hetero_mpi.report.progress import Overview, ProgressDisplay, RankRow
-from hetero_mpi.report.run_files.logs import write_line
-from hetero_mpi.report.run_files.metrics import StepMetrics
-from hetero_mpi.report.run_files.present import Standing
 from hetero_mpi.report.screen import Screen
+from hetero_mpi.rundir.logs import write_line
+from hetero_mpi.rundir.metrics import StepMetrics
+from hetero_mpi.rundir.present import Standing
+from hetero_mpi.util import units
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.processes import end_tree
 

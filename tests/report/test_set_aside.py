@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.run_files.run_directory import holds_run, own_event, refuse_files_of_run, set_run_aside
+from hetero_mpi.rundir.run_directory import holds_run, own_event, refuse_files_of_run, set_run_aside
+from hetero_mpi.util.errors import UserError
 from tests.support.past_runs import cluster, make_run, planned
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ DIES = """
 import os, sys
 from pathlib import Path
 from typing import Any
-from hetero_mpi.report.run_files.run_directory import set_run_aside
+from hetero_mpi.rundir.run_directory import set_run_aside
 moves = 0
 def look(event, arguments):
     global moves

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_mpi import units
 from hetero_mpi.report.table import Column, Table
+from hetero_mpi.util import units
 
 COLUMNS = (
     Column("rank"),

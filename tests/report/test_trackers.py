@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.run_files.metrics import OPENED, Trackers
+from hetero_mpi.rundir.metrics import OPENED, Trackers
 from tests.support.mpi import ROOT
 from tests.support.past_runs import cluster, make_run, planned
 
@@ -74,7 +74,7 @@ def test_trackio(tmp_path: Path) -> None:
 import sys
 from dataclasses import replace
 from pathlib import Path
-from hetero_mpi.report.run_files.metrics import Trackers
+from hetero_mpi.rundir.metrics import Trackers
 trackers = Trackers(["trackio"], Path(sys.argv[1]) / "mine", {"train": {"steps": 3}})
 trackers.evaluation(2, 2.5)
 trackers.close()

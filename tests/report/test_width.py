@@ -17,7 +17,7 @@ import pytest
 from hetero_mpi.cli import main, parser
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.report.table import Table
-from hetero_mpi.terminal import columns, wrapped
+from hetero_mpi.util.terminal import columns, wrapped
 from tests.support.mpi import ROOT
 from tests.support.past_runs import make_run
 from tests.support.planning_folder import REQUEST, cluster

@@ -22,7 +22,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi import __version__
-from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -31,7 +30,8 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_report, save_plan, save_profile
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.plan_text import idle_lines
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
 from tests.support.mpi import ROOT, on_ranks, run_mpi
 from tests.support.stages import stage_of

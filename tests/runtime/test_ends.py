@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hetero_mpi.checkpoint import checkpoint_path
-from hetero_mpi.errors import ExitCode
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.util.errors import ExitCode
 from tests.runtime.test_signals import stopped
 from tests.support.long_run import LongRun, Running, rank_of
 from tests.support.mpi import ROOT, outliving_or_skip

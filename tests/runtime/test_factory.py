@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import get_scheduler
 
-from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.data.dataset import Samples
 from hetero_mpi.job.load import load_job
 from hetero_mpi.model.layer.interface import as_input
@@ -26,7 +25,8 @@ from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
 from tests.programs import layers_model
 from tests.support.jobs import Outcome, Workshop
 from tests.support.mpi import ROOT, on_ranks, run_mpi

@@ -19,11 +19,11 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
-from hetero_mpi.commands.export import export
+from hetero_mpi.inference.source import open_source
+from hetero_mpi.interop.export import export
 from hetero_mpi.model.files import hub
-from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.runtime.generate.source import open_source
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
 from tests.support import case_plans, training_cases
 from tests.support.jobs import write_profile
 from tests.support.mpi import run_mpi

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_report, save_plan
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.state.checkpoint import checkpoint_path
 from tests.runtime.test_equality import IN_GROUPS, tensors
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
 from tests.support.jobs import Outcome, Workshop, write_profile
 from tests.support.mpi import on_ranks
 

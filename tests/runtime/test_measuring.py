@@ -18,10 +18,10 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.report.run_files.rank_steps import MeasuredEvent
-from hetero_mpi.runtime.measuring import Expected, OwnStep, Together, compared, with_others
-from hetero_mpi.runtime.rebalance import StepWord
-from hetero_mpi.runtime.trial import clearly_faster
+from hetero_mpi.rundir.rank_steps import MeasuredEvent
+from hetero_mpi.train.measuring import Expected, OwnStep, Together, compared, with_others
+from hetero_mpi.train.rebalance import StepWord
+from hetero_mpi.train.trial import clearly_faster
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
 MODEL, SPEED = make_model(4), 4e3

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.commands.export import export
+from hetero_mpi.interop.export import export
 from tests import family_trial
 from tests.support.family_configs import tiny_keys
 from tests.support.jobs import Outcome, Workshop

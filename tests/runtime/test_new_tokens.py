@@ -14,13 +14,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hetero_mpi.checkpoint import checkpoint_path
-from hetero_mpi.commands.export import export
 from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.text_sequences import build_sequences
+from hetero_mpi.interop.export import export
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.state.checkpoint import checkpoint_path
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 from tests.support.mpi import on_ranks
 from tests.support.plain_training import short

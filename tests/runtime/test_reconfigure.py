@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.model.held_layers import Kept
@@ -25,10 +24,11 @@ from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import load_report, save_plan, save_profile
-from hetero_mpi.report.run_files.line_files import STEPS_NAME
-from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.report.run_files.rank_steps import read_rank_steps
-from hetero_mpi.runtime.setup.job_tuning import tuning_of
+from hetero_mpi.rundir.line_files import STEPS_NAME
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.rundir.rank_steps import read_rank_steps
+from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.train.setup.job_tuning import tuning_of
 from tests.runtime.test_equality import IN_GROUPS
 from tests.support import training_cases
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile

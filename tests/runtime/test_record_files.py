@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
 from tests.support.jobs import Outcome, Workshop
 
 pytestmark = pytest.mark.slow

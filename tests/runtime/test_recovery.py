@@ -16,18 +16,18 @@ import numpy as np
 import psutil
 import pytest
 
-from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MPICH, MpiLibrary
 from hetero_mpi.commands.plan_commands import ask
-from hetero_mpi.errors import ExitCode, UserError
 from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.state.checkpoint import checkpoint_path
 from hetero_mpi.state.peer_replicas import CopyCosts, peers, steps_between
+from hetero_mpi.util.errors import ExitCode, UserError
 from tests.runtime.test_signals import tensors as checkpoint_tensors
 from tests.support.elastic import Cluster, Elastic, events
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_mpi.checkpoint import CheckpointReader
 from hetero_mpi.comm.ranks.leave import Interrupted
-from hetero_mpi.errors import ExitCode
-from hetero_mpi.runtime import signals
-from hetero_mpi.runtime.signals import REQUESTS, StopRequest
+from hetero_mpi.state.checkpoint import CheckpointReader
+from hetero_mpi.train import signals
+from hetero_mpi.train.signals import REQUESTS, StopRequest
+from hetero_mpi.util.errors import ExitCode
 from tests.support.long_run import LongRun, Running
 from tests.support.mpi import ROOT
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hetero_mpi.checkpoint import checkpoint_path
 from hetero_mpi.data.batch import IGNORED, Batch
 from hetero_mpi.data.chat_template import choose_template
 from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.util.errors import UserError
 from tests.support.jobs import GLOBAL_BATCH, Workshop
 from tests.support.mpi import on_ranks
 from tests.support.training_cases import tokenizer_directory

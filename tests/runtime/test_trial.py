@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi import units
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile
-from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.runtime.setup.context import TrainOptions
-from hetero_mpi.runtime.setup.profile_and_plan import Planned
-from hetero_mpi.runtime.trial import _tried_before
-from hetero_mpi.shipped import USED_PROFILE
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.train.setup.context import TrainOptions
+from hetero_mpi.train.setup.profile_and_plan import Planned
+from hetero_mpi.train.trial import _tried_before
+from hetero_mpi.util import units
+from hetero_mpi.util.shipped import USED_PROFILE
 from tests.stand_in_gpu import THROUGH, build
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
 from tests.support.planning_samples import make_profile, reported

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import ExitCode
-from hetero_mpi.runtime.watchdog import limit_s
+from hetero_mpi.train.watchdog import limit_s
+from hetero_mpi.util.errors import ExitCode
 from tests.support.long_run import LongRun
 from tests.support.mpi import run_mpi
 

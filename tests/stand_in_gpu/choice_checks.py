@@ -12,7 +12,7 @@ from hetero_mpi.device.accelerators import open_backend, usable, visible_devices
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.device_probe import devices_seen
 from hetero_mpi.device.shortage import has_kernels
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 from tests.stand_in_gpu.backend import StandIn
 
 

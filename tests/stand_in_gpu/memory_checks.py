@@ -11,7 +11,6 @@ import torch
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.layer import loss
@@ -23,6 +22,7 @@ from hetero_mpi.profiling.device import DeviceBenchmark
 from hetero_mpi.profiling.host_profiles import measure_memory
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.saving import Snapshot
+from hetero_mpi.util.errors import UserError
 from tests.stand_in_gpu.fixtures import CHAIN, LARGE, measured, subject
 from tests.support.stages import stage_of
 

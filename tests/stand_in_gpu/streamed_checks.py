@@ -17,8 +17,6 @@ import torch
 
 from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.disk import SPARE_BYTES
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model import host_weights
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
@@ -37,6 +35,8 @@ from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.types.cost import GRADIENT_BYTES
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
+from hetero_mpi.util.disk import SPARE_BYTES
+from hetero_mpi.util.errors import UserError
 from tests.stand_in_gpu import module
 from tests.support.planning_samples import make_device, make_profile
 from tests.support.stages import stage_of, streamed_stage_of

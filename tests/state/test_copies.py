@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.checkpoint import CheckpointReader, checkpoint_path, directory, verify
-from hetero_mpi.checkpoint.directory import Part, keep_versions, new_run_id, newest_version, shards_on_disk
 from hetero_mpi.comm.ranks.mpi_start import Loss
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
-from hetero_mpi.report.run_files.metrics import read_metrics
-from hetero_mpi.report.run_files.run_directory import START_VARIABLE, describe_run
-from hetero_mpi.runtime import start_state
-from hetero_mpi.runtime.recovery import RunHistory
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.rundir.run_directory import START_VARIABLE, describe_run
+from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path, directory, verify
+from hetero_mpi.state.checkpoint.directory import Part, keep_versions, new_run_id, newest_version, shards_on_disk
+from hetero_mpi.train import start_state
+from hetero_mpi.train.recovery import RunHistory
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.jobs import GLOBAL_BATCH, Outcome, newest_copy_step

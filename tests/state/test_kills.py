@@ -18,11 +18,11 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hetero_mpi.checkpoint import CheckpointReader, newest_good
 from hetero_mpi.launch.launcher.command_line import build_command
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.state.checkpoint import CheckpointReader, newest_good
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 

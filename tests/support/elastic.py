@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
 from tests.support.jobs import Workshop
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.rack import Rack

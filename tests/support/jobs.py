@@ -14,7 +14,6 @@ from typing import Any
 
 import tomli_w
 
-from hetero_mpi.checkpoint.directory import SHARDS_NAME
 from hetero_mpi.job.load import load_job
 from hetero_mpi.model.adapters.adapter_files import with_patterns_of
 from hetero_mpi.model.model_cost import model_cost
@@ -23,7 +22,8 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
-from hetero_mpi.runtime.setup.job_tuning import tuning_of
+from hetero_mpi.state.checkpoint.directory import SHARDS_NAME
+from hetero_mpi.train.setup.job_tuning import tuning_of
 from tests.support import training_cases
 from tests.support.mpi import run_mpi
 from tests.support.planning_samples import make_profile

@@ -18,7 +18,7 @@ import psutil
 from hetero_mpi.launch.launcher.command_line import build_command
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
-from hetero_mpi.report.run_files.metrics import read_metrics
+from hetero_mpi.rundir.metrics import read_metrics
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 

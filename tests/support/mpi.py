@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.launch.launcher.command_line import build_command
 from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher, outliving_ranks
+from hetero_mpi.util.errors import UserError
 from tests.support.processes import run_within
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi import toml
 from hetero_mpi.planning.plan_memory import predict_memory
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
-from hetero_mpi.report.run_files.line_files import STEPS_NAME, LineFile
-from hetero_mpi.report.run_files.metrics import MetricsWriter, StepMetrics
-from hetero_mpi.report.run_files.rank_steps import MeasuredEvent, RankStep, Usage, rank_step_to_dict
-from hetero_mpi.report.run_files.run_directory import describe_run
+from hetero_mpi.rundir.line_files import STEPS_NAME, LineFile
+from hetero_mpi.rundir.metrics import MetricsWriter, StepMetrics
+from hetero_mpi.rundir.rank_steps import MeasuredEvent, RankStep, Usage, rank_step_to_dict
+from hetero_mpi.rundir.run_directory import describe_run
+from hetero_mpi.util import toml
 from tests.support.planning_samples import JOB_TOML, make_model, make_plan_of, make_profile
 
 JOB: dict[str, Any] = {

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from hetero_mpi.web import connection, server
-from hetero_mpi.web.connection import Connection
-from hetero_mpi.web.server import HttpError, Names, WebServer, bound_socket
+from hetero_mpi.serve.web import connection, server
+from hetero_mpi.serve.web.connection import Connection
+from hetero_mpi.serve.web.server import HttpError, Names, WebServer, bound_socket
 
 
 class _Answers(Connection):

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from hetero_mpi import units
-from hetero_mpi.background import Background
 from hetero_mpi.comm.ranks.collectives import decode, encode
 from hetero_mpi.comm.ranks.leave import end_all, end_alone
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.errors import ExitCode, UserError
+from hetero_mpi.util import units
+from hetero_mpi.util.background import Background
+from hetero_mpi.util.errors import ExitCode, UserError
 
 LIMIT_S = 60.0
 """Longest time from MPI's start until the ranks are one world: it takes some 10 ms."""

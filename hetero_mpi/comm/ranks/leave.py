@@ -21,8 +21,8 @@ import numpy as np
 from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.ranks.ulfm import RankLost, losses
 from hetero_mpi.comm.ranks.world import World, describe_problems
-from hetero_mpi.errors import ExitCode
-from hetero_mpi.terminal import write_text
+from hetero_mpi.util.errors import ExitCode
+from hetero_mpi.util.terminal import write_text
 
 _LOG = logging.getLogger(__name__)
 SETTLE_S = 1.0

@@ -38,9 +38,9 @@ from hetero_mpi.comm.ranks.library import (
 )
 from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, PACKAGE, own_source, version_problem
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.errors import ExitCode, UserError
-from hetero_mpi.host_limits import usable_cores
-from hetero_mpi.terminal import write_text
+from hetero_mpi.util.errors import ExitCode, UserError
+from hetero_mpi.util.host_limits import usable_cores
+from hetero_mpi.util.terminal import write_text
 
 _LAUNCHED_BY_US: list[str] = []
 """Not empty: a launcher of ours waits for ``ENDED_LINE``."""

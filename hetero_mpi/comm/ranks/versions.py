@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from hetero_mpi import __version__
-from hetero_mpi.shipped import SHIPPED_FILES
+from hetero_mpi.util.shipped import SHIPPED_FILES
 
 Rule = Literal["exact", "minor"]
 

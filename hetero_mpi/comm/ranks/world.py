@@ -16,7 +16,7 @@ import numpy as np
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.ranks.collectives import DROWSY_S, Collectives, decode, encode
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 T = TypeVar("T")
 RELEASE_POLL_S = 0.05

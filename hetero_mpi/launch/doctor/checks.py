@@ -9,17 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_mpi import __version__, units
+from hetero_mpi import __version__
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, parse_library_version
 from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, MUST_MATCH, version_problem
 from hetero_mpi.device.self_test import SelfTest, text_of
-from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch.doctor.diagnostics import Finding, as_json, found, lines_of, would_fail
 from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, answered
 from hetero_mpi.launch.hosts.agent import PROGRAM
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface
-from hetero_mpi.shipped import pip_argument
-from hetero_mpi.terminal import write_text
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import ExitCode
+from hetero_mpi.util.shipped import pip_argument
+from hetero_mpi.util.terminal import write_text
 
 LEAST_RUN_BYTES = 500_000_000
 """Free space below which a run fails: the checkpoints of as few as 8 M trained parameters do not fit."""

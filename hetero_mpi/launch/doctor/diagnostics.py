@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from hetero_mpi import units
-from hetero_mpi.terminal import wrapped
+from hetero_mpi.util import units
+from hetero_mpi.util.terminal import wrapped
 
 _INDENT = 20
 

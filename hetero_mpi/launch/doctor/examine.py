@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, launched_as
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source
-from hetero_mpi.errors import UserError
 from hetero_mpi.launch.doctor import checks
 from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
 from hetero_mpi.launch.doctor.diagnostics import Finding, found, merged
@@ -29,7 +28,8 @@ from hetero_mpi.launch.hosts.hostfile import read_hostfile, slots_by_host
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, network_of, resolve, source_address
 from hetero_mpi.launch.launcher.command_line import prefix_of
 from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher
-from hetero_mpi.terminal import write_text
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.terminal import write_text
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
 from hetero_mpi.device.device_probe import drivers
 from hetero_mpi.device.self_test import self_test
-from hetero_mpi.disk import free_bytes
-from hetero_mpi.host_limits import usable_cores
-from hetero_mpi.shipped import absent_packages
+from hetero_mpi.util.disk import free_bytes
+from hetero_mpi.util.host_limits import usable_cores
+from hetero_mpi.util.shipped import absent_packages
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hetero_mpi import units
 from hetero_mpi.comm.links import LinkSamples, measure_links
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.pairs import quiet_rounds
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
-from hetero_mpi.errors import ExitCode
 from hetero_mpi.launch.doctor import checks
 from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
 from hetero_mpi.launch.doctor.diagnostics import Finding, Severity, found, lines_of, merged, would_fail
 from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, fault_tolerance, gather, self_tests, try_torch
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses
-from hetero_mpi.terminal import write_text
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import ExitCode
+from hetero_mpi.util.terminal import write_text
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh  # brings pydantic, which a host may lack

@@ -19,9 +19,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, cast
 
-from hetero_mpi.background import lines_of
 from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.comm.ranks.versions import own_source
+from hetero_mpi.util.background import lines_of
 
 PROGRAM = "hetero_mpi.launch.host_agent"
 MARK = "hetero_mpi agent: "

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
-from hetero_mpi.disk import require_regular
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.errors import UserError
 
 _USER = r"(?:[A-Za-z0-9_][A-Za-z0-9_.\-]*@)?"
 _NAME = _USER + r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"  # no leading "-": a launch agent would take it for an option

@@ -19,12 +19,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hetero_mpi import toml
 from hetero_mpi.device.choice import DEVICE, DEVICE_RULE, DEVICE_VARIABLE
-from hetero_mpi.disk import require_regular
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots
+from hetero_mpi.util import toml
+from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.errors import UserError
 
 _ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")  # no leading "-": a launch agent would take it for an option
 _ENDPOINT = re.compile(r"none|[A-Za-z0-9_][A-Za-z0-9_.\-]*:\d{1,5}")

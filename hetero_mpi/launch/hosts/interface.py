@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 
 @dataclass(frozen=True)

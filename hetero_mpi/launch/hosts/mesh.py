@@ -19,11 +19,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
-from hetero_mpi.disk import atomic_write, require_regular, writing
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml, broken_keys
 from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts, tables_of
 from hetero_mpi.launch.hosts.interface import LocalAddress
+from hetero_mpi.util.disk import atomic_write, require_regular, writing
+from hetero_mpi.util.errors import UserError
 
 UNREACHABLE = "none"
 """``endpoint`` of a host that no other can call: it is behind a router that lets nothing in, and calls the others itself."""

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_mpi.comm.ranks.library import JOINED_VARIABLE, MPICH, OPEN_MPI
-from hetero_mpi.disk import atomic_write, cache_folder, writing
-from hetero_mpi.errors import UserError
-from hetero_mpi.host_limits import usable_cores
 from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, read_by_launcher, read_hostfile
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, LocalAddress, choose_interface, local_addresses, resolve
 from hetero_mpi.launch.launcher.launcher import AS_ROOT, Launcher
+from hetero_mpi.util.disk import atomic_write, cache_folder, writing
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.host_limits import usable_cores
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host  # bring pydantic, which a plain launch does not need

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, MpiLibrary, parse_library_version
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 _NAMES = {

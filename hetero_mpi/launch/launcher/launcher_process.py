@@ -25,14 +25,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
-from hetero_mpi.background import Background
 from hetero_mpi.comm.ranks.library import ENDED_LINE
 from hetero_mpi.device.shortage import memory_kills, memory_kills_text
-from hetero_mpi.disk import free_bytes
-from hetero_mpi.errors import AT_ONCE, ExitCode, UserError
 from hetero_mpi.launch.launcher.command_line import CommandLine
 from hetero_mpi.launch.launcher.launcher import with_home
-from hetero_mpi.terminal import UNWATCHED_VARIABLE, write_text
+from hetero_mpi.util.background import Background
+from hetero_mpi.util.disk import free_bytes
+from hetero_mpi.util.errors import AT_ONCE, ExitCode, UserError
+from hetero_mpi.util.terminal import UNWATCHED_VARIABLE, write_text
 
 _MORE = "the full command: --print; with the reasons for its options: --verbose"
 _PR_SET_PDEATHSIG = 1

@@ -6,7 +6,7 @@ launcher and watches the hosts itself (``watched_hosts``, ``host_reports``). Whe
     end what is left on all hosts -> see which hosts answer -> start again on those, from the newest state they have
 
 The job plans again for the ranks it then has, and finds that state itself: a checkpoint of the host that leads, or copies on the
-disks of all hosts (``runtime.start_state``). A host that is back takes part from the next start on.
+disks of all hosts (``train.start_state``). A host that is back takes part from the next start on.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from types import FrameType
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.device.shortage import memory_kills_text
-from hetero_mpi.disk import write_whole
-from hetero_mpi.errors import AT_ONCE, ExitCode
 from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import format_hostfile
 from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
 from hetero_mpi.launch.launcher.launcher import Launcher
 from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXT, AT_ONCE_TEXT, announce, ask_to_end, begin, handling
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
-from hetero_mpi.launch.supervisor.event_log import EventLog
 from hetero_mpi.launch.supervisor.host_reports import end_starts
 from hetero_mpi.launch.supervisor.watched_hosts import WatchedHost, WatchedHosts
-from hetero_mpi.report.run_files.run_directory import START_VARIABLE
+from hetero_mpi.rundir.event_log import EventLog
+from hetero_mpi.rundir.run_directory import START_VARIABLE
+from hetero_mpi.util.disk import write_whole
+from hetero_mpi.util.errors import AT_ONCE, ExitCode
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""

@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hetero_mpi.errors import UserError
+from hetero_mpi.commands.options import HEARTBEAT_TIMEOUT_S, MAX_RESTARTS, PROBE_TIMEOUT_S
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, read_hostfile, slots_by_host
+from hetero_mpi.util.errors import UserError
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host
@@ -22,12 +23,10 @@ class ElasticOptions:
     hosts_file: str | None = None
     """A hosts.toml, instead of a host file."""
     mpirun_args: tuple[str, ...] = ()
-    heartbeat_timeout_s: float = 14.0
-    """Silence after which a machine counts as dead. An outage of 12 s is survived, and its end is seen within 1.75 s."""
-    max_restarts: int = 10
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    max_restarts: int = MAX_RESTARTS
     min_ranks: int = 1
-    probe_timeout_s: float = 10.0
-    """Longest wait for hosts to answer before a start."""
+    probe_timeout_s: float = PROBE_TIMEOUT_S
     verbose: bool = False
     """Show the command of every start, with reasons."""
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_mpi.background import Background
 from hetero_mpi.launch.hosts.agent import HostAgent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.interface import local_addresses, resolve, source_address
@@ -28,6 +27,7 @@ from hetero_mpi.launch.supervisor.host_reports import (
     seal,
     unseal,
 )
+from hetero_mpi.util.background import Background
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host

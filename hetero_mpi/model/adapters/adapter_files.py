@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_start import as_written, tensors_as_written
@@ -17,6 +16,7 @@ from hetero_mpi.model.adapters.peft_config import CONFIG, UNKNOWN, PeftConfig, r
 from hetero_mpi.model.files.model_directory import WholeDirectory
 from hetero_mpi.model.files.model_files import StoredTensor, read_header, read_tensors, write_tensors
 from hetero_mpi.model.tuning import FILE_PREFIX, ROWS, Tuning, lora_config
+from hetero_mpi.util.errors import UserError
 
 WEIGHTS = "adapter_model.safetensors"
 _A = ".lora_A.weight"

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.layer.seeds import one_thread, seeded
 from hetero_mpi.model.tuning import Tuning, began_with, scale_of
+from hetero_mpi.util.errors import UserError
 
 
 class ReducedStart:

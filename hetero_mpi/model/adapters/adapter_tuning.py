@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapter_targets import of_pattern, reaches
@@ -26,6 +25,7 @@ from hetero_mpi.model.tuning import (
     lora_config,
     name_in_file,
 )
+from hetero_mpi.util.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.custom.layered_model import Builder
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, PassThrough, as_input
 from hetero_mpi.model.layer.seeds import seeded
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
+from hetero_mpi.util.errors import UserError
 
 REMEDY = (
     "Build the layer inside its function, with torch's random numbers only; or hand over a model that is there already as a whole: "

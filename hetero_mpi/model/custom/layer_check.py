@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.custom.custom_chain import REMEDY, LayerShape, build_layer, sampled, shapes_of, unlike
 from hetero_mpi.model.custom.layered_model import Builder, LayeredModel, check_not_shared, shared
 from hetero_mpi.model.layer.interface import as_input, embedding_matrices
 from hetero_mpi.model.layer.seeds import seeded
+from hetero_mpi.util.errors import UserError
 
 _ALIKE = 1e-4
 """Relative difference below which two ways to compute the same count as equal."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 Builder = Callable[[], nn.Module]
 

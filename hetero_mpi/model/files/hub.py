@@ -14,8 +14,8 @@ import huggingface_hub
 from huggingface_hub import constants
 
 from hetero_mpi.data import source_files
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.util.errors import UserError
 
 WANTED = (
     "config.json",

@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.disk import atomic_write, sync
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import GENERATION, INDEX, WEIGHTS, header_of, write_tensors
+from hetero_mpi.util.disk import atomic_write, sync
+from hetero_mpi.util.errors import UserError
 
 T = TypeVar("T", bound="WholeDirectory")
 _OF_TOKENIZER = ("chat_template.jinja", "additional_chat_templates", "special_tokens_map.json", "added_tokens.json")

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from hetero_mpi.disk import require_regular
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_mpi.disk import SPARE_BYTES, free_bytes, write_whole, writing
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ListedTensor, StoredTensor, read_header, read_tensors, write_tensors
-from hetero_mpi.sealed import opened, store
+from hetero_mpi.util.disk import SPARE_BYTES, free_bytes, write_whole, writing
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.sealed import opened, store
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.group.division import (
     Division,
     Trained,
@@ -26,6 +25,7 @@ from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES, UNDIVIDED_
 from hetero_mpi.planning.types.cost import MOMENT_BLOCK
 from hetero_mpi.planning.types.moments import EIGHT_BIT
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.util.errors import UserError
 
 
 def refusal(

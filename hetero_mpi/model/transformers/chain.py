@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, embedding_matrices
 from hetero_mpi.model.layer.loss import IGNORED, Routers, summed_loss
 from hetero_mpi.model.layer.quantize import unpack_experts
@@ -26,6 +25,7 @@ from hetero_mpi.model.transformers import packed_records
 from hetero_mpi.model.transformers.initial_values import initialise, materialize, restore_buffers
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
+from hetero_mpi.util.errors import UserError
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 

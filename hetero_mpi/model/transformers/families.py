@@ -16,9 +16,9 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import read_json
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES, ROUTER_LOSS_FAMILIES
+from hetero_mpi.util.errors import UserError
 
 _WELL_KNOWN = (
     "deepseek_v3",

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import GENERATION, read_json
+from hetero_mpi.util.errors import UserError
 
 _NUMBER = (int, float), "a number"
 _COUNT = (int,), "a whole number"

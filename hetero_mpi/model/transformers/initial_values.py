@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.seeds import seeded
+from hetero_mpi.util.errors import UserError
 
 
 def initialise(chain: LayerChain, model: PreTrainedModel, layer: int, seed: int) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.files.model_files import ModelFiles, have_same_numbers
 from hetero_mpi.model.transformers.chain import build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import HALVES, names_in_model
+from hetero_mpi.util.errors import UserError
 
 _COMPUTED = re.compile(r"rotary_emb\.\w*(inv_freq|cos_cached|sin_cached)$|(^|\.)masked_bias$|(^|\.)position_ids$")
 """Buffers in old files that every model computes by itself."""

@@ -24,9 +24,9 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.util.errors import UserError
 
 _MXFP4 = ("gate_up_proj", "down_proj")
 _BLOCKS, _SCALES = HALVES = "_blocks", "_scales"

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from hetero_mpi import units
 from hetero_mpi.planning.fit import like_ranks, median_error, sigma_of
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cluster_changes import AnyLink, with_slowness
 from hetero_mpi.planning.types.cost import GRADIENT_BYTES
 from hetero_mpi.planning.types.plan import Alone, IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.util import units
 
 LEAST_ERROR = 0.01
 """No ratio is known to better than this share."""

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.analysis.correction import Measured, corrected
 from hetero_mpi.planning.analysis.drift import Prospect, moving_s
 from hetero_mpi.planning.contention import while_computing
@@ -29,6 +28,7 @@ from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util.errors import UserError
 
 _MADE = "made while the run went on, for the speeds measured then"
 _LEFT_OUT = "too slow, or its links are, by the speeds measured while the run went on"

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.decide import Decision, fastest
 from hetero_mpi.planning.device_times import whole_model_s
@@ -28,6 +27,7 @@ from hetero_mpi.planning.types.cost import INT8
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util.errors import UserError
 
 AS_INT8 = 'activations and gradients as int8 (train.wire = "int8", which rounds them)'
 FASTER = 10

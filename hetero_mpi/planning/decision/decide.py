@@ -10,8 +10,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_mpi import units
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing, with_copying
 from hetero_mpi.planning.decision.groups import with_groups
 from hetero_mpi.planning.decision.head_slices import head_sliced, with_sliced_heads
@@ -32,6 +30,8 @@ from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.plan import Alone, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import UserError
 
 WORTHWHILE = 0.02
 """A plan with streamed stages must be shorter by this share than one without, unless the job asks for streaming."""

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hetero_mpi import units
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.contention import slowness, while_computing, while_running
 from hetero_mpi.planning.decision.decide import Decision, decide
@@ -22,6 +21,7 @@ from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import FROM_DISK, IdleRank, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util import units
 
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""

@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hetero_mpi import units
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import best_alone, decide, in_order, nearest_searched, or_alone
 from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons, streamed_texts
@@ -32,6 +30,8 @@ from hetero_mpi.planning.types.plan import (
 )
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import UserError
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hetero_mpi import units
 from hetero_mpi.planning.decision.decide import decide, fits, streamable
 from hetero_mpi.planning.decision.head_slices import head_sliced
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
@@ -23,6 +22,7 @@ from hetero_mpi.planning.types.cost import DTYPE_BYTES, EIGHT_BIT_SAVING, STREAM
 from hetero_mpi.planning.types.plan import PipelinePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util import units
 
 MOST_RANKS = 6
 """The message names no more ranks than these, those that lack most."""

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from hetero_mpi.errors import UserError
+from hetero_mpi.util.errors import UserError
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.util.errors import UserError
 
 SCHEMA_VERSION = 3
 MEASURED = "measured"

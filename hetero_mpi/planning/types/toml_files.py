@@ -16,16 +16,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi import toml
-from hetero_mpi.disk import require_regular, write_whole
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.types import plan as plan_types
 from hetero_mpi.planning.types import profile as profile_types
 from hetero_mpi.planning.types.codec import decode, decoded, encode, raise_all
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.profile_rules import number_problems, profile_problems
-from hetero_mpi.shipped import file_of_run, profile_file
+from hetero_mpi.util import toml
+from hetero_mpi.util.disk import require_regular, write_whole
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.shipped import file_of_run, profile_file
 
 PROFILE_HEADING = """\
 # Profile of a cluster: what every rank and every directed link was measured to do, and the model it was measured with.

@@ -21,13 +21,13 @@ from itertools import groupby, pairwise
 
 from matplotlib.figure import Figure
 
-from hetero_mpi import units
 from hetero_mpi.planning.schedule import reduced_layers
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.figures.style import Sheet, drawn, host_colours, width_of
 from hetero_mpi.report.plan_text import fullest_text, heads_text, idle_alike
 from hetero_mpi.report.profile_text import place_text
+from hetero_mpi.util import units
 
 WIDTH = 1080.0
 """Largest width of a row, pixels: that of the report's page."""

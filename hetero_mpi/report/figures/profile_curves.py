@@ -13,10 +13,10 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from hetero_mpi import units
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile
 from hetero_mpi.report.figures.style import COLOURS, INK, drawn, fitted, key
 from hetero_mpi.report.profile_text import distinct_devices
+from hetero_mpi.util import units
 
 LINES = tuple(COLOURS[role][0] for role in ("accent", "warm", "good", "violet", "alert", "soft"))
 """Colours of the devices' curves; further devices share one colour."""

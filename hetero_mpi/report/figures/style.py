@@ -25,7 +25,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as MplPath
 from matplotlib.textpath import text_to_path
 
-from hetero_mpi.disk import writing
+from hetero_mpi.util.disk import writing
 
 COLOURS: dict[str, tuple[str, str]] = {
     "paper": ("#fdfdfc", "#16181c"),

@@ -12,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from hetero_mpi import units
 from hetero_mpi.planning.schedule import Event, Op
 from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, far_apart, fitted, key, new_figure, panel
-from hetero_mpi.report.run_files.rank_steps import in_parts
+from hetero_mpi.rundir.rank_steps import in_parts
+from hetero_mpi.util import units
 
 WIDTH, LEFT, RIGHT = 1080, 184, 14
 MOST_LANES = 48

@@ -10,15 +10,15 @@ import jinja2
 from markupsafe import Markup
 
 import hetero_mpi
-from hetero_mpi import units
-from hetero_mpi.disk import write_whole, writing
 from hetero_mpi.planning.memory import shared_parameters
 from hetero_mpi.report.figures.style import palette_css
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.profile_text import place_text
-from hetero_mpi.report.run_files.rank_steps import newest_step, on_one_clock
 from hetero_mpi.report.table import unbroken
+from hetero_mpi.rundir.rank_steps import newest_step, on_one_clock
+from hetero_mpi.util import units
+from hetero_mpi.util.disk import write_whole, writing
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("hetero_mpi.report", "page"), autoescape=True, undefined=jinja2.StrictUndefined

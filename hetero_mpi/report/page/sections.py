@@ -11,7 +11,6 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from hetero_mpi import units
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import PlanReport
@@ -22,12 +21,13 @@ from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_note, stage_table
 from hetero_mpi.report.profile_text import place_text
-from hetero_mpi.report.run_files.line_files import METRICS_NAME, STEPS_NAME
-from hetero_mpi.report.run_files.metrics import Evaluation, StepMetrics
-from hetero_mpi.report.run_files.rank_steps import last_usage, sums, traffic
-from hetero_mpi.report.run_files.run_directory import SAMPLE_NAME, TRACE_NAME
 from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
 from hetero_mpi.report.table import Column, Table, least_most
+from hetero_mpi.rundir.line_files import METRICS_NAME, STEPS_NAME
+from hetero_mpi.rundir.metrics import Evaluation, StepMetrics
+from hetero_mpi.rundir.rank_steps import last_usage, sums, traffic
+from hetero_mpi.rundir.run_directory import SAMPLE_NAME, TRACE_NAME
+from hetero_mpi.util import units
 
 USAGE_NOTE = "Shares of the time since training began, or since the plan last changed."
 MEMORY_NOTE = (

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi import units
 from hetero_mpi.cli import main
 from hetero_mpi.planning.analysis.what_if import what_ifs
 from hetero_mpi.planning.decision.decide import alone, best_alone
@@ -20,6 +19,7 @@ from hetero_mpi.planning.types.plan import Alone, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_profile
 from hetero_mpi.report.plan_text import headline
+from hetero_mpi.util import units
 from tests.support.past_runs import WHOLE_JOB, make_run
 from tests.support.planning_folder import cluster, fill, run
 from tests.support.planning_samples import SEQUENCE, make_plan_of, make_profile, on_cores, random_instance

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.decision.planner import make_plan
@@ -18,6 +17,7 @@ from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util.errors import UserError
 from tests.support.brute_force import brute_force_s, joint_instance
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile, renumbered
 from tests.support.seeds import seeds

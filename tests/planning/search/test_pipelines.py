@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory
 from hetero_mpi.planning.search.columns import Chains, along_hosts, in_columns, in_hosts
 from hetero_mpi.planning.search.costs import Costs, levels, tabulated
@@ -21,6 +20,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
+from hetero_mpi.util.errors import UserError
 from tests.support.planning_samples import (
     SEQUENCE,
     make_model,

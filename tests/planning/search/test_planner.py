@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_mpi import units
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.decision.explain import beaten
@@ -23,6 +21,8 @@ from hetero_mpi.planning.types.cost import EMBEDDING
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import UserError
 from tests.planning.search.pipeline_bound import pipeline_bound_s
 from tests.support.planning_samples import (
     SEQUENCE,

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
@@ -17,6 +16,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import stage_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util.errors import UserError
 from tests.planning.search.pipeline_bound import pipeline_bound_s
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 from tests.support.seeds import seeds

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_mpi.errors import UserError
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.search.search import Search
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util.errors import UserError
 from tests.planning.search.test_annealing import REQUEST, cluster, even_plan
 from tests.support.brute_force import joint_instance
 from tests.support.seeds import seeds

@@ -1,0 +1,242 @@
+"""The split of a model's layers over the ranks that write text with it: each loads its own only, as many as its memory holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.device.backend import DTYPES, Backend
+from hetero_mpi.engine.placement import active_ranks
+from hetero_mpi.inference.source import GenerateSource, Opened
+from hetero_mpi.inference.writer import Writer
+from hetero_mpi.job.schema import ClusterTable
+from hetero_mpi.job.training_tables import AdapterTable
+from hetero_mpi.model.adapters.adapter_files import read_adapter
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
+from hetero_mpi.model.host_weights import large_files_folder
+from hetero_mpi.model.layer.interface import Start
+from hetero_mpi.model.model_cost import model_cost
+from hetero_mpi.model.several_adapters import add_adapter
+from hetero_mpi.model.stage import Stage, StageSpec
+from hetero_mpi.model.streamed_stage import StreamedStage
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.tuning import Tuning, nothing_trained
+from hetero_mpi.planning.types.cost import STREAMED_LAYERS
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.profiling.host_profiles import sharing_ranks
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.state.file_supply import open_start
+from hetero_mpi.state.redistribute import Parcel, deliveries, move, parcels
+from hetero_mpi.train.setup.setup import open_rank, settle_products
+from hetero_mpi.util import units
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GenerateSetup:
+    """The context of loading and generating on a rank."""
+
+    world: World
+    backend: Backend
+    chain: TransformersChain
+    tuning: Tuning
+    plan: Plan
+    memory: tuple[RankMemory, ...]
+    """For each rank with a stage: bytes of parameters, and those that may be used."""
+    source: GenerateSource
+    opened: Opened | None
+    """On rank 0 only."""
+    further: Mapping[str, Tuning]
+    """Adapters beside that of ``tuning``, by their names."""
+
+
+def set_up(world: World, opened: Opened | None) -> GenerateSetup:
+    """Open the devices, and divide the model's layers among the ranks. No weight is read. Collective. ``opened``: what is to write,
+    on rank 0; None elsewhere. Raises UserError: the model does not fit.
+    """
+    source = GenerateSource(**world.broadcast_json(asdict(opened.source) if opened is not None else None))
+    cluster = ClusterTable(**source.cluster)
+    backend, _, _ = open_rank(world, cluster)
+    settle_products(world, backend, source.dtype)
+    with world.together("reading the model's configuration"):
+        chain = TransformersChain(read_config(source.config))
+        tuning = _tuning(source, chain, source.adapter)
+        further = {name: _tuning(source, chain, adapter) for name, adapter in source.further.items()}
+    plan, memory = _plan(world, backend, chain, [tuning, *further.values()], source)
+    setup = GenerateSetup(world, backend, chain, tuning, plan, memory, source, opened, further)
+    _say_division(setup)
+    return setup
+
+
+def with_writer(
+    setup: GenerateSetup, work: Callable[[World, Writer], T], ended: Callable[[], bool] = lambda: False
+) -> T | None:
+    """Load the model, and ``work`` on the active ranks with their world and writers; the others sleep, and return None. Collective.
+
+    ``ended``: as ``World.sleep_until_released`` takes it.
+    """
+    world, plan = setup.world, setup.plan
+    active = active_ranks(plan)
+    with MpiTransport(world.comm, threaded=ClusterTable(**setup.source.cluster).communication_thread) as transport:
+        members = world.subset(active)
+        if members is None:
+            world.doing = "idle: other ranks hold the model"
+            world.sleep_until_released(ended)
+            return None
+        problem: CollectiveUserError | None = None
+        result = None
+        try:
+            own = _load(setup, members, transport)
+            ranks = [stage.ranks[0] for stage in plan.pipelines[0].stages]
+            stages = [own] if own is not None else []
+            result = work(members, Writer(world.rank, ranks, active, transport, setup.chain, stages))
+        except CollectiveUserError as error:
+            problem = error
+        world.release([rank for rank in range(world.size) if rank not in active], problem)
+        if problem is not None:
+            raise problem
+        return result
+
+
+def share_out(layer_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[tuple[int, int]]:
+    """Layers ``[first, last)`` of each rank, in rank order; ``first == last``: the rank idles.
+
+    The largest ratio (bytes of a rank's layers) / (its memory) is made as small as possible. Among equal divisions the one with the
+    fewest stages is taken: the ranks compute one after the other, so a further stage only adds a message.
+
+    Args:
+        layer_bytes: parameter bytes of each layer of the chain.
+        memory_bytes: usable memory of each rank; 0: it can hold nothing.
+    """
+    total = [0, *accumulate(layer_bytes)]
+    layers = len(layer_bytes)
+    # best[last]: (how full the fullest rank is, stages, cuts) of the layers before ``last`` on the ranks so far
+    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, (0,))}
+    for memory in memory_bytes:
+        found = {last: (full, stages, (*cuts, last)) for last, (full, stages, cuts) in best.items()}
+        for first, (full, stages, cuts) in best.items():
+            for last in range(first + 1, layers + 1):
+                share = (total[last] - total[first]) / memory if memory > 0 else math.inf
+                option = (max(full, share), stages + 1, (*cuts, last))
+                if last not in found or option[:2] < found[last][:2]:
+                    found[last] = option
+        best = found
+    cuts = best[layers][2]
+    return list(pairwise(cuts))
+
+
+def _tuning(source: GenerateSource, chain: TransformersChain, adapter: dict[str, Any] | None) -> Tuning:
+    if adapter is None:
+        return nothing_trained()
+    return adapter_tuning(chain, AdapterTable(**adapter), source.nf4, source.double)
+
+
+def _plan(
+    world: World, backend: Backend, chain: TransformersChain, tunings: Sequence[Tuning], source: GenerateSource
+) -> tuple[Plan, tuple[RankMemory, ...]]:
+    """A plan of one pipeline with a stage per rank that takes part, and each rank's memory. The KV cache is not counted: it is
+    small beside the parameters. Collective. Raises UserError: the model does not fit.
+    """
+    sharing = sharing_ranks(world, backend)
+    given = ClusterTable(**source.cluster).memory_bytes
+    memory = given if given is not None else backend.memory(sharing).usable_bytes
+    dtype = source.dtype
+    usable = [int(bytes_) for bytes_ in world.all_gather_json(memory if dtype in backend.dtypes() else 0)]
+    cost = model_cost(chain, tunings[0], dtype, 1, dict.fromkeys(chain.kinds, 0.0))
+    sizes = [layer.parameter_bytes for layer in cost.layers]
+    for spec in (spec for tuning in tunings[1:] for spec in tuning.trainable.values()):
+        sizes[spec.layer] += spec.count * DTYPES[dtype].itemsize
+    shares = share_out(sizes, usable)
+    held = [sum(sizes[first:last]) for first, last in shares]
+    streamed = any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True))
+    if streamed:  # of which every rank holds a few layers at a time
+        at_once = STREAMED_LAYERS * max(sizes)
+        shares = share_out(sizes, [limit if limit >= at_once else 0 for limit in usable])
+        held = [at_once if first < last else 0 for first, last in shares]
+    if any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True)):
+        has = ", ".join(f"rank {rank} {units.size(limit)}" for rank, limit in enumerate(usable))
+        raise CollectiveUserError(
+            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and {STREAMED_LAYERS} layers at a time do not "
+            f"fit the usable memory either ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory"
+        )
+    stages = tuple(
+        StagePlan((rank,), first, last, 0, streamed=streamed)
+        for rank, (first, last) in enumerate(shares)
+        if first < last
+    )
+    fill = tuple(RankMemory(stage.ranks[0], held[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
+    return Plan((PipelinePlan(stages, 1, 1),), 1, 1, chain.layer_count), fill
+
+
+def _say_division(setup: GenerateSetup) -> None:
+    chain, source, stages = setup.chain, setup.source, setup.plan.pipelines[0].stages
+    say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {source.dtype}" + ", NF4" * source.nf4)
+    for stage, memory in zip(stages, setup.memory, strict=True):
+        of = f"{units.size(memory.peak_bytes)} of parameters, {units.size(memory.usable_bytes)} of memory"
+        streamed = ", streamed layer by layer" * stage.streamed
+        say(f"  rank {memory.rank}: layers {stage.first}-{stage.last - 1} of {chain.layer_count}, {of}{streamed}")
+    idle = setup.world.size - len(stages)
+    if setup.world.size > 1:
+        others = f"; {idle} rank{'s' if idle > 1 else ''} idle" if idle else ""
+        say(f"  parameters follow memory, so that the fullest rank is as little full as can be{others}")
+
+
+def _load(setup: GenerateSetup, members: World, transport: Transport) -> Stage | None:
+    """This rank's layers, with their adapters. ``members``: the active ranks."""
+    source, rank = setup.source, setup.world.rank
+    start, files = open_start(members, rank, transport, setup.chain, setup.plan, source.directory, source.seed)
+    with members.together("loading weights"), files:
+        stage = _stage(setup, start)
+    opened = setup.opened
+    if source.adapter is not None:
+        own = stage.parameters if stage is not None else {}
+        tied_head = stage.tied_head if stage is not None else None
+        _load_adapter(setup, setup.tuning, own, opened.adapter if opened is not None else None, transport, tied_head)
+    for name, tuning in setup.further.items():
+        own = add_adapter(stage, name, tuning) if stage is not None else {}
+        _load_adapter(setup, tuning, own, opened.further[name] if opened is not None else None, transport)
+    return stage
+
+
+def _stage(setup: GenerateSetup, start: Start) -> Stage | None:
+    source, rank = setup.source, setup.world.rank
+    for own in setup.plan.pipelines[0].stages:
+        if rank in own.ranks:
+            spec = StageSpec(setup.chain, own.first, own.last, setup.backend, source.dtype, source.seed, setup.tuning)
+            return StreamedStage(spec, start, folder=large_files_folder()) if own.streamed else Stage(spec, start)
+    return None
+
+
+def _load_adapter(
+    setup: GenerateSetup,
+    tuning: Tuning,
+    own: Mapping[str, nn.Parameter],
+    directory: Path | None,
+    transport: Transport,
+    tied_head: nn.Parameter | None = None,
+) -> None:
+    """Bring an adapter's tensors from rank 0, which has its ``directory``, to the ranks that need them (``own``). Collective."""
+    stored = read_adapter(directory, tuning) if directory is not None else {}
+
+    tied, last = tuning.tied(setup.chain), setup.plan.pipelines[0].stages[-1].ranks[0]
+
+    def keep(parcel: Parcel, value: torch.Tensor) -> None:
+        for held in (own.get(parcel.name), tied_head if parcel.name == tied else None):
+            if held is not None:
+                held.data.copy_(value)
+
+    listed = parcels(tuning, setup.plan, ("parameters",))
+    listed = [replace(one, others=(last,)) if one.name == tied and one.owner != last else one for one in listed]
+    move(setup.world.rank, transport, deliveries(listed, lambda _: (0,)), lambda parcel: stored[parcel.name], keep)

@@ -1,0 +1,244 @@
+"""The argument of ``generate``: a run, a model directory or an adapter directory, and the form of prompt its model expects.
+
+Only rank 0 reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.data.chat_template import Template, has_template, render_prompt
+from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, rows_with_added
+from hetero_mpi.inference.decoding import require_decodable
+from hetero_mpi.job.load import job_from_dict
+from hetero_mpi.job.schema import ClusterTable, JobConfig
+from hetero_mpi.model.adapters.adapter_files import adapter_of, check_adapter
+from hetero_mpi.model.adapters.adapter_start import as_written
+from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
+from hetero_mpi.model.files import hub
+from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.generation import model_stops, read_generation
+from hetero_mpi.model.transformers.stored_model import stored_model
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.state.checkpoint import CheckpointError, CheckpointReader
+from hetero_mpi.train.setup.data_setup import prompt_template
+from hetero_mpi.util.errors import UserError
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+_KINDS = (
+    "a run directory (with model/ or adapter/), a Hugging Face model directory (config.json, *.safetensors), or a PEFT adapter "
+    "directory (adapter_config.json)"
+)
+
+
+@dataclass(frozen=True)
+class GenerateSource:
+    """The model that generates, with its dtype and quantisation. Plain values, to be broadcast."""
+
+    config: dict[str, Any]
+    """Keys of the model's ``config.json``."""
+    base: str | None
+    """Directory of the weights, on rank 0's machine at least; None: they are initialised from the seed."""
+    dtype: str
+    adapter: dict[str, Any] | None = None
+    """The keys of a job's ``[adapter]``."""
+    nf4: bool = False
+    double: bool = True
+    seed: int = 0
+    """Seed of weights that are in no file."""
+    cluster: dict[str, Any] = field(default_factory=lambda: ClusterTable().model_dump())
+    """The keys of a job's ``[cluster]``."""
+    further: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Adapters beside ``adapter``: name -> the keys of its ``[adapter]``."""
+
+    @property
+    def directory(self) -> Path | None:
+        return Path(self.base) if self.base is not None else None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source, with what only rank 0 needs of it: the tokenizer and the form of the prompt."""
+
+    source: GenerateSource
+    tokenizer: PreTrainedTokenizerFast
+    adapter: Path | None
+    """Its directory."""
+    template: Template | None
+    """The template that a prompt is put into; None: it is continued as it is."""
+    reason: str
+    """Why this template, in words."""
+    further: dict[str, Path] = field(default_factory=dict)
+    """Directories of adapters beside it."""
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest text that the model has positions for; None: any number."""
+        return getattr(read_config(self.source.config), "max_position_embeddings", None)
+
+    @property
+    def stops(self) -> list[int]:
+        return stop_tokens(self.source.config, self.source.directory, self.tokenizer)
+
+    def prompt_tokens(self, prompt: str, raw: bool) -> list[int]:
+        """Token ids of the prompt as the model expects it. Raises UserError: nothing is left of it, or the chat template refuses
+        it.
+        """
+        if not prompt.strip():
+            raise UserError("the prompt is empty: give --prompt some text")
+        return render_prompt(self.tokenizer, prompt, None if raw else self.template)
+
+
+def open_source(path: Path) -> Opened:
+    """Find out what is at ``path``. Weights are not read. Raises UserError: it is none of the three kinds, is incomplete, or is of
+    an unsupported family.
+    """
+    path = path.expanduser()
+    if not path.exists():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, siblings, n=3)]
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        raise UserError(f"{path} does not exist{hint}. Give {_KINDS}")
+    if (path / "config.json").is_file():
+        return _bare(_model(path), path, None)
+    if (path / "adapter_config.json").is_file():
+        return _bare(*_adapter(path))
+    if any((path / name).is_dir() for name in ("model", "adapter", "checkpoints")):
+        return _run(path)
+    raise UserError(f"{path} is not something that can generate. Give {_KINDS}")
+
+
+def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Ids of the tokens that end a text: those of ``generation_config.json``, else of ``config.json``; and the tokenizer's own.
+
+    :raises UserError: a file holds no such ids.
+    """
+    stops = model_stops(config, read_generation(directory))
+    return sorted({*stops, *(own for own in [tokenizer.eos_token_id] if own is not None)})
+
+
+def _model(path: Path) -> GenerateSource:
+    stored = stored_model(ModelFiles(path))
+    require_decodable(read_config(stored.config))
+    say(*stored.notes)
+    return GenerateSource(stored.config, str(path.absolute()), _DTYPES.get(str(stored.config.get("dtype")), "fp32"))
+
+
+def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
+    """An adapter directory, over its base model in the base model's own dtype."""
+    table, name = adapter_of(path)
+    base = hub.directory_of(name) if name else None
+    if base is None or not base.is_dir():
+        raise UserError(
+            f"{path / 'adapter_config.json'}: the base model {name!r} (base_model_name_or_path) is not a directory here; "
+            f"put the model there, or correct the path"
+        )
+    source = replace(_model(base), adapter=table.model_dump())
+    source.config["vocab_size"] = rows_with_added(_tokenizer_of(path, base), read_config(source.config).vocab_size)
+    chain = TransformersChain(read_config(source.config))
+    modules = dict(chain.model.named_modules())
+    foreign = [target for target in table.targets if target not in modules]
+    if foreign:
+        raise UserError(
+            f"{path}: the adapter is of another model: {base} has no {foreign[0]}; correct base_model_name_or_path"
+        )
+    check_adapter(path, adapter_tuning(chain, table, False, True))
+    return source, path, path
+
+
+def _bare(source: GenerateSource, path: Path, adapter: Path | None) -> Opened:
+    """A directory that belongs to no run of this program."""
+    tokenizer = _tokenizer(source, adapter or path)
+    if has_template(tokenizer):
+        return Opened(source, tokenizer, adapter, "auto", "wrapped by the tokenizer's chat template")
+    return Opened(source, tokenizer, adapter, None, "continued as it is: the tokenizer has no chat template")
+
+
+def _run(path: Path) -> Opened:
+    """The result of a run, in the dtype and quantisation of its job."""
+    known = _newest_metadata(path / "checkpoints")
+    if known is None:
+        result = path / ("model" if (path / "model").is_dir() else "adapter")
+        if not result.is_dir():
+            raise UserError(f"{path}: neither a result (model/, adapter/) nor a whole checkpoint; run the job again")
+        return open_source(result)
+    job, metadata = known
+    result = path / ("model" if job.adapter.method == "none" else "adapter")
+    if not result.is_dir():
+        raise UserError(
+            f"{path}: the run has not written {result.name}/ yet; --resume it to its end, or make a directory of its newest "
+            f"checkpoint: python -m hetero_mpi export {path} OUT"
+        )
+    if job.adapter.method == "none":
+        adapter, source = None, replace(_model(result), dtype=job.train.dtype, cluster=job.cluster.model_dump())
+    else:
+        adapter, source = result, _adapted(job, metadata, result)
+    tokenizer, template = _tokenizer(source, result), prompt_template(job)
+    if template is None:
+        return Opened(source, tokenizer, adapter, None, "continued as it is: the run learnt text")
+    return Opened(source, tokenizer, adapter, template, "wrapped as the run's records were")
+
+
+def _adapted(job: JobConfig, metadata: dict[str, Any], result: Path) -> GenerateSource:
+    """An adapter of a run over the base model that its job tuned, quantised as there."""
+    name = adapter_of(result)[1] or metadata.get("base_model")
+    base = hub.directory_of(name) if name else None
+    config = metadata["model_config"]
+    if base is not None:
+        config = {**_model(base).config, "vocab_size": read_config(config).vocab_size}  # new tokens have rows
+    require_decodable(read_config(config))
+    adapter = as_written(job.adapter)
+    source = GenerateSource(
+        config,
+        str(base) if base is not None else None,
+        job.train.dtype,
+        adapter.model_dump(),
+        job.model.quantization == "nf4",
+        job.model.double_quantization,
+        job.train.seed,
+        job.cluster.model_dump(),
+    )
+    check_adapter(
+        result,
+        adapter_tuning(TransformersChain(read_config(config)), adapter, source.nf4, job.model.double_quantization),
+    )
+    return source
+
+
+def _newest_metadata(directory: Path) -> tuple[JobConfig, dict[str, Any]] | None:
+    """(job, all metadata) of the newest checkpoint that can be opened. Tensors are not read."""
+    for path in sorted(directory.glob("step-*.h5"), reverse=True):
+        try:
+            with CheckpointReader(path) as reader:
+                reader.told("model_config")
+                return job_from_dict(reader.told("job")), reader.metadata
+        except (CheckpointError, ValidationError):
+            continue  # damaged, or of a program with other keys
+    return None
+
+
+def _tokenizer(source: GenerateSource, directory: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer beside the result, else beside the base model."""
+    tokenizer = _tokenizer_of(directory, *([Path(source.base)] if source.base is not None else []))
+    check_vocabulary(tokenizer, read_config(source.config).vocab_size)
+    return tokenizer
+
+
+def _tokenizer_of(*places: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in the first of the directories that has one."""
+    for place in places:
+        if any((place / name).is_file() for name in _TOKENIZERS):
+            return load_tokenizer(place)
+    raise UserError(
+        f"{' and '.join(map(str, dict.fromkeys(places)))}: no tokenizer (tokenizer.json) beside the model; copy the one "
+        f"it was trained with into the directory"
+    )

@@ -1,0 +1,293 @@
+"""A trainer that takes what transformers' and TRL's trainers take: a data set in memory, and their arguments.
+
+Their arguments become keys of a job by the table that translates their files (``interop.other_tools``). One that was changed from
+its default and has no counterpart here is refused by its name; where only speed, memory or output depend on it, it is told instead.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import math
+import secrets
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from hetero_mpi.api import Job, collective, steps, train
+from hetero_mpi.interop.other_tools import PEFT, arguments
+from hetero_mpi.rundir.logs import write_line
+from hetero_mpi.rundir.metrics import Evaluation
+from hetero_mpi.step_iterator import Steps
+from hetero_mpi.train.result import TrainResult
+from hetero_mpi.util.disk import cache_folder, sync, writing
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.sealed import discard, opened, store
+
+_OBJECTIVES = {
+    "SFTConfig": "sft",
+    "TrainingArguments": "sft",
+    "DPOConfig": "dpo",
+    "KTOConfig": "kto",
+    "ORPOConfig": "orpo",
+}
+"""Class of arguments -> what is trained, as TRL calls it."""
+_RECORDS = ("messages", "conversations", "prompt", "instruction", "chosen")
+"""Keys by which a row is a record; others are texts."""
+_ELSEWHERE = "set XDG_CACHE_HOME to a directory that you can write to"
+
+
+class DatasetTrainer:
+    """Trains a model on a data set (``hetero_mpi.Trainer``). Under mpirun every rank makes one, with equal arguments; rank 0's data
+    count.
+
+    Args:
+        model: a model's directory, or a model of the hub.
+        dataset: a ``datasets.Dataset``, or a list of dicts: ``text``, ``messages``, ``prompt`` and ``completion``, pairs ...
+        args: ``SFTConfig``, ``TrainingArguments``, ``DPOConfig``, ``KTOConfig`` or ``ORPOConfig``; or a dict of such arguments.
+        eval_dataset: rows of the same kind.
+        processing_class: a tokenizer; None: the model's.
+        peft_config: a ``LoraConfig``; None: all weights are trained.
+        set: keys of the job over all that, ``{"model.quantization": "nf4"}``.
+
+    Attributes:
+        told: a line for those of the arguments that have no effect here, of each reason; ``train`` prints them.
+
+    Raises:
+        UserError: with each argument that is not taken, the reason, and what to use instead.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        dataset: Iterable[Mapping[str, Any]],
+        args: Any = None,
+        *,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        set: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(model, (str, Path)):
+            raise UserError(f"model: must be a directory or a name of the hub, not a {type(model).__name__}")
+        if not isinstance(processing_class, (str, Path, NoneType)) and not hasattr(processing_class, "save_pretrained"):
+            raise UserError(f"processing_class: must be a tokenizer, not a {type(processing_class).__name__}")
+        self._rows, first = _rows_of(dataset, "dataset")
+        self._test_rows = _rows_of(eval_dataset, "eval_dataset")[0] if eval_dataset is not None else None
+        self._tokenizer = processing_class
+        given, changed, title = _given(args)
+        column = given.pop("dataset_text_field", "text")
+        self._texts = not any(key in first for key in _RECORDS)
+        self._run_dir = Path(given.pop("output_dir", None) or "trainer_output")
+        evaluation = {key: given.pop(key, None) for key in ("eval_strategy", "eval_steps")}
+        rows = {"path": "./rows.jsonl"} | ({"type": "completion", "text_column": column} if self._texts else {})
+        given |= {"model_name_or_path": str(model), "datasets": [rows], "use_peft": peft_config is not None}
+        if given.get("save_strategy") == "epoch":
+            given |= {"save_strategy": "steps", "save_steps": self._per_epoch(given)}
+        values, refused, told = arguments(title, given, changed)
+        self.told = [
+            f"{title}: {', '.join(key for key, why in told if why == reason)} has no effect here: {reason}"
+            for reason in dict.fromkeys(why for _, why in told)
+        ]
+        refused += _adapter(values, model, peft_config)
+        if refused:
+            raise UserError("\n".join(f"{title}: {key} is not taken: {reason}" for key, reason in refused))
+        if self._test_rows is not None:
+            every = {"no": 0, "steps": evaluation["eval_steps"] or given.get("logging_steps") or 500}
+            due = every.get(str(evaluation["eval_strategy"] or "no"))
+            values["train.evaluate_every"] = self._per_epoch(given) if due is None else due
+            values["train.evaluate_sequences"] = len(list(self._test_rows))
+        values |= {"data.held_out": 0.0, "output.run_dir": self._run_dir.absolute(), "model.path": model}
+        if isinstance(first.get("prompt"), str):
+            values["data.template"] = "none"
+        self._values = values | dict(set or {})
+        self._result: TrainResult | None = None
+        self._job(Path("rows.jsonl"), None, None)  # tells its problems now
+
+    @property
+    def result(self) -> TrainResult | None:
+        """The products of the last ``train``."""
+        return self._result
+
+    def train(self, **options: Any) -> TrainResult:
+        """Train to the end. Collective. ``options``: those of ``hetero_mpi.train``, callbacks and ``resume`` among them."""
+        self._result = train(self._ready(), **options)
+        return self._result
+
+    def steps(self, **options: Any) -> Steps:
+        """The steps of a run, as ``hetero_mpi.steps`` has them. Collective."""
+        return steps(self._ready(), **options)
+
+    def evaluate(self) -> Evaluation:
+        """The evaluation after the last step. Raises UserError: nothing was trained, or there is no ``eval_dataset``."""
+        if self._result is None or not self._result.evaluations:
+            raise UserError("evaluate() tells what train() has measured at its end: it needs that, and an eval_dataset")
+        return self._result.evaluations[-1]
+
+    def save_model(self, output_dir: str | Path) -> None:
+        """Copy the model, or the adapter, to ``output_dir`` on rank 0's host. Collective."""
+        with collective() as world, world.led("copying the result"):
+            if self._result is None:
+                raise UserError("save_model() copies what train() has made: call that first")
+            if world.rank == 0:
+                with writing(Path(output_dir), "name another directory"):
+                    shutil.copytree(self._result.result, output_dir, dirs_exist_ok=True)
+
+    def _per_epoch(self, given: Mapping[str, Any]) -> int:
+        """Steps of an epoch of rows that are not packed."""
+        if given.get("packing"):
+            raise UserError(
+                "packing: an epoch's steps are not known before: give save_strategy, eval_strategy in steps"
+            )
+        keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+        batch = [given.get(key, default) for key, default in keys.items()]
+        if not all(isinstance(one, int) and one > 0 for one in batch):
+            raise UserError(f"{' and '.join(keys)}: must be whole numbers above 0")
+        return math.ceil(len(list(self._rows)) / math.prod(batch))
+
+    def _ready(self) -> Job:
+        """The job, with its data in files on rank 0's host. Collective."""
+        with collective() as world, world.led("writing the data set"):
+            if world.rank != 0:
+                return self._job(Path("rows.jsonl"), None, None)  # rank 0's counts
+            for line in self.told:
+                write_line(line)
+            test = _rows_file(self._test_rows) if self._test_rows is not None else None
+            return self._job(_rows_file(self._rows), test, _tokenizer_directory(self._tokenizer))
+
+    def _job(self, rows: Path, test_rows: Path | None, tokenizer: str | None) -> Job:
+        values: dict[str, Any] = {"data.text" if self._texts else "data.records": [glob.escape(str(rows))]}
+        values |= {"data.evaluation": [glob.escape(str(test_rows))]} if test_rows is not None else {}
+        values |= {"tokenizer.path": tokenizer} if tokenizer is not None else {}
+        return Job.build({}, self._run_dir.name or "run", set=self._values | values)
+
+
+Trainer = DatasetTrainer
+
+
+def _given(args: Any) -> tuple[dict[str, Any], set[str], str]:
+    """The arguments as values, those of them that were changed, and what they are."""
+    if args is None or isinstance(args, Mapping):
+        given = dict(args or {})
+        if odd := [key for key in given if not isinstance(key, str)]:
+            raise UserError(f"args: {odd[0]!r} is no name of an argument")
+        return given, {key for key, value in given.items() if value not in (None, False, "no", "none", [], {})}, "args"
+    title = type(args).__name__
+    if title not in _OBJECTIVES:
+        raise UserError(f"args: {title} is not taken; there are {', '.join(_OBJECTIVES)}, or a dict of their arguments")
+    alike = {key: getattr(args, key) for key in ("output_dir", "use_cpu", "bf16", "fp16")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of arguments that nobody has named
+        values, defaults = args.to_dict(), type(args)(**alike).to_dict()
+    changed = {key for key, value in values.items() if value != defaults.get(key)} - {"do_eval", "do_train"}
+    changed -= {"save_strategy"} if values["save_strategy"] == "no" else set()
+    return values | {"trainer": _OBJECTIVES[title]}, changed, title
+
+
+def _adapter(values: dict[str, Any], model: str | Path, config: Any) -> list[tuple[str, str]]:
+    """Put peft's arguments into ``values``; returns those that are not taken, with the reason."""
+    if config is None:
+        return []
+    if type(config).__name__ != "LoraConfig":
+        return [(f"peft_config: {type(config).__name__}", "adapters are LoRA's: give a LoraConfig")]
+    given, defaults = config.to_dict(), type(config)().to_dict()
+    targets, layers = given["target_modules"], given["layers_to_transform"]
+    if isinstance(targets, str) and targets != "all-linear":
+        return [("target_modules", 'name the layers, ["q_proj", "v_proj"], or "all-linear"; a pattern is not here')]
+    given["target_modules"] = sorted(targets) if isinstance(targets, (list, set)) else targets or "family"
+    if values.get("train.dropout") is False:
+        given["lora_dropout"] = 0.0
+    given["layers_to_transform"] = [layers] if isinstance(layers, int) else layers
+    refused = _beside(values, model, given)
+    values |= {ours: given[key] for key, ours in PEFT["keys"].items() if given[key] not in (None, {})}
+    changed = {key for key, value in given.items() if value != defaults.get(key)} - PEFT["keys"].keys()
+    return refused + [(f"peft_config.{key}", PEFT["reason"]) for key in sorted(changed - set(PEFT["aside"]))]
+
+
+_ENDS = {"embed_tokens": "embedding", "lm_head": "head"}
+"""Modules that may have trained rows -> ``adapter.tokens_in``."""
+
+
+def _beside(values: dict[str, Any], model: str | Path, given: dict[str, Any]) -> list[tuple[str, str]]:
+    """Bring into our form what adapters begin with, and what is trained beside them; returns what is not taken, with the reason."""
+    refused = []
+    start, saved, rows = (given[key] for key in ("init_lora_weights", "modules_to_save", "trainable_token_indices"))
+    given["init_lora_weights"] = start if isinstance(start, str) else None
+    if start is not True and not str(start).startswith(("pissa", "olora")):
+        refused.append(("peft_config.init_lora_weights", 'there are True, "pissa", "pissa_niter_4" and "olora"'))
+    given["modules_to_save"] = sorted(saved) if saved else None
+    description = Path(model) / "config.json"
+    keys = json.loads(description.read_text(encoding="utf-8")) if saved and description.is_file() else {}
+    torn = keys.get("tie_word_embeddings") and not given["ensure_weight_tying"]
+    if torn and any(name.endswith(tuple(_ENDS)) for name in saved):
+        reason = "must be True, as this model has one matrix for embedding and head, and keeps it"
+        refused.append(("peft_config.ensure_weight_tying", reason))
+    by_end = rows if isinstance(rows, dict) else {"embed_tokens": rows}
+    ends = {_ENDS.get(name.rpartition(".")[2]) for name in by_end}
+    given["trainable_token_indices"] = next(iter(by_end.values()), None) or None
+    if None in ends or len({tuple(sorted(some or ())) for some in by_end.values()}) > 1:
+        refused.append(
+            ("peft_config.trainable_token_indices", "the same rows of embed_tokens, lm_head or both are trained")
+        )
+    elif rows:
+        values["adapter.tokens_in"] = "both" if len(ends) == 2 else ends.pop()
+    return refused
+
+
+def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
+    """The rows, which can be read again and again, and the first one. Raises UserError: they are none."""
+    if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
+        some = ": give one of its parts" if isinstance(dataset, Mapping) else ""
+        raise UserError(f"{name}: must be a datasets.Dataset, or a list of dicts, not a {type(dataset).__name__}{some}")
+    rows = list(dataset) if isinstance(dataset, Iterator) else dataset
+    first = next(iter(rows), None)
+    if isinstance(first, Mapping):
+        first = {key: value for key, value in first.items() if value is not None}  # columns that the row lacks
+    elif first is not None:
+        raise UserError(f"{name}: rows must be dicts, not {type(first).__name__}; docs/data.md has their shapes")
+    if not first or "input_ids" in first:
+        raise UserError(f"{name}: must have rows, of text, as tokens are made here; docs/data.md has their shapes")
+    return rows, first
+
+
+def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
+    """The rows as JSON lines in the user's cache, where equal rows have one file."""
+    folder, digest = cache_folder("datasets"), hashlib.sha256()
+    made = folder / f".{secrets.token_hex(8)}"
+    with writing(folder, _ELSEWHERE):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with made.open("wb") as file:
+                for number, row in enumerate(rows):
+                    try:
+                        line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
+                    except (TypeError, ValueError) as error:
+                        raise UserError(f"dataset: row {number} is no dict that JSON can hold: {error}") from None
+                    digest.update(line)
+                    file.write(line)
+            sync(made)
+            place = folder / f"{digest.hexdigest()[:32]}.jsonl"
+            if not place.is_file():
+                discard(place)
+            return made.rename(place)
+        finally:
+            made.unlink(missing_ok=True)
+
+
+def _tokenizer_directory(tokenizer: Any) -> str | None:
+    """Where a tokenizer is: an object is saved in the user's cache, where equal ones have one folder."""
+    if tokenizer is None or isinstance(tokenizer, (str, Path)):
+        return str(tokenizer) if tokenizer is not None else None
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+        digest = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:32]
+        place = cache_folder("datasets") / f"tokenizer-{digest}"
+        if opened(place, lambda *_: True, write_line) is None:
+            store(place, tokenizer.save_pretrained, _ELSEWHERE)
+    return str(place)

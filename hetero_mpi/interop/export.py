@@ -1,0 +1,221 @@
+"""The command ``export``: a checkpoint, or the newest one of a run, becomes a Hugging Face or PEFT directory, and an upload
+to the hub. One process, no MPI.
+
+Tensors pass one layer at a time, so a model larger than memory can be exported.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from transformers.utils import logging as transformers_logging
+
+from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
+from hetero_mpi.device.backend import DTYPES
+from hetero_mpi.interop.model_card import write_card
+from hetero_mpi.job.load import job_from_dict
+from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.model.adapters.adapter_files import adapter_directory, write_adapter
+from hetero_mpi.model.adapters.merged_adapter import expert_delta, merged
+from hetero_mpi.model.files import hub
+from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
+from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.layer.interface import PassThrough
+from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.weights import FileStart
+from hetero_mpi.model.tuning import MAGNITUDE, ROWS, Tuning, began_with
+from hetero_mpi.state.checkpoint import CheckpointReader, lowest_held_out, newest_good
+from hetero_mpi.state.stored_state import check_tensors
+from hetero_mpi.train.setup.job_tuning import tuning_of
+from hetero_mpi.util.background import unharmed
+from hetero_mpi.util.errors import UserError
+
+_RESULTS = ("model", "adapter")
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """An open checkpoint and what it says of itself."""
+
+    reader: CheckpointReader
+    path: Path
+    job: JobConfig
+    chain: TransformersChain
+    tuning: Tuning
+    base: Path | None
+    """Directory of the weights that were tuned, on this machine."""
+
+
+def export(source: Path, target: Path, merge: bool, best: bool = False) -> str:
+    """Write ``target`` from a run directory or a checkpoint file; returns a sentence about what was written.
+
+    Args:
+        merge: add the adapter to its base weights and write a whole model; without it an adapter is written as such.
+        best: of a run directory, take the checkpoint with the lowest held-out loss.
+
+    Raises:
+        UserError: no whole checkpoint, nothing to merge, or the base weights are not there.
+    """
+    transformers_logging.disable_progress_bar()  # one for each layer would say nothing
+    path = _checkpoint(source, best)
+    with CheckpointReader(path) as reader:
+        opened = _open(reader, path)
+        if merge and opened.tuning.full:
+            raise UserError(f"{path} holds a whole model, no adapter: leave --merge out")
+        if merge and (opened.base is None or not opened.base.is_dir()):
+            raise UserError(f"merging needs the base weights, which are not at {opened.base}: export without --merge")
+        if opened.tuning.full:
+            what = _write_model(opened, target, _trained_layers(opened))
+        elif merge:
+            what = _write_model(opened, target, _merged_layers(opened))
+        else:
+            what = _write_adapter(opened, target)
+    return f"{target}: {what}, from {path}"
+
+
+def _checkpoint(source: Path, best: bool) -> Path:
+    if source.is_file():
+        if best:
+            raise UserError(f"--best chooses a checkpoint of a run directory, and {source} is one: leave --best out")
+        return source
+    directory = source / "checkpoints"
+    if not directory.is_dir():
+        raise UserError(f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)")
+    if best:
+        if found := lowest_held_out(directory):
+            return found[0]
+        raise UserError(
+            f"{directory}: no checkpoint knows its held-out loss; let [checkpoint] every be a multiple of [train] evaluate_every, "
+            "or set [train] patience"
+        )
+    path, skipped = newest_good(directory)
+    if path is None:
+        reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped) or "it is empty"
+        raise UserError(f"{directory}: no whole checkpoint ({reasons})")
+    return path
+
+
+def _open(reader: CheckpointReader, path: Path) -> ExportSource:
+    try:
+        job = job_from_dict(reader.told("job"))
+    except ValidationError as error:
+        raise UserError(
+            f"{path}: its job is not one of this version: {error}; export with the version that wrote it"
+        ) from error
+    if job.model.factory is not None:
+        raise UserError(
+            f"{path} is of a model made of layers ({job.model.factory}), which has no Hugging Face form: its run wrote "
+            f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself"
+        )
+    chain = TransformersChain(read_config(reader.told("model_config")))
+    name, tuning = reader.told("base_model"), tuning_of(job, chain)
+    check_tensors(reader, path, tuning)
+    base = hub.directory_of(name) if name else None
+    return ExportSource(reader, path, job, chain, tuning, base)
+
+
+def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, torch.Tensor]]) -> str:
+    generation = source.reader.told("generation_config") or None
+    with ModelDirectoryWriter(source.chain.model, target, source.job.output.shard_bytes, generation) as writer:
+        for state in layers:
+            writer.add(state)
+        lacking = _copy_tokenizer(source, writer.path)
+        kind = "model" if source.tuning.full else "merged"
+        with unharmed("writing the model card"):
+            write_card(writer.path, target, source.path, source.reader.metadata, source.base, kind)
+    base = source.reader.told("base_model")
+    added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter added"
+    return f"a model in {ModelFiles(target).config['dtype']}{added}{lacking}"
+
+
+def _write_adapter(source: ExportSource, target: Path) -> str:
+    state = {name: _read(source, name) for name in (*source.tuning.trainable, *source.tuning.constants)}
+    base = source.reader.told("base_model")
+    with adapter_directory(target) as whole:
+        write_adapter(whole.path, source.tuning, state, base)
+        lacking = _copy_tokenizer(source, whole.path)
+        with unharmed("writing the model card"):
+            write_card(whole.path, target, source.path, source.reader.metadata, source.base, "adapter")
+    return f"a PEFT adapter{lacking}"
+
+
+def _trained_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
+    chain, dtype = source.chain, DTYPES[source.job.train.dtype]
+    for layer in range(chain.layer_count):
+        specs = (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
+        yield {spec.name: _read(source, spec.name).to(chain.dtype_of(spec.name, dtype)) for spec in specs}
+
+
+def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
+    """Base weights from their files, each adapted matrix merged with its adapter in fp32, in the dtypes of the files."""
+    chain, adapter = source.chain, source.tuning.adapter
+    assert adapter is not None and source.base is not None
+    start = FileStart(ModelFiles(source.base), chain)
+    model = build_on_meta(chain.config)
+    for layer in range(chain.layer_count):
+        start.fill(chain, model, layer)
+        specs = (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
+        state = {spec.name: model.get_parameter(spec.name).detach() for spec in specs}
+        for name, module in source.tuning.adapted_tensors(chain, layer, layer + 1).items():
+            names = [f"{module}.lora_{side}.weight" for side in "AB"]
+            a, b = (_read(source, one) for one in names)
+            delta = expert_delta(model, name, a, b) if name in source.tuning.parameters else b @ a
+            if source.tuning.constants:
+                first_a, first_b = (_read(source, began_with(one)) for one in names)
+                delta = delta - first_b @ first_a
+            magnitude = _read(source, f"{module}{MAGNITUDE}") if adapter.dora else None
+            state[name] = merged(adapter, name.removesuffix(".weight"), state[name], delta, magnitude)
+        for spec in source.tuning.specs(layer, layer + 1):
+            if spec.name in state:
+                state[spec.name] = _read(source, spec.name)
+            elif spec.name.endswith(ROWS):
+                state[spec.name.removesuffix(ROWS) + ".weight"][source.tuning.tokens] = _read(source, spec.name)
+        yield {name: tensor.to(start.dtypes[name]) for name, tensor in state.items()}
+        for name in chain.module_names(layer):
+            model.set_submodule(name, PassThrough())
+
+
+def _read(source: ExportSource, name: str) -> torch.Tensor:
+    return torch.from_numpy(source.reader.read("parameters", name)[0])
+
+
+def _copy_tokenizer(source: ExportSource, target: Path) -> str:
+    """The tokenizer of the run's own result, or of the base weights; returns what is told where neither is there."""
+    run = source.path.parent.parent
+    for directory in (*(run / name for name in _RESULTS), source.base):
+        if directory is not None and (directory / "tokenizer.json").is_file():
+            save_tokenizer(load_tokenizer(directory), target)
+            return ""
+    return f"; without a tokenizer, as none is in {run} or in the base's directory: copy its files there"
+
+
+def push_directory(directory: Path, name: str) -> str:
+    """Upload a directory to the Hugging Face hub as the model ``name`` ("org/name"), which is made, private, if it is not there.
+
+    :raises UserError: no network, no right to write, or no such name.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    rule = None
+    if constants.HF_HUB_OFFLINE:
+        rule = "HF_HUB_OFFLINE is set"
+    else:
+        try:
+            api = huggingface_hub.HfApi()
+            api.create_repo(name, private=True, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=directory)
+        except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
+            rule = (str(error) or type(error).__name__).strip().splitlines()[0]
+    if rule is not None:
+        raise UserError(
+            f"{directory} is written, but not pushed to {constants.ENDPOINT}/{name}: {rule}. With a network, and a token that may "
+            f"write (`hf auth login`, or HF_TOKEN): hf upload {shlex.quote(name)} {shlex.quote(str(directory))}"
+        )
+    return f"{constants.ENDPOINT}/{name}"

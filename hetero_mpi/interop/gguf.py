@@ -1,0 +1,338 @@
+"""``export --gguf``: llama.cpp's converter makes a GGUF file of an exported directory, and a Modelfile for Ollama lies beside it.
+
+* The converter knows one ``lora_alpha``, which llama.cpp divides by each layer's rank: it is handed the one that gives the
+  adapter's own factors. What cannot be said so is refused.
+* A Modelfile has where the model is, its chat template in Go's language, the texts that end an answer, and sampling. A template
+  is a program, of which Ollama cannot run every one. It is rendered for a conversation of known texts; what it puts between these
+  makes the Go template, which is kept if it gives the chat template's own text for every conversation tried.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.data.answers import ChatTemplate
+from hetero_mpi.data.record_files import BadRecord
+from hetero_mpi.data.template_process import rendered_prompt
+from hetero_mpi.data.tokenizer import load_tokenizer
+from hetero_mpi.model.adapter_targets import of_pattern
+from hetero_mpi.model.adapters.adapter_files import adapter_of
+from hetero_mpi.model.adapters.peft_config import CONFIG
+from hetero_mpi.model.files import hub
+from hetero_mpi.model.files.model_files import GENERATION, read_json
+from hetero_mpi.model.transformers.generation import end_tokens, read_generation
+from hetero_mpi.model.tuning import scale_of
+from hetero_mpi.util.errors import UserError
+
+_SYSTEM, _USERS, _ANSWERS = "Qsysq", ("Quaq", "Qubq", "Qucq"), ("Qaaq", "Qabq")
+_LAST = "eq (len (slice $.Messages $i)) 1"
+_PARAMETERS = {
+    **{key: key for key in ("temperature", "top_k", "top_p", "min_p")},
+    "repetition_penalty": "repeat_penalty",
+}
+"""Key of ``generation_config.json`` -> what Ollama calls it."""
+
+
+def write_gguf(directory: Path, kind: str, again: str) -> str:
+    """Write ``directory``/NAME.gguf by llama.cpp's own converter, and a ``Modelfile`` beside it; returns a sentence about them.
+
+    The converter is looked for on the PATH, in ``$LLAMA_CPP`` and in ``~/llama.cpp``. The Modelfile is written without it, too.
+
+    Args:
+        kind: the converter's type.
+        again: the command that calls this.
+
+    :raises UserError: an adapter that llama.cpp cannot compute, no converter (with the two commands that mend it), or it fails.
+    """
+    name = directory.resolve().name
+    target = directory / f"{name}.gguf"
+    if (directory / CONFIG).exists():
+        script, (alpha, base) = "convert_lora_to_gguf.py", _alpha_and_base(directory)
+    else:
+        script, alpha, base = "convert_hf_to_gguf.py", None, None
+    target.unlink(missing_ok=True)  # of another export
+    places = [Path(shutil.which(script) or "")]
+    places += [Path(folder) / script for folder in (os.environ.get("LLAMA_CPP"), Path.home() / "llama.cpp") if folder]
+    converter = next((place for place in places if place.is_file()), None)
+    problem = (
+        f"{directory} is written, with a Modelfile, but no GGUF file: llama.cpp's {script} is neither on the PATH nor in "
+        f"$LLAMA_CPP nor in ~/llama.cpp. These two commands make it:\n  git clone https://github.com/ggml-org/llama.cpp\n"
+        f"  LLAMA_CPP=llama.cpp {again}"
+    )
+    if converter is not None:
+        problem = _converted(converter, directory, target, kind, alpha, base)
+        problem = problem and f"{problem}, and run this again: {again}"
+    notes = write_modelfile(directory, target, base)
+    if problem:
+        raise UserError(problem)
+    ollama = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(directory / 'Modelfile'))}"
+    return "; ".join([f"{target}, by {converter}", f"for Ollama: {ollama}", *notes])
+
+
+def _converted(converter: Path, directory: Path, target: Path, kind: str, alpha: float | None, base: str | None) -> str:
+    """Run the converter; returns what went wrong, "" if nothing did."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = directory if alpha is None else _with_alpha(directory, Path(folder) / directory.resolve().name, alpha)
+        arguments = [str(source), "--outfile", str(target), "--outtype", kind]
+        if base is not None:
+            files = hub.directory_of(base)
+            arguments += ["--base", str(files)] if files.is_dir() else ["--base-model-id", base]
+        command = [sys.executable, str(converter), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode == 0 and target.is_file():
+        return ""
+    last = "\n".join(done.stderr.splitlines()[-8:])
+    return (
+        f"{directory} is written, but no GGUF file: {converter} ended with {done.returncode}:\n{last}\n"
+        "Mend what it names (its own packages are in the requirements of llama.cpp)"
+    )
+
+
+def _alpha_and_base(directory: Path) -> tuple[float, str]:
+    """The ``lora_alpha`` with which alpha / rank, llama.cpp's factor, is the adapter's own in every layer; and the base model."""
+    adapter, base = adapter_of(directory)
+    reason = None
+    ranks = {name: of_pattern(adapter.rank_pattern or {}, name, adapter.rank) for name in adapter.targets}
+    alphas = {
+        float(f"{scale_of(adapter, name) * rank:.12g}") for name, rank in ranks.items()
+    }  # equal ones are so when rounded
+    if adapter.dora:
+        reason = "llama.cpp has no DoRA"
+    elif adapter.parameters:
+        reason = "llama.cpp's converter takes no adapters of fused experts (target_parameters)"
+    elif adapter.modules_to_save or adapter.tokens:
+        reason = "llama.cpp's converter takes nothing that is trained beside adapters (modules_to_save, trained tokens)"
+    elif len(alphas) > 1:
+        reason = "llama.cpp has one alpha for all layers, and alpha_pattern or rank_pattern give this adapter several"
+    elif base is None:
+        reason = "its base weights are in no file (base_model_name_or_path is empty)"
+    if reason is not None:
+        raise UserError(
+            f"{directory} is written, but no GGUF file: {reason}; export with --merge --gguf makes a file of the whole model"
+        )
+    assert base is not None
+    return alphas.pop(), base
+
+
+def _with_alpha(directory: Path, copy: Path, alpha: float) -> Path:
+    """The adapter again, as plain LoRA with this ``lora_alpha``."""
+    copy.mkdir()
+    for path in directory.iterdir():
+        if path.name != CONFIG:
+            (copy / path.name).symlink_to(path.absolute())
+    keys = read_json(directory / CONFIG, "") | {"lora_alpha": alpha, "use_rslora": False}
+    keys |= {"rank_pattern": {}, "alpha_pattern": {}}
+    (copy / CONFIG).write_text(json.dumps(keys), encoding="utf-8")
+    return copy
+
+
+def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
+    """Write ``directory``/Modelfile; returns remarks on what it lacks. ``base``: the model that the adapter in the directory is of;
+    None: it holds a model.
+
+    Raises UserError: the tokenizer or ``generation_config.json`` cannot be read.
+    """
+    lines, notes = _origin(directory, gguf, base), []
+    places = [directory, *([hub.directory_of(base)] if base is not None else [])]
+    home = next((place for place in places if (place / "tokenizer.json").is_file()), None)
+    tokenizer = load_tokenizer(home) if home is not None else None
+    settings = next((found for place in places if (found := read_generation(place)) is not None), {})
+    layout = None
+    if tokenizer is not None:
+        try:
+            layout = layout_of(tokenizer)
+            lines += [f'TEMPLATE """{layout.template}"""'] if layout is not None else []
+        except ValueError as error:
+            notes.append(f"no TEMPLATE in the Modelfile, so Ollama takes its own guess of the chat template: {error}")
+        lines += [
+            f"PARAMETER stop {_quoted(text)}" for text in _stops(tokenizer, layout, end_tokens(settings, GENERATION))
+        ]
+    lines += [f"PARAMETER {name} {value}" for name, value in _sampling(settings)]
+    (directory / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return notes
+
+
+def _origin(directory: Path, gguf: Path, base: str | None) -> list[str]:
+    if base is None:
+        return [f"FROM ./{gguf.name}" if gguf.is_file() else "FROM ."]
+    lines = [f"FROM {base}", f"ADAPTER ./{gguf.name}"]
+    if not os.path.isabs(base):
+        lines.insert(
+            0, f"# {base} is a name of the Hugging Face hub: write here what Ollama calls this model, or its GGUF file"
+        )
+    return lines
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The texts that a chat template puts around those of a conversation."""
+
+    head: str
+    """Before the first user's turn, where there is no system message."""
+    system_head: str | None
+    """The same before a system message; None: the template takes none."""
+    system_end: str
+    """Behind the system message."""
+    folded: bool
+    """The system message stands in the first user's turn, right before its text."""
+    user: str
+    """Before a user's text."""
+    answer: str
+    """Between a user's text and its answer."""
+    last: str
+    """Behind the last user's text, where the answer is to begin."""
+    end: str
+    """Behind an answer, where a turn follows."""
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of a conversation that begins and ends with a user's turn, but for a system message."""
+        system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        turns = messages if system is None else messages[1:]
+        text, folded = self.head, ""
+        if system is not None:
+            text = self.system_head or ""
+            folded = system + self.system_end if self.folded else ""
+            text += "" if self.folded else system + self.system_end
+        for index, turn in enumerate(turns):
+            if turn["role"] == "user":
+                behind = self.last if index == len(turns) - 1 else self.answer
+                text += self.user + (folded if index == 0 else "") + turn["content"] + behind
+            else:
+                text += turn["content"] + self.end
+        return text
+
+    @property
+    def template(self) -> str:
+        """The same in Go's template language, over the variables that Ollama gives."""
+        system = "" if self.folded else "{{ .System }}" + _literal(self.system_end)
+        head = _literal(self.head)
+        if self.system_head is not None:
+            other = f"{{{{ else }}}}{head}" if head else ""
+            head = f"{{{{ if .System }}}}{_literal(self.system_head)}{system}{other}{{{{ end }}}}"
+        inner = (
+            f"{{{{ if and $.System (eq $i 1) }}}}{{{{ $.System }}}}{_literal(self.system_end)}{{{{ end }}}}"
+            if self.folded
+            else ""
+        )
+        behind = _literal(self.last)
+        if self.answer != self.last:
+            behind = f"{{{{ if {_LAST} }}}}{behind}{{{{ else }}}}{_literal(self.answer)}{{{{ end }}}}"
+        return (
+            f"{head}{{{{ range $i, $_ := .Messages }}}}"
+            f'{{{{ if eq .Role "user" }}}}{_literal(self.user)}{inner}{{{{ .Content }}}}{behind}'
+            f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{{{{ if not ({_LAST}) }}}}{_literal(self.end)}{{{{ end }}}}'
+            f"{{{{ end }}}}{{{{ end }}}}"
+        )
+
+
+def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
+    """The layout of the tokenizer's chat template; None: it has none.
+
+    Raises ValueError: it cannot be said in a Modelfile.
+    """
+    source = tokenizer.chat_template
+    if not source:
+        return None
+    if not isinstance(source, str):
+        raise ValueError("there are several")
+    if "strftime_now" in source:
+        raise ValueError("it prints the date")
+    plain, long = _render(tokenizer, _talk(1)), _render(tokenizer, _talk(2))
+    head, end = _between(long, None, _USERS[0]), _between(long, _ANSWERS[0], _USERS[1])
+    user = next(head[first:] for first in range(len(head) + 1) if end.endswith(head[first:]))
+    answer, last = _between(long, _USERS[0], _ANSWERS[0]), _between(plain, _USERS[0], None)
+    system_head, system_end, folded = _system(tokenizer, user)
+    found = Layout(head.removesuffix(user), system_head, system_end, folded, user, answer, last, end.removesuffix(user))
+    for turns in (1, 2, 3):
+        for system in (False, True) if system_head is not None else (False,):
+            talk = _talk(turns, system)
+            if found.render(talk) != _render(tokenizer, talk):
+                raise ValueError("what it puts around a text depends on more than whose it is")
+    if '"""' in found.template:
+        raise ValueError('it has """ in it')
+    return found
+
+
+def _system(tokenizer: PreTrainedTokenizerFast, user: str) -> tuple[str | None, str, bool]:
+    """(before the system message, behind it, does it stand in the first user's turn?)."""
+    try:
+        text = _render(tokenizer, _talk(1, True))
+        before, behind = _between(text, None, _SYSTEM), _between(text, _SYSTEM, _USERS[0])
+    except ValueError:  # refused, or left out
+        return None, "", False
+    if behind.endswith(user):
+        return before, behind.removesuffix(user), False
+    if before.endswith(user):
+        return before.removesuffix(user), behind, True
+    raise ValueError("the place of the system message depends on more than what precedes it")
+
+
+def _talk(turns: int, system: bool = False) -> list[dict[str, str]]:
+    talk = [{"role": "system", "content": _SYSTEM}] if system else []
+    for turn in range(turns):
+        talk.append({"role": "user", "content": _USERS[turn]})
+        talk += [{"role": "assistant", "content": _ANSWERS[turn]}] if turn < turns - 1 else []
+    return talk
+
+
+def _render(tokenizer: PreTrainedTokenizerFast, talk: Sequence[Mapping[str, str]]) -> str:
+    """The chat template's text, without a beginning token that the tokenizer adds by itself, as Ollama does."""
+    begin = str(tokenizer.bos_token) if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else ""
+    template = ChatTemplate("chat", str(tokenizer.chat_template), None, tokenizer.special_tokens_map)
+    try:
+        return rendered_prompt(template, talk).removeprefix(begin)
+    except BadRecord as error:
+        raise ValueError(f"it refuses a conversation ({str(error).splitlines()[0]})") from None
+
+
+def _between(text: str, first: str | None, second: str | None) -> str:
+    """The text between two known ones, of which each is there once; None: from the beginning, to the end."""
+    if any(known is not None and text.count(known) != 1 for known in (first, second)):
+        raise ValueError("it leaves a message out")
+    after = text.split(first)[1] if first is not None else text
+    return after.split(second)[0] if second is not None else after
+
+
+def _literal(text: str) -> str:
+    return text.replace("{", '{{ "{" }}')
+
+
+def _quoted(text: str) -> str:
+    return f'"""{text}"""' if '"' in text or "\n" in text else f'"{text}"'
+
+
+def _stops(tokenizer: PreTrainedTokenizerFast, layout: Layout | None, ends: Sequence[int]) -> list[str]:
+    """The texts of the end tokens, and of the token with which the chat template ends an answer."""
+    ids = {end for end in ends if 0 <= end < len(tokenizer)}
+    texts = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(ids | ({tokenizer.eos_token_id} - {None})))]
+    behind = (layout.end + layout.user).lstrip() if layout is not None else ""
+    texts += [token.content for token in tokenizer.added_tokens_decoder.values() if behind.startswith(token.content)]
+    return list(dict.fromkeys(texts))
+
+
+def _sampling(settings: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The sampling parameters of ``generation_config.json``, by Ollama's names."""
+    if settings.get("do_sample") is False:
+        return [("temperature", 0)]
+    found = []
+    for key, name in _PARAMETERS.items():
+        value = settings.get(key)
+        if value is None:
+            continue
+        if not math.isfinite(value):
+            raise UserError(f"{GENERATION}: {key} = {value!r} is no number; correct it, or remove it")
+        found.append((name, value))
+    return found

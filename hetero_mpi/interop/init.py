@@ -1,0 +1,111 @@
+"""``init``: a job to start one's own from: a copy of one that comes with the program, with all that it reads, or one made of
+another tool's file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from hetero_mpi.job.load import LoadedJob, load_job
+from hetero_mpi.util.disk import writing
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.shipped import shipped_folder
+
+SLURM = "slurm"
+REFERENCE = "reference.toml"
+"""No job to start from: ``reference`` prints it."""
+
+
+def _listed() -> list[str]:
+    """The jobs that there are, a line each."""
+    width = max(map(len, _names()))
+    return [
+        "Jobs to start from (init NAME [DIR]):",
+        *(f"  {name:<{width}}  {_purpose(name)}" for name in _names()),
+        "Every key of a job: `hetero-mpi reference`.",
+        "A file of axolotl, LLaMA-Factory or TRL becomes a job: `hetero-mpi init --from FILE`.",
+    ]
+
+
+def init(name: str | None, directory: Path, source: Path | None = None, gpus: int | None = None) -> list[str]:
+    """Copy the files of a job into ``directory``/jobs, where their paths lead to each other and to ``directory``/runs. A file that
+    is there already stays as it is. Returns the lines to print. Without a name: what there is. With a ``source``, a file of another
+    tool that ran on so many ``gpus``, ``name`` is the directory or the job file to write.
+
+    Raises UserError: no job has this name, one of it is there already, or the directory cannot be written.
+    """
+    if source is not None:
+        from hetero_mpi.interop.other_tools import job_from
+
+        wanted = Path(name or ".")
+        return job_from(source, wanted if wanted.suffix == ".toml" else wanted / "job.toml", gpus)
+    if name is None:
+        return _listed()
+    own, others = _files(name)
+    taken = [directory / "jobs" / path for path in own if (directory / "jobs" / path).exists()]
+    if taken:
+        raise UserError(
+            f"{', '.join(map(str, taken))}: there already, and init overwrites nothing; name another directory "
+            f"(init {name} DIR), or move it away"
+        )
+    lines = []
+    for path in [*own, *others]:
+        target = directory / "jobs" / path
+        with writing(target, f"name another directory: init {name} DIR"):
+            if not (there := target.exists()):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(shipped_folder("jobs") / path, target)
+        lines.append(f"  {target}{' (was there, left as it is)' if there else ''}")
+    place = [] if directory == Path() else [f"  cd {shlex.quote(str(directory))}"]
+    return [_purpose(name), "Copied:", *lines, "Then:", *place, *(f"  {line}" for line in _next(name, others))]
+
+
+def _names() -> list[str]:
+    found = sorted(path.stem for path in shipped_folder("jobs").glob("*.toml") if path.name != REFERENCE)
+    return [*sorted(found, key=lambda name: name != "quickstart"), SLURM]
+
+
+def _purpose(name: str) -> str:
+    """The first comment of a job file."""
+    if name == SLURM:
+        return "Batch scripts for SLURM: one node, several, unlike ones, many jobs (docs/slurm.md)."
+    text = (shipped_folder("jobs") / f"{name}.toml").read_text(encoding="utf-8")
+    return text.partition("\n")[0].removeprefix("# ").rstrip(":;")
+
+
+def _files(name: str) -> tuple[list[Path], list[Path]]:
+    """The files called ``name``, and those that they need, relative to ``jobs``."""
+    jobs = shipped_folder("jobs")
+    if name not in _names():
+        near = difflib.get_close_matches(name.removesuffix(".toml"), _names(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"no job called {name!r} comes with the program; {hint}There are {', '.join(_names())}")
+    if name == SLURM:
+        return [path.relative_to(jobs) for path in sorted([*jobs.glob("*.sbatch"), *jobs.glob("*.sh")])], []
+    return [Path(f"{name}.toml")], [path.relative_to(jobs) for path in _needed(load_job(jobs / f"{name}.toml"))]
+
+
+def _needed(loaded: LoadedJob) -> list[Path]:
+    """Files beside the job file that it reads: data, the module of its layers, the job whose run it continues from."""
+    jobs, model = loaded.directory, loaded.job.model
+    patterns = (*loaded.patterns("text"), *loaded.patterns("records"), *loaded.patterns("evaluation"))
+    found = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern))]
+    if model.factory is not None:
+        found.append(jobs / f"{model.factory.partition(':')[0]}.py")
+    if model.path is not None and model.path.startswith("../runs/"):
+        found.append(jobs / f"{Path(model.path).parts[2]}.toml")
+    return [path for path in dict.fromkeys(found) if jobs in path.parents]
+
+
+def _next(name: str, needed: list[Path]) -> list[str]:
+    if name == SLURM:
+        return ["sbatch jobs/one_node.sbatch JOB"]
+    first = [path for path in needed if path.suffix == ".toml"]
+    is_on_path = Path(shutil.which("hetero-mpi") or "").parent == Path(sys.executable).parent
+    program = "hetero-mpi" if is_on_path else f"{shlex.quote(sys.executable)} -m hetero_mpi"
+    return [f"{program} launch -np 3 -- train jobs/{path}" for path in [*first, Path(f"{name}.toml")]]

@@ -1,0 +1,125 @@
+"""Files of other tools as they stand: YAML, or a text with the command line that trains."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import string
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.toml import DEEPEST
+
+MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
+"""Of a file, and of what its aliases make of it."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if isinstance(key, str) and keys.count(key) > 1]:
+            raise yaml.YAMLError(f"{twice[0]} stands twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_keys(file: Path) -> dict[str, Any]:
+    """Keys -> values. A command line adds ``trainer``, where it names one, and what its launcher is told.
+
+    Raises UserError: the file cannot be read, or is neither YAML with keys nor one command line.
+    """
+    require_regular(file)
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        text = file.read_text(encoding="utf-8-sig")
+        if re.search(r"^(?!\s*#).*\s--\w", text, re.MULTILINE) and not _has_keys(text):
+            return _command_line(file, text)
+        values = _plain(_loaded(text), iter(range(MOST_VALUES)))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: must be YAML, or a command line: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: must be YAML with keys, or a command line with --options")
+    return values
+
+
+def _loaded(text: str) -> Any:
+    """The value of a text in JSON, whose tabs and pairs of surrogates are none of YAML's, or in YAML."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a key stands twice")  # YAML tells which
+        return found
+
+    with contextlib.suppress(ValueError):
+        return json.loads(text, object_pairs_hook=once)
+    return yaml.load(text, _Loader)
+
+
+def _has_keys(text: str) -> bool:
+    """Whether a text that has ``--`` somewhere is YAML all the same: in a comment, or within a value."""
+    try:
+        values = _loaded(text)
+    except yaml.YAMLError:
+        return False
+    return isinstance(values, dict) and not any(" --" in str(key) for key in values)
+
+
+def _plain(value: Any, left: Iterator[int], depth: int = 0) -> Any:
+    """A value as JSON has it; a date, a set and the like as their text. Raises ValueError: no file of ours can hold it."""
+    if depth > DEEPEST or next(left, None) is None:
+        raise ValueError(f"its values are more than {MOST_VALUES:,}, or more than {DEEPEST} deep within one another")
+    if isinstance(value, dict):
+        return {_plain(str(key), left): _plain(inner, left, depth + 1) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner, left, depth + 1) for inner in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    text = str(value)
+    if found := re.search("[\\x00\ud800-\udfff]", text):
+        raise ValueError(f"it holds the character {found[0]!a}, which no name or text has")
+    return text
+
+
+def _command_line(file: Path, text: str) -> dict[str, Any]:
+    text = re.sub(r"\\\s*\n|\n(?=\s*--)", " ", text)  # some examples of TRL's lack a backslash
+    lines = [line for line in text.splitlines() if " --" in line and not line.lstrip().startswith("#")]
+    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"']+)", text, re.MULTILINE))
+    words = shlex.split(string.Template(lines[0] if len(lines) == 1 else "").safe_substitute(variables), comments=True)
+    programs = [
+        at for at, word in enumerate(words) if word == "train" or Path(word).suffix == ".py" or words[at - 1] == "trl"
+    ]
+    unset = [f"; {word} has none" for word in words if "$" in word]
+    if len(programs) != 1 or unset:
+        wanted = "one command that names its trainer, such as `trl sft --model_name_or_path ...`, with its values"
+        raise UserError(f"{file}: must be {wanted}{''.join(unset[:1])}")
+    (at,) = programs
+    values = dict(_options(words[:at])) | dict(_options(words[at + 1 :]))
+    if (config := values.pop("config", None)) is not None:
+        values = read_keys(Path(str(config))) | values
+    name = Path(words[at]).stem
+    return values if name == "train" else {"trainer": name, **values}
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """``--key``, ``--key value ...``, ``--key=value`` and ``--no_key``."""
+    found: dict[str, list[str]] = {}
+    key = ""
+    for word in words:
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            key = key.replace("-", "_")
+            found[key] = [value] if equals else []
+        elif key:
+            found[key].append(word)
+    for key, given in found.items():
+        values = [yaml.safe_load(word) if re.fullmatch(r"[\w.+-]+", word) else word for word in given]
+        yield key.removeprefix("no_"), values if len(values) > 1 else values[0] if values else not key.startswith("no_")

@@ -1,0 +1,136 @@
+"""Output of a run: every rank writes its own log file; rank 0 also prints to stdout, above the screen where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+from hetero_mpi.util.terminal import SPEECH, fitted, printable, write_text
+
+LOGGER = "hetero_mpi"
+
+
+def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool = False) -> Path | None:
+    """Log this process to ``run_dir/logs/rank-0003.log`` (appended to), each line with time and rank/size. Returns that path.
+
+    The file holds INFO and above of this package, and warnings of all others, Python's ``warnings`` included. Without a ``run_dir``
+    there is no file. Calling it again replaces the earlier settings.
+
+    ``waits``: lines wait in memory until ``write_waiting_logs``, or until an error is logged; other settings drop them.
+    """
+    root = logging.getLogger()
+    for logger in (root, logging.getLogger(SPEECH)):
+        for handler in [handler for handler in logger.handlers if handler.get_name() == LOGGER]:
+            logger.removeHandler(handler)
+            handler.close()
+    logging.getLogger(LOGGER).setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    if rank == 0:
+        _add(logging.getLogger(SPEECH), _Speech(), "%(message)s")
+    path = None
+    if run_dir is not None:
+        path = Path(run_dir) / "logs" / f"rank-{rank:04}.log"
+        width = len(str(size))
+        prefix = f"%(asctime)s {rank:>{width}}/{size} %(levelname)s %(name)s: %(message)s"
+        file = _LogFile(path, encoding="utf-8", delay=True, errors="backslashreplace")
+        file.setFormatter(logging.Formatter(prefix))
+        _add(root, _Waiting(file) if waits else file, prefix)
+    return path
+
+
+def write_waiting_logs() -> None:
+    """Write the lines that wait (``setup_logging``); later ones are written at once."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Waiting):
+            handler.let_through()
+
+
+def say(*lines: str) -> None:
+    """Print lines for the user: on rank 0 to stdout, on every rank to the log file."""
+    for line in lines:
+        logging.getLogger(SPEECH).info("%s", printable(line))
+
+
+def note(*lines: str) -> None:
+    """Write lines to the log file that the user need not see at once."""
+    for line in lines:
+        logging.getLogger(LOGGER).info("%s", printable(line))
+
+
+class _LogFile(logging.FileHandler):
+    """A log file on a disk that may be full: lines stay in its buffer until there is room."""
+
+    def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore the error, as a traceback for every line would help nobody. Other files on a full disk report it."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+class _Waiting(logging.handlers.MemoryHandler):
+    """Lines that wait in memory for their log file until they are released, at the latest by the first error."""
+
+    def __init__(self, file: _LogFile) -> None:
+        super().__init__(sys.maxsize, logging.ERROR, file, flushOnClose=False)
+        self._file = file
+
+    def shouldFlush(self, record: logging.LogRecord) -> bool:
+        if super().shouldFlush(record):
+            self.capacity = 0
+        return self.capacity == 0
+
+    def flush(self) -> None:
+        if self.capacity == 0:  # before Python 3.12 the end of the process flushes, too
+            super().flush()
+
+    def let_through(self) -> None:
+        self.capacity = 0
+        self.flush()
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+class _Speech(logging.Handler):
+    """A handler that prints to the present stdout, above the screen where there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write_line(self.format(record))
+
+
+def _add(logger: logging.Logger, handler: logging.Handler, form: str) -> None:
+    handler.set_name(LOGGER)
+    handler.setFormatter(logging.Formatter(form))
+    logger.addHandler(handler)
+
+
+class Watched(Protocol):
+    """A screen on a terminal."""
+
+    def say(self, text: str) -> None:
+        """Print a line above it."""
+
+
+SHOWN: list[Watched] = []
+"""The screens on the terminal now: one or none."""
+_LOCK = threading.RLock()
+
+
+def write_line(text: str) -> None:
+    """Print a line to stdout, above the screen where there is one."""
+    with _LOCK:
+        if SHOWN:
+            SHOWN[-1].say(fitted(text))
+        else:
+            write_text(text + "\n", sys.stdout)

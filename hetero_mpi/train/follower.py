@@ -1,0 +1,83 @@
+"""The Python program that follows a run: a callback on every rank, called between two steps, which replies how to continue.
+
+Ranks exchange nothing for a run without callbacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_mpi.planning.types.plan import PlanReport
+from hetero_mpi.planning.types.toml_files import plan_to_dict, report_from_dict
+from hetero_mpi.rundir.metrics import Evaluation, StepMetrics
+
+if TYPE_CHECKING:
+    from hetero_mpi.comm.ranks.world import World
+    from hetero_mpi.train.signals import StopRequest
+
+Event = PlanReport | Evaluation | Path | StepMetrics
+"""A plan under which steps begin, an evaluation, a checkpoint that is whole, a step. A step comes after what it has brought."""
+
+
+class Reply(IntEnum):
+    """How the run is to go on. The highest of all ranks' counts."""
+
+    GO_ON = 0
+    SAMPLE = 1
+    """With a sample before the next step."""
+    END = 2
+    """Training is over: the result is written."""
+    LEAVE = 3
+    """The run ends with a checkpoint, as after a signal."""
+
+
+OnEvent = Callable[[Event], Reply]
+
+
+class Follower:
+    """Calls the program's callback on every rank. All methods are collective over all ranks of the job.
+
+    Attributes:
+        left: the program has left the run, on one rank at least.
+    """
+
+    def __init__(self, world: World, stop: StopRequest, on_event: OnEvent) -> None:
+        self._world, self._stop, self._on_event = world, stop, on_event
+        self.left = False
+
+    def tell(self, events: Sequence[Event], members: World, idle: Sequence[int]) -> Reply:
+        """Tell rank 0's events, which are the same for all; returns the reply that counts. Called by the active ranks."""
+        told = [_encoded(event) for event in events] if members.rank == 0 else None
+        self._world.release(idle, None, {"told": told})
+        return self.hear(members.broadcast_json(told))
+
+    def hear(self, told: Sequence[Sequence[Any]]) -> Reply:
+        """The same for an idle rank, which was released with ``told``."""
+        reply, before = Reply.GO_ON, self._world.doing
+        self._world.doing = "in the program that follows the run"
+        for kind, value in told:
+            # A program may take its time. Where it is alone, Ctrl-C is for it.
+            with self._world.busy(), self._stop.aside(self._world.size == 1):
+                reply = max(reply, self._on_event(_decoded(kind, value)))
+        with self._world.waiting("the programs of all ranks"):
+            reply = Reply(max(self._world.all_gather_json(reply)))
+        self._world.doing, self.left = before, reply == Reply.LEAVE
+        return reply
+
+
+def _encoded(event: Event) -> tuple[str, Any]:
+    if isinstance(event, PlanReport):
+        return "plan", plan_to_dict(event)
+    return ("checkpoint", str(event)) if isinstance(event, Path) else (type(event).__name__, asdict(event))
+
+
+def _decoded(kind: str, value: Any) -> Event:
+    if kind == "plan":
+        return report_from_dict(value)
+    if kind == "checkpoint":
+        return Path(value)
+    return StepMetrics(**value) if kind == "StepMetrics" else Evaluation(**value)

@@ -1,0 +1,373 @@
+"""The loop over steps under one plan: batches from rank 0, one decision per step, evaluation, checkpoints, and progress."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.comm.ranks.world import CollectiveUserError
+from hetero_mpi.data.batch import Batch, answer_counts
+from hetero_mpi.data.dataset import Dataset
+from hetero_mpi.engine.recording import Recorder
+from hetero_mpi.engine.trainer import StepResult, Trainer
+from hetero_mpi.model.optimizer import StepDecision, learning_rate
+from hetero_mpi.planning.types.plan import Plan, PlanReport
+from hetero_mpi.planning.types.toml_files import plan_to_dict
+from hetero_mpi.report.progress import ProgressDisplay
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.rundir.metrics import MetricsWriter, StepMetrics
+from hetero_mpi.rundir.run_directory import note_end
+from hetero_mpi.state.saving import Saver, Snapshots
+from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.train.follower import Event, Follower, Reply
+from hetero_mpi.train.setup.context import RunContext, Share
+from hetero_mpi.util.background import unharmed
+from hetero_mpi.util.errors import ExitCode
+
+_SKIPS_IN_A_ROW = 10
+"""Number of consecutive steps with non-finite gradients after which the run ends."""
+
+
+class PlanChanges(Protocol):
+    """Says when the plan is to be changed (``train.rebalance``)."""
+
+    def begin(self, share: Share) -> None:
+        """Prepare for the steps of a plan. Collective over the active ranks."""
+
+    def end(self) -> None:
+        """Forget the plan's trainer. No step follows under this plan."""
+
+    def word(self) -> NDArray[np.float64]:
+        """Numbers that travel with the step decision."""
+
+    def due(self, step: int, result: StepResult) -> bool:
+        """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
+        answer on all ranks."""
+
+    def chosen(self) -> PlanReport | None:
+        """The plan to change to, on rank 0."""
+
+    def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
+        """Report on rank 0 that layers have moved, and that training stood still for ``stall_s`` (wall clock)."""
+
+
+class After(Enum):
+    """What follows a step."""
+
+    NEXT_STEP = auto()
+    CHANGE_PLAN = auto()
+    DONE = auto()
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of a run that its steps share, over all its plans."""
+
+    context: RunContext
+    metadata: dict[str, Any]
+    """Metadata of every checkpoint but its plan; used on rank 0."""
+    asked: Callable[[], bool]
+    """Has this rank been asked to end the run (``train.signals``)? On rank 0 also: has an idle rank?"""
+    rebalancer: PlanChanges | None
+    """None: the plan never changes."""
+    follower: Follower | None
+    """None: no program follows the run."""
+    sample: Callable[[Trainer], None]
+    """Writes a sample. Collective over the active ranks."""
+    metrics: MetricsWriter | None
+    """On rank 0, as ``display``."""
+    display: ProgressDisplay | None
+
+    def described(self, share: Share) -> dict[str, Any]:
+        """Metadata of every checkpoint under one plan."""
+        return {**self.metadata, "plan": plan_to_dict(share.plan)}
+
+
+class Loop:
+    """Runs the steps of a job under one plan. All methods are collective over the active ranks.
+
+    Args:
+        state: the training state (resumed runs start later); it is updated.
+        beside: called after every step but the last, by every active rank.
+        snapshots: of the trainer.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        share: Share,
+        state: TrainingState,
+        beside: Callable[[], None],
+        snapshots: Snapshots,
+    ) -> None:
+        assert share.trainer is not None and share.members is not None
+        context = training.context
+        self.job, self.plan, self.dataset = context.job, share.own_plan, context.dataset
+        self.predicted_step_s = share.report.expected_step_s
+        self.trainer, self.world, self.state = share.trainer, share.members, state
+        self.metadata = training.described(share)
+        self._asked, self._rebalancer, self._beside = training.asked, training.rebalancer, beside
+        self._metrics, self._display = training.metrics, training.display
+        self._follower, self._sample, self._report = training.follower, training.sample, share.report
+        active = self.world.numbers or range(self.world.size)
+        self._idle, self._reply = [rank for rank in range(context.world.size) if rank not in active], Reply.GO_ON
+        self._told_checkpoint = state.newest_checkpoint
+        self._run_dir = context.run_dir
+        threaded = self.job.cluster.communication_thread
+        directory, newest = context.run_dir / "checkpoints", state.newest_checkpoint
+        self.saver = Saver(self.world, snapshots, directory, self.job.checkpoint, threaded, newest)
+        held_out = self._own_held_out()
+        self._held_out, self._held_out_mismatched = self._broadcast(held_out), self._broadcast_mismatched(held_out)
+        named = context.material.further if context.material is not None else {}
+        self._further = {name: self._broadcast(named.get(name)) for name in self.job.data.evaluation_sets or ()}
+        self._emulation = share.emulation
+        steps, scale = (state.step, self.job.train.steps), share.emulation.time_scale if share.emulation else 1.0
+        self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
+
+    def run(self) -> bool:
+        """Train until the last step (returns True), or until the plan is to be changed; the same on all ranks. The last checkpoint
+        is on disk then.
+
+        Raises:
+            UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
+            CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has written a checkpoint.
+        """
+        train, outcome = self.job.train, After.DONE
+        with self.saver:
+            self._tell(self._report)
+            for step in range(self.state.step, train.steps):
+                if self._over():
+                    break
+                self.world.doing = f"training step {step + 1}"
+                begin = time.perf_counter()
+                batch = self._batch(step)
+                rebalancing = self._rebalancer.word() if self._rebalancer is not None else np.zeros(0)
+                result = self.trainer.step(step, batch, self._asked, rebalancing)
+                line = self._line(step, result.decision, batch, time.perf_counter() - begin)
+                outcome = self._after(result, line, step + 1 == train.steps)
+                if outcome is not After.NEXT_STEP:
+                    break
+            self.trainer.settle()
+        self._tell()
+        return self._ended(outcome is not After.CHANGE_PLAN)
+
+    def _after(self, result: StepResult, line: StepMetrics, last: bool) -> After:
+        """Record a step, evaluate, save and tell what is due after it; returns what follows, the same on all ranks."""
+        train, decision = self.job.train, result.decision
+        self._record(result, line)
+        evaluated, best = len(self.state.evaluations), False
+        if len(self._held_out.tokens) and (last or _due(line.step, train.evaluate_every)):
+            self._evaluate()
+            best = self.state.higher_in_a_row == 0 and train.patience > 0
+            last = last or self._over()
+        saved = last or decision.stop or best or _due(line.step, self.job.checkpoint.every)
+        if saved:
+            self._save()
+        self._tell(*self.state.evaluations[evaluated:], line)
+        if last:
+            return After.DONE
+        if self._reply == Reply.SAMPLE:
+            self._reply = Reply.GO_ON
+            self._sample(self.trainer)
+        ended = self._reply >= Reply.END
+        if ended and not saved:
+            self._save()
+        if decision.stop or self._reply == Reply.LEAVE:
+            self._stop("the program has left it" if self._reply == Reply.LEAVE else "a signal asked for")
+        if ended:
+            say(f"step {line.step}: training ends, as the program asked for")
+            return After.DONE
+        self._beside()
+        due = self._rebalancer is not None and self._rebalancer.due(line.step - 1, result)
+        return After.CHANGE_PLAN if due else After.NEXT_STEP
+
+    def _record(self, result: StepResult, line: StepMetrics) -> None:
+        if self._metrics is not None and self._display is not None:
+            self._metrics.step(line)
+            self._display.update(line)
+        self._recorder(line, result)
+        self.state.add_step(line, result.decision.finite)
+        if not result.decision.finite:
+            self._skipped(line.step - 1, result.decision)
+
+    def _ended(self, done: bool) -> bool:
+        """Report the end of the steps under this plan; ``done``: of the run."""
+        if done and self._over():
+            waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
+            say(
+                f"step {self.state.step}: training ends, as {waited} evaluations in a row were not below {lowest:.4f}; "
+                f"`python -m hetero_mpi export {self._run_dir} OUT --best` writes the model of then"
+            )
+        if self.world.rank == 0:
+            if done:
+                with unharmed("writing run.json"):
+                    note_end(self._run_dir, self.state.step)
+            self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
+        return done
+
+    def _over(self) -> bool:
+        """Has the held-out loss not become lower for as long as the job has patience? The same on all ranks."""
+        return 0 < self.job.train.patience <= self.state.higher_in_a_row
+
+    def _batch(self, step: int) -> Batch:
+        """The batch of a step, which rank 0 reads."""
+        train, batch = self.job.train, None
+        if self.dataset is not None:
+            batch = self.dataset.batch(step, train.global_batch, train.last_batch == "smaller")
+        with self.world.waiting("rank 0 and the batch" if self.world.rank else "the others to take the batch"):
+            shared, mismatched = self._broadcast(batch), self._broadcast_mismatched(batch)
+        return self._with_point(shared, mismatched)
+
+    def _tell(self, *events: Event) -> None:
+        """Tell the program, if one follows, what has happened, a checkpoint once it is whole. Its reply counts after the step."""
+        if self._follower is None:
+            return
+        newest: list[Event] = []
+        if self.world.rank == 0 and self.saver.newest not in (None, self._told_checkpoint):
+            self._told_checkpoint = self.saver.newest
+            newest = [self.saver.newest]
+        reply = self._follower.tell([*newest, *events], self.world, self._idle)
+        self._reply = max(reply, self._reply)
+
+    def _stop(self, why: str) -> NoReturn:
+        self.saver.finish()
+        newest = self.saver.newest if self.world.rank == 0 else self.state.newest_checkpoint
+        left = f"{newest} is whole" if newest is not None else "no checkpoint could be written"
+        raise CollectiveUserError(
+            f"Stopped after step {self.state.step}, as {why}: {left}; go on with --resume",
+            ExitCode.STOPPED,
+        )
+
+    def _line(self, step: int, decision: StepDecision, batch: Batch, seconds: float) -> StepMetrics:
+        emulation, tokens = self._emulation, float(batch.target_tokens)
+        if emulation is not None:
+            seconds, tokens = emulation.step_s(seconds), emulation.tokens(batch.target_tokens)
+        return StepMetrics(
+            step=step + 1,
+            loss=decision.loss,
+            grad_norm=decision.grad_norm,
+            lr=learning_rate(self.job.train, step),
+            tokens=batch.target_tokens,
+            tokens_per_s=tokens / seconds,
+            step_s=seconds,
+            predicted_step_s=self.predicted_step_s,
+            emulated=emulation is not None,
+            router_loss=decision.router_loss,
+            **_rewards(batch, decision.rewards),
+        )
+
+    def _skipped(self, step: int, decision: StepDecision) -> None:
+        """Report a step without an update. Too many in a row end the run, on all ranks by the same decision."""
+        in_a_row = self.state.skips_in_a_row
+        if not math.isfinite(decision.loss):
+            self.world.agree(f"step {step + 1}: the loss is {decision.loss}; {self._remedy()}")
+        if in_a_row == _SKIPS_IN_A_ROW:
+            self.world.agree(
+                f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row, {self._where_first(decision)}; "
+                f"{self._remedy()}"
+            )
+        scale = self.trainer.loss_scale.value
+        then = "" if scale == 1.0 else f", and the loss is scaled by {scale:g} from now on"
+        where_first = self._where_first(decision)
+        say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank ({where_first}){then}")
+
+    def _where_first(self, decision: StepDecision) -> str:
+        """Where gradients were not finite first, in words; in backward all earlier layers follow."""
+        if decision.first_non_finite is None:
+            return "each is, but not the sum of their squares"
+        rank = self.trainer.owner[decision.first_non_finite]
+        numbers = self.world.numbers or range(self.world.size)
+        return f"first in {decision.first_non_finite} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
+
+    def _remedy(self) -> str:
+        """The remedy when the loss has diverged. Collective, as only rank 0 sees whether a checkpoint is still there."""
+        self.saver.finish()
+        good = self.state.good_checkpoint
+        checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
+        if checkpoint is None:
+            return "there is no good checkpoint to --resume: lower [train] learning_rate, add warmup_steps, or look at the data"
+        return (
+            f"the last good checkpoint is {checkpoint}: lower [train] learning_rate or look at the data, "
+            f"then --resume {checkpoint}"
+        )
+
+    def _evaluate(self) -> None:
+        self.world.doing = "evaluating"
+        batch = self._with_point(self._held_out, self._held_out_mismatched)
+        summed, *sums = self.trainer.evaluate(batch)
+        loss, chain = summed / batch.divisor, self.trainer.chain
+        beside: dict[str, Any] = dict(_rewards(batch, sums))
+        if batch.compared is None and chain.logits is not None:
+            beside = {"perplexity": math.exp(min(loss, 100.0))} if chain.routers is None else {}
+            beside |= {"token_accuracy": sums[0] / max(1, batch.target_tokens)}
+        if self._further:
+            beside["sets"] = {name: self.trainer.evaluate(one)[0] / one.divisor for name, one in self._further.items()}
+        self.state.add_evaluation(loss, **beside)
+        if self._metrics is not None:
+            self._metrics.evaluation(self.state.step, loss, **beside)
+        say(f"step {self.state.step}: held-out loss {loss:.4f}{self.state.evaluations[-1].beside()}")
+
+    def _save(self) -> None:
+        self.world.doing = "taking a snapshot for a checkpoint"
+        last = self.state.evaluations[-1] if self.state.evaluations else None
+        held_out_loss = last.loss if last is not None and last.step == self.state.step else None
+        metadata = {**self.metadata, **self.state.checkpoint_metadata()}
+        if held_out_loss is not None:
+            metadata["held_out_loss"] = held_out_loss
+        self.state.set_newest_checkpoint(self.saver.save(metadata))
+
+    def _broadcast(self, own: Batch | None) -> Batch:
+        """Rank 0's batch, padded as the job says; other ranks have none."""
+        if own is not None and own.compared is not None and self.state.reference is not None:
+            assert own.numbers is not None
+            own = replace(own, compared=replace(own.compared, reference=self.state.reference[own.numbers]))
+        return self.trainer.shared_batch(own, self.job.data.pad == "longest")
+
+    def _broadcast_mismatched(self, own: Batch | None) -> Batch | None:
+        """The batch's prompts with answers of other records, for KTO."""
+        if self.job.train.preference != "kto":
+            return None
+        if own is None or own.numbers is None:
+            return self._broadcast(own)
+        assert isinstance(self.dataset, Dataset)
+        return self._broadcast(self.dataset.gather(own.numbers + 1))
+
+    def _with_point(self, batch: Batch, mismatched: Batch | None) -> Batch:
+        """The batch with KTO's reference point by the model as it is now. A mean over the whole batch, it takes a pass of its own
+        through the pipeline before any answer is learnt. Collective."""
+        if mismatched is None or mismatched.compared is None or batch.compared is None:
+            return batch
+        found, reference = self.trainer.likelihoods(mismatched), mismatched.compared.reference
+        there = np.arange(reference.shape[1]) < answer_counts(mismatched.compared.answers)[:, None]
+        point = max(0.0, float((found - reference)[there].mean()))
+        return replace(batch, compared=replace(batch.compared, point=point))
+
+    def _own_held_out(self) -> Batch | None:
+        """The held-out sequences that are evaluated, on rank 0; there may be none."""
+        if self.dataset is None:
+            return None
+        limit, empty = self.job.train.evaluate_sequences, np.empty((0, self.plan.sequence_length), np.int32)
+        return next(self.dataset.held_out_batches(limit, limit), Batch(empty, empty, 0))
+
+
+def _rewards(batch: Batch, sums: Sequence[float]) -> dict[str, float]:
+    """Fields of ``Rewards``, of what a comparison sums beside its loss."""
+    if (compared := batch.compared) is None:
+        return {}
+    chosen, rejected = sums[0] / max(1, compared.chosen), sums[1] / max(1, compared.rejected)
+    found = {"chosen_reward": chosen} if compared.chosen else {}
+    found |= {"rejected_reward": rejected} if compared.rejected else {}
+    found |= {"reward_margin": chosen - rejected} if len(found) == 2 else {}
+    return found | ({"reward_accuracy": sums[2] / compared.count} if compared.point is None else {"kl": compared.point})
+
+
+def _due(steps: int, every: float) -> bool:
+    """Whether something is due after ``steps`` steps that happens every ``every`` steps (0: never)."""
+    return every > 0 and steps % every == 0

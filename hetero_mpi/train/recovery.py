@@ -1,0 +1,287 @@
+"""Recovery from the death of ranks: where the launcher allows it (``comm.ranks.ulfm``), the survivors go on in the same processes.
+
+    attempt 1    set up | profile | plan | build | steps ...        rank 2 dies
+    all others   give up what they do | meet | are numbered anew | restrict the profile to themselves
+    attempt 2                       plan | build | bring the state from copies in memory | steps ...
+
+An *attempt* is the whole run from its start. ``RunHistory`` is what a process takes from one attempt to the next, so that it can
+skip work already done. Communicators, transports, trainers and threads are made anew. So deaths while profiling, saving or
+recovering need no code of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.mpi_start import Loss, settled, survivors
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.data.source_files import matching_files
+from hetero_mpi.device.shortage import memory_kills, memory_kills_text
+from hetero_mpi.job.load import LoadedJob
+from hetero_mpi.model.files.hub import is_hub_id
+from hetero_mpi.planning.types.cluster_changes import restricted
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.rundir.run_directory import append_event
+from hetero_mpi.state.peer_replicas import PeerReplicas
+from hetero_mpi.state.saving import Snapshots
+from hetero_mpi.state.stored_state import SHARD_METADATA, ShardWriter, StateVersion, supervised
+from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.train.setup.context import Pending, RunContext
+from hetero_mpi.train.setup.data_setup import prepare
+from hetero_mpi.train.setup.profile_and_plan import Planned, Profiled, obtain_plan, planning_request
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import UserError
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass
+class RunHistory:
+    """The memory of this process of earlier attempts. What only some ranks have is not used (``shared``)."""
+
+    losses: list[Loss] = field(default_factory=list)
+    noticed_s: float = 0.0
+    """``time.perf_counter`` when the last death was noticed."""
+    job: tuple[LoadedJob, Path] | None = None
+    """The job and the run directory."""
+    context: RunContext | None = None
+    fingerprint: str | None = None
+    """Fingerprint of the data that the first attempt read."""
+    token: str | None = None
+    """A random id in all checkpoints of this run; None without fault tolerance."""
+    begun: str | None = None
+    """Id of this run over all its starts (``state.checkpoint.directory.new_run_id``); only some ranks know it."""
+    kept_version: str | None = None
+    """Id of the version on disk that stays until a newer one is whole."""
+    profile: ClusterProfile | None = None
+    """The profile of the present ranks, in their present numbering."""
+    profiled_ranks: int = 0
+    """Number of ranks when it was made. The measured micro-batch sizes follow from it."""
+    state: TrainingState | None = None
+    """The training state, which the steps update."""
+    versions: list[StateVersion] = field(default_factory=list)
+    """Copies of the trained state in this process's memory, oldest first. They outlive plans, transports and other ranks."""
+    told: bool = True
+    """Has the first step since the last death been reported?"""
+    gone: str = ""
+    """The ranks that died last, in words."""
+    memory_kills: int = field(default_factory=memory_kills)
+    """Processes that this machine's kernel had killed for lack of memory, by the last count."""
+    launched_as: tuple[int, ...] = ()
+    """Each rank's number at the start of the job."""
+
+    def resume_text(self) -> str:
+        """The one text of all ends of a run before its last step: what to type; "": no step could be taken yet."""
+        if self.state is None or self.job is None:
+            return ""
+        return (
+            f"`train --resume any` continues from the newest state in {self.job[1]}, or from the beginning without one"
+        )
+
+    def shared(self, world: World, thing: object) -> bool:
+        """Whether all ranks have ``thing`` from an earlier attempt. Collective."""
+        return bool(self.losses) and all(world.all_gather_json(thing is not None))
+
+    def record_loss(self, loss: Loss, noticed_s: float) -> None:
+        """Record that ranks have died, noticed at ``noticed_s`` (``time.perf_counter``)."""
+        self.launched_as = self.launched_as or tuple(range(len(loss.before) + len(loss.gone)))
+        self.gone = ", ".join(
+            f"rank {rank} on {host}{_aside(rank, self.launched_as[rank], 'launched as')}" for rank, host in loss.gone
+        )
+        self.launched_as = tuple(self.launched_as[old] for old in loss.before)
+        self.losses.append(loss)
+        self.noticed_s, self.told = noticed_s, False
+        if self.profile is not None:
+            self.profile = restricted(self.profile, loss.before)
+
+    def job_of(self, world: World, read: Callable[[], tuple[LoadedJob, Path]]) -> tuple[LoadedJob, Path]:
+        """The job and the run directory, from an earlier attempt or read now. Collective."""
+        known = self.shared(world, self.job)
+        self.job = self.job if known and self.job is not None else read()
+        return self.job
+
+    def context_of(self, world: World, transport: Transport, make: Callable[[], RunContext]) -> RunContext:
+        """The context of an earlier attempt, adapted to the ranks that are left; or a new one. Collective. Raises
+        CollectiveUserError: as ``make``; or the new rank 0 cannot read the data, or finds other data.
+        """
+        if self.shared(world, self.context) and self.context is not None:
+            return self._renewed(self.context, world, transport)
+        context = make()
+        if ulfm.active():
+            material = context.material
+            own = [material.dataset.fingerprint(), secrets.token_hex(8)] if material is not None else None
+            self.fingerprint, self.token = world.broadcast_json(own)
+        self.context = context
+        return context
+
+    def known_profile(self, world: World) -> ClusterProfile | None:
+        """The profile of an earlier attempt, if any rank has it. Collective."""
+        if not self.losses:
+            return None
+        having = [rank for rank, has in enumerate(world.all_gather_json(self.profile is not None)) if has]
+        if not having:
+            return None
+        own = [profile_to_dict(self.profile), self.profiled_ranks] if self.profile is not None else None
+        shared = world.broadcast_json(own, root=having[0])
+        self.profile, self.profiled_ranks = profile_from_dict(shared[0]), int(shared[1])
+        return self.profile
+
+    def tell_loss(self, world: World, run_dir: Path) -> None:
+        """Report who has died, whether the kernel has killed processes for lack of memory, and who goes on. Collective."""
+        for loss in self.losses[-1:]:
+            now = memory_kills()
+            killed = dict(zip(world.hosts, world.all_gather_json(now - self.memory_kills), strict=True))
+            self.memory_kills = now
+            where = memory_kills_text({host: killed.get(host, 0) for _, host in loss.gone})
+            going = ", ".join(f"{new}{_aside(new, old, 'was')}" for new, old in enumerate(loss.before))
+            left = f"{units.plural(world.size, 'rank')}, numbered {going}"
+            text = f"Died: {self.gone}. Going on without: {left}"
+            if not self.gone:
+                text = f"MPI's connections broke, though no rank has died. Beginning again with all: {left}"
+            if where:
+                text += f". {where[0].upper()}{where[1:]}"
+            say(text)
+            if world.rank == 0:
+                append_event(run_dir, "ranks-lost", text, ranks=[rank for rank, _ in loss.gone], left=world.size)
+
+    def tell_first_step(self, context: RunContext, step: int) -> None:
+        """Report how long the run stood still, if this is the first step since a death."""
+        if not self.told:
+            self.told = True
+            seconds = time.perf_counter() - self.noticed_s
+            text = f"step {step}: the first one since the death, {units.seconds(seconds)} after it was noticed"
+            say(text)
+            if context.world.rank == 0:
+                append_event(context.run_dir, "recovered", text, step=step, seconds=round(seconds, 3))
+
+    def _renewed(self, context: RunContext, world: World, transport: Transport) -> RunContext:
+        material = context.material
+        fingerprint = next((f for f in world.all_gather_json(self.fingerprint) if f is not None), None)
+        with world.led("preparing the data"):
+            if world.rank == 0 and material is None:
+                who = f"The rank that led has died, and the first of those that are left, on {world.host}, cannot take its place"
+                remedy = "start where the data and the run directory can be read"
+                try:
+                    material = prepare(context.loaded)
+                except (UserError, OSError) as error:
+                    raise UserError(f"{who}: {error}; {remedy}") from None
+                if fingerprint is not None and material.dataset.fingerprint() != fingerprint:
+                    raise UserError(f"{who}: it reads other data under the same names; {remedy}")
+        self.fingerprint = fingerprint
+        return replace(context, world=world, transport=transport, material=material if world.rank == 0 else None)
+
+
+def run_with_recovery(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
+    """Make attempts until one ends on every rank that is left, normally or with an error that all share. Collective; returns the
+    result of that attempt. Raises CollectiveUserError: the error of that attempt, on all ranks.
+    """
+    history = RunHistory()
+    world.activity.resume_text = history.resume_text
+    try:
+        result = _attempts(world, attempt, history) if ulfm.active() else attempt(history)
+    except CollectiveUserError as error:
+        raise CollectiveUserError(world.resumable(str(error)), error.exit_code) from error.__cause__
+    world.activity.resume_text = str
+    return result
+
+
+def _attempts(world: World, attempt: Callable[[RunHistory], _T], history: RunHistory) -> _T:
+    while True:
+        problem: CollectiveUserError | None = None
+        ended: list[_T] = []
+        well, noticed_s = True, 0.0
+        try:
+            ended.append(attempt(history))
+        except CollectiveUserError as error:
+            problem = error
+        except ulfm.RankLost as error:
+            well = False
+            _LOG.warning("while %s: %s", world.doing, error)
+        noticed_s = time.perf_counter()
+        if settled(world, well):
+            break
+        world.doing = "recovering from a death"
+        gc.collect()  # modules and hooks of the attempt refer to each other
+        history.record_loss(survivors(world, _may_lead(history)), noticed_s)
+    if problem is not None:
+        raise problem
+    return ended[0]
+
+
+def _may_lead(history: RunHistory) -> bool:
+    """Can this rank probably read the data and write the run directory? Looks at names and permissions only."""
+    if history.job is None or (history.context is not None and history.context.material is not None):
+        return True
+    loaded, run_dir = history.job
+    job = loaded.job
+    named = [(text, loaded.resolve(text)) for text in (job.model.path, job.tokenizer.path) if text is not None]
+    existing = next(directory for directory in (run_dir, *run_dir.parents) if directory.exists())
+    try:
+        for patterns in (loaded.patterns("text"), loaded.patterns("records"), loaded.patterns("evaluation")):
+            if patterns:
+                matching_files("data", patterns)
+    except (UserError, OSError):
+        return False
+    return os.access(existing, os.W_OK) and all(path.exists() or is_hub_id(text, path) for text, path in named)
+
+
+def _aside(number: int, other: int, word: str) -> str:
+    return f" ({word} {other})" if number != other else ""
+
+
+def plan_again(context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
+    """A plan for the remaining ranks. Collective. Raises CollectiveUserError: the model exceeds their memory."""
+    profile, begin = profiled.profile, time.perf_counter()
+    # Every rank waits for it.
+    request = replace(planning_request(context, profile, history.profiled_ranks), thorough=False)
+    report = obtain_plan(context, profile, request, pending)
+    return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
+
+
+@contextlib.contextmanager
+def beside_steps(
+    context: RunContext,
+    history: RunHistory,
+    world: World,
+    snapshots: Snapshots,
+    state: TrainingState,
+    described: dict[str, Any],
+) -> Iterator[Callable[[], None]]:
+    """A context that keeps copies of the trained state during a run that may lose ranks or machines. Collective over the active
+    ranks.
+
+    Yields a function to be called after each step. ``world``: the active ranks. ``described``: what every checkpoint carries
+    besides tensors; used on rank 0.
+    """
+    every = context.job.checkpoint.replicate_every
+    if not (ulfm.active() or supervised()) or every == 0:
+        yield lambda: history.tell_first_step(context, state.step)
+        return
+    local: ShardWriter | None = None
+    if supervised():
+        said = world.broadcast_json({key: described[key] for key in SHARD_METADATA if key in described})
+        local = ShardWriter(world, context.run_dir, said, history.kept_version)
+    threaded = context.job.cluster.communication_thread and world.thread_level == "multiple"
+    fixed = every if isinstance(every, int) else None
+    with PeerReplicas(world, snapshots, history.versions, fixed, threaded, local) as peers:
+        peers.begin(state)
+
+        def after() -> None:
+            history.tell_first_step(context, state.step)
+            peers.after(state)
+
+        yield after

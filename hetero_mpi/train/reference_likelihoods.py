@@ -1,0 +1,78 @@
+"""The reference of a run that learns preferences by DPO, IPO or KTO: how likely the model that it begins with finds each answer.
+
+Before the first step the rows that the run will need go once through the pipeline. Their likelihoods are part of the training
+state: checkpoints hold them, and a resumed run does not have the first model any more.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.data.batch import Indices
+from hetero_mpi.data.dataset import Dataset, DataSource
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.job.training_tables import TrainTable
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.train.setup.context import RunContext
+from hetero_mpi.util.errors import UserError
+
+METHODS = ("dpo", "hinge", "robust", "ipo", "kto")
+"""``[train] preference`` of runs that have a reference."""
+_TELL_S = 30.0
+"""Seconds between words on how far the reference is."""
+
+
+def check_reference(train: TrainTable, dataset: DataSource, known: NDArray[np.float32] | None) -> None:
+    """Refuse to resume a run whose state does not hold all likelihoods that it needs. ``known``: those of its state; None: it
+    has none, or other data. Raises UserError: with what to do.
+    """
+    if train.preference not in METHODS:
+        return
+    missing = _needed(train, dataset)
+    if known is not None:
+        missing = missing[np.isnan(known[missing]).any(axis=1)]
+    if len(missing):
+        raise UserError(
+            f"the checkpoint has no likelihood by the reference model of {len(missing):,} rows of preferences, as its run did not "
+            f"need them, and the model which that run began with is gone. Give the same data, and [train] preference, steps, "
+            f"global_batch, seed and evaluate_sequences as they were, or begin a new run from this one's result ([model] path, "
+            f"or [adapter] path)"
+        )
+
+
+def find_reference(context: RunContext, members: World, trainer: Trainer, state: TrainingState) -> None:
+    """Compute the likelihoods by the first model, if the run has a reference and begins now. Collective over the active ranks."""
+    train, dataset = context.job.train, context.dataset
+    if train.preference not in METHODS or state.reference is not None:
+        return
+    members.doing = "computing the reference of the preferences"
+    needed = _needed(train, dataset) if dataset is not None else np.zeros(0, np.int64)
+    count = int(members.broadcast_json(len(needed)))
+    say(f"Reference of the preferences: {count:,} rows through the model that the run begins with")
+    found, told_s = [], time.monotonic()
+    for first in range(0, count, trainer.plan.global_batch):
+        chosen = needed[first : first + trainer.plan.global_batch]
+        own = dataset.gather(chosen) if isinstance(dataset, Dataset) else None
+        found.append(trainer.likelihoods(trainer.shared_batch(own, context.job.data.pad == "longest")))
+        if time.monotonic() > told_s + _TELL_S:
+            told_s = time.monotonic()
+            say(f"  {first + len(chosen):,} of {count:,} rows")
+    whole: list[NDArray[np.float32]] | None = None
+    if isinstance(dataset, Dataset):
+        whole = [np.full((len(dataset.tokens), dataset.records_per_row), np.nan, np.float32)]
+        whole[0][needed] = np.concatenate(found)
+    state.set_reference(members.broadcast_arrays(whole)[0])
+
+
+def _needed(train: TrainTable, dataset: DataSource) -> Indices:
+    """The rows of the dataset that a run compares, ascending. On rank 0."""
+    assert isinstance(dataset, Dataset)
+    steps = train.steps if dataset.parts else min(train.steps, -(-len(dataset.train) // train.global_batch))
+    rows = [dataset.numbers(step, train.global_batch, train.last_batch == "smaller") for step in range(steps)]
+    needed = np.concatenate([*rows, dataset.held_out[: train.evaluate_sequences]])
+    return np.unique([needed, needed + (train.preference == "kto")])

@@ -1,0 +1,103 @@
+"""The result of a run, as every rank gets it at the end; and that of a run which came to its end before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.planning.types.plan import PlanReport
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_from_dict, profile_to_dict, report_from_dict
+from hetero_mpi.report.past_run import read_run
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.rundir.metrics import Evaluation
+from hetero_mpi.rundir.run_directory import result_step
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The products of a finished run. The same on every rank; the files are on rank 0's host."""
+
+    run_dir: Path
+    losses: tuple[float, ...]
+    """Loss of every step from the first on, those before a resumed checkpoint included: nats, mean over the step's target tokens,
+    or over its samples.
+    """
+    evaluations: tuple[Evaluation, ...]
+    """Held-out losses of this process's steps, each with the number of steps taken by then."""
+    step_s: float | None
+    """Measured seconds per step: the median without the first two; None: too few steps."""
+    report: PlanReport
+    """The plan of the last step, with its prediction."""
+    profile: ClusterProfile
+    """The profile that the plan was made for."""
+    result: Path
+    """Directory of what was trained: ``model`` or ``adapter``."""
+    checkpoint: Path | None
+    """The newest checkpoint; None: none could be written."""
+    skipped: int
+    """Steps without an update, because gradients were not finite."""
+
+
+def finished(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir: Path) -> TrainResult | None:
+    """The result of the run in ``run_dir``, if its last step is that of the checkpoint ``path`` and its result was written; None:
+    something is left to do. On rank 0.
+    """
+    step, patience = metadata["step"], job.train.patience
+    over = step == job.train.steps or 0 < patience <= (metadata.get("higher_in_a_row") or 0)
+    result = run_dir / ("model" if job.adapter.method == "none" else "adapter")
+    own = path.resolve().is_relative_to(run_dir.resolve())
+    if not (over and own and result_step(run_dir) == step and result.is_dir()):
+        return None
+    run = read_run(run_dir)
+    if run.report is None or run.profile is None:
+        return None
+    return TrainResult(
+        run_dir=run_dir,
+        losses=tuple(float(loss) for loss in metadata["losses"]),
+        evaluations=run.metrics.evaluations,
+        step_s=run.median_step_s(),
+        report=run.report,
+        profile=run.profile,
+        result=result,
+        checkpoint=path,
+        skipped=step - metadata["updates"],
+    )
+
+
+def shared(world: World, result: TrainResult | None) -> TrainResult | None:
+    """Rank 0's result of a finished run, on all ranks; rank 0 says that there is nothing to do. Collective."""
+    told: dict[str, Any] | None = None
+    if result is not None:
+        told = {
+            **vars(result),
+            "run_dir": str(result.run_dir),
+            "evaluations": [asdict(one) for one in result.evaluations],
+            "report": plan_to_dict(result.report),
+            "profile": profile_to_dict(result.profile),
+            "result": str(result.result),
+            "checkpoint": str(result.checkpoint),
+        }
+    told = world.broadcast_json(told)
+    if told is None:
+        return None
+    found = TrainResult(
+        run_dir=Path(told["run_dir"]),
+        losses=tuple(told["losses"]),
+        evaluations=tuple(Evaluation(**one) for one in told["evaluations"]),
+        step_s=told["step_s"],
+        report=report_from_dict(told["report"]),
+        profile=profile_from_dict(told["profile"]),
+        result=Path(told["result"]),
+        checkpoint=Path(told["checkpoint"]),
+        skipped=told["skipped"],
+    )
+    say(
+        f"finished already: nothing to do. All {len(found.losses):,} steps are done, and the result is in {found.result}. "
+        f"More steps: raise [train] steps. Anew: leave --resume out, or choose another --run-dir"
+    )
+    return found

@@ -1,0 +1,292 @@
+"""The reports of rank 0 during a run: the screen, ``run.json``, ``architecture.png``, ``trace.json`` and ``report.html``.
+Failures there do not end a run: they are reported, and training goes on.
+
+After the last step: the model or adapter is written, a sample is generated, and the summary is printed. What other programs took
+of the cores is measured while the run computes, as it is no part of a profile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+from hetero_mpi.comm.ranks.versions import own_versions
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.data.batch import steps_per_epoch
+from hetero_mpi.emulation.emulated_cluster import punctuality_lines
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.inference.generate import write_sample
+from hetero_mpi.job.load import job_to_dict
+from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.plan import Plan, PlanReport
+from hetero_mpi.planning.types.toml_files import load_profile, save_profile
+from hetero_mpi.report.past_run import read_run
+from hetero_mpi.report.progress import ProgressDisplay, overview
+from hetero_mpi.report.run_text import final_lines
+from hetero_mpi.report.trace import save_run_trace
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, Trackers, measured_step_s
+from hetero_mpi.rundir.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_result
+from hetero_mpi.state.results import save_adapter, save_model
+from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.train.live_view import LiveView
+from hetero_mpi.train.result import TrainResult
+from hetero_mpi.train.setup.context import RunContext, Share
+from hetero_mpi.train.setup.data_setup import base_name
+from hetero_mpi.train.watchdog import Watchdog
+from hetero_mpi.util import units
+from hetero_mpi.util.background import BestEffort, unharmed
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.host_limits import own_cores
+from hetero_mpi.util.shipped import USED_PROFILE
+
+
+def draw_plan(context: RunContext, report: PlanReport) -> None:
+    """``architecture.png`` and ``.svg`` of the plan. On rank 0, before training."""
+    if context.world.rank != 0 or not context.job.report.write:
+        return
+    with unharmed("drawing architecture.png"):
+        from hetero_mpi.report.figures.architecture import architecture  # loads matplotlib
+        from hetero_mpi.report.figures.style import save
+
+        profile = context.profile
+        figure = architecture(report, profile, context.loaded.name, simulate(report.plan, profile).use)
+        for kind in ("png", "svg"):
+            save(figure, context.run_dir / f"architecture.{kind}", f"architecture: {context.loaded.name}")
+
+
+def keep_profile(context: RunContext) -> None:
+    """Save the profile that the plans are made for, where it is not the one in ``profile.toml``. On rank 0.
+
+    It may have been given by name, or lack ranks that have died. It has a name of its own so that no later run reuses it as a
+    measurement.
+    """
+    if context.world.rank != 0:
+        return
+    used, measured = context.run_dir / USED_PROFILE, None
+    with unharmed(f"writing {used.name}"):
+        with contextlib.suppress(UserError):
+            measured = load_profile(context.run_dir / "profile.toml")
+        if measured == context.profile:
+            used.unlink(missing_ok=True)
+        else:
+            save_profile(context.profile, used)
+
+
+def open_metrics(context: RunContext, step: int, run_id: str) -> MetricsWriter:
+    """Open the metrics of a run that starts after ``step`` steps, and describe the run in ``run.json``."""
+    loaded = context.loaded
+    with unharmed("writing run.json"):
+        about = loaded.name, str(loaded.path), job_to_dict(loaded.job), own_versions(context.world.library)
+        skipped = context.material.skipped_records if context.material is not None else 0
+        describe_run(context.run_dir, *about, context.world.size, step, skipped, run_id)
+    trackers = Trackers(loaded.job.report.trackers, context.run_dir, job_to_dict(loaded.job))
+    return MetricsWriter(context.run_dir / "metrics.jsonl", step, trackers)
+
+
+def open_display(
+    context: RunContext, state: TrainingState, run_id: str, stack: contextlib.ExitStack, screen: bool
+) -> tuple[MetricsWriter | None, ProgressDisplay | None]:
+    """The metrics and the screen of the steps, on rank 0; nothing elsewhere. ``screen``: no program prints between them."""
+    if context.world.rank != 0:
+        return None, None
+    metrics = stack.enter_context(open_metrics(context, state.step, run_id))
+    unit = units.unit_of(context.job.data.sequence_length)
+    train, per_epoch = context.job.train, None
+    if train.epochs is not None and context.dataset is not None:
+        per_epoch = steps_per_epoch(len(context.dataset.train), train.global_batch, train.last_batch == "smaller")
+    shown = ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch, screen=screen)
+    display = stack.enter_context(shown)
+    return metrics, display
+
+
+def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, watchdog: Watchdog | None) -> None:
+    """Show a plan on the screen before it is run, and what each rank does (where there is a watchdog)."""
+    if display is None:
+        return
+    with unharmed("showing the plan"):
+        standings = watchdog.standings if watchdog is not None else dict
+        display.show(overview(plan, context.profile, context.loaded.name), standings)
+
+
+@contextlib.contextmanager
+def reported(context: RunContext, live: LiveView) -> Iterator[None]:
+    """A block after which ``report.html`` and ``trace.json`` are written, if it ends on all ranks together."""
+    try:
+        yield
+    except CollectiveUserError as error:
+        live.end(str(error))
+        write_files(context)
+        raise
+    write_files(context)
+
+
+def write_files(context: RunContext) -> None:
+    """``report.html`` and ``trace.json``, on rank 0."""
+    if context.world.rank == 0 and context.job.report.write:
+        with unharmed("writing the report"):
+            from hetero_mpi.report.page.document import write_report  # loads matplotlib
+
+            run = read_run(context.run_dir)
+            write_report(run, context.run_dir / REPORT_NAME)
+            save_run_trace(run, context.run_dir / TRACE_NAME)
+
+
+def files_of(context: RunContext) -> dict[str, Path]:
+    """The files to look at: what -> path."""
+    files = {"report": REPORT_NAME, "trace": TRACE_NAME} if context.job.report.write else {}
+    return {what: context.run_dir / name for what, name in files.items() if (context.run_dir / name).exists()}
+
+
+def leave_result(context: RunContext, share: Share, state: TrainingState, others: OtherPrograms) -> None:
+    """Write the result and print the summary. Collective over the active ranks.
+
+    Args:
+        others: watched while steps were taken.
+
+    Raises:
+        UserError: rank 0 cannot write it; with the newest checkpoint.
+    """
+    try:
+        _leave_result(context, share, state, others)
+    except CollectiveUserError:
+        raise
+    except (UserError, OSError) as error:
+        newest = state.newest_checkpoint
+        left = f"{newest} is whole: `--resume` goes on from it" if newest else "there is no checkpoint"
+        why = (
+            str(error) if isinstance(error, UserError) else f"the result cannot be written ({error.strerror or error})"
+        )
+        raise UserError(f"{why}; {left}") from error
+
+
+def _leave_result(context: RunContext, share: Share, state: TrainingState, others: OtherPrograms) -> None:
+    assert share.members is not None and share.trainer is not None
+    taken = others.told(share.members)
+    if share.emulation is not None:
+        say(*punctuality_lines(share.members, share.emulation))
+    share.members.doing = "writing the result"
+    result_directory = _write_result(context, share.trainer)
+    if context.world.rank == 0:
+        with unharmed("writing run.json"):
+            note_result(context.run_dir, state.step)
+        write_files(context)  # again: now there is a result, and what it writes
+        with unharmed("printing the summary"):
+            _say_end(context, share.report, state, result_directory, taken)
+
+
+def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> TrainResult:
+    """The run's ``TrainResult``, broadcast from rank 0. Collective over all ranks of the job."""
+    world = context.world
+    own = {
+        "losses": state.losses,
+        "evaluations": [asdict(one) for one in state.evaluations],
+        "step_s": measured_step_s(state.metrics),
+        "checkpoint": str(state.newest_checkpoint) if state.newest_checkpoint is not None else None,
+        "skipped": state.skipped,
+    }
+    told = world.broadcast_json(own if world.rank == 0 else None)
+    return TrainResult(
+        run_dir=context.run_dir,
+        losses=tuple(told["losses"]),
+        evaluations=tuple(Evaluation(**one) for one in told["evaluations"]),
+        step_s=told["step_s"],
+        report=report,
+        profile=context.profile,
+        result=_result_directory(context),
+        checkpoint=Path(told["checkpoint"]) if told["checkpoint"] is not None else None,
+        skipped=told["skipped"],
+    )
+
+
+def _write_result(context: RunContext, trainer: Trainer) -> Path:
+    """Write the model or the adapter, and a sample where the job asks for one. Collective; returns the result's directory."""
+    job, material = context.job, context.material
+    tokenizer, generation = (material.tokenizer, material.generation) if material is not None else (None, None)
+    directory = _result_directory(context)
+    if context.tuning.full:
+        save_model(trainer, directory, job.output.shard_bytes, tokenizer, generation)
+    else:
+        save_adapter(trainer, directory, base_name(context.loaded), tokenizer)
+    write_sample(trainer, context.loaded, tokenizer, context.run_dir)
+    return directory
+
+
+def _result_directory(context: RunContext) -> Path:
+    return context.run_dir / ("model" if context.tuning.full else "adapter")
+
+
+_POINT = "KTO's reference point takes a forward pass in each step, which no prediction counts"
+
+
+def _say_end(
+    context: RunContext, report: PlanReport, state: TrainingState, result_directory: Path, others: str
+) -> None:
+    assert context.dataset is not None
+    written = {result_directory.name: result_directory}
+    if state.newest_checkpoint is not None:
+        written["checkpoint"] = state.newest_checkpoint
+    written |= files_of(context) | {"metrics": context.run_dir / "metrics.jsonl", "logs": context.run_dir / "logs"}
+    entropy = context.dataset.unigram_entropy()
+    changes, method = context.job.cluster.speed_changes(), context.job.train.preference
+    others = "; ".join(filter(None, [others, _POINT if method == "kto" else ""]))
+    compared = {"none": "", "kto": "answer"}.get(method, "pair")
+    shown = state.metrics, state.evaluations, entropy, written, changes, compared, others
+    say(*final_lines(report, context.profile, *shown))
+    if context.material is not None and context.material.skipped_records:
+        say(
+            f"{context.material.skipped_records} bad records were skipped (data.skip_bad); the start of the log names them"
+        )
+    if state.skipped:
+        say(f"{state.skipped} steps were skipped, since their gradients were not finite")
+
+
+NOTABLE = 0.25
+"""Cores; less is what a quiet machine does beside a run."""
+BUSY = 0.85
+"""Share of the cores' time: where less of it is used, nobody waits for a core."""
+
+_NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
+"""Guests' time is part of others; what a hypervisor took of a core is not free either."""
+
+
+class OtherPrograms:
+    """Watches the cores of this rank's host from now on."""
+
+    def __init__(self) -> None:
+        self._now = BestEffort("measuring other programs", _cpu_seconds)
+        self._began = self._now()
+
+    def told(self, world: World) -> str:
+        """``other programs took about 0.8 of 2 cores``, of each host where ranks waited for them; "": hardly. Collective."""
+        ended, own = self._now(), None
+        if ended is not None and self._began is not None:
+            passed_s, own_s, *cores_s = (now - then for now, then in zip(ended, self._began, strict=False))
+            own = [world.host, own_cores(), passed_s, own_s, cores_s]
+        rows, found = [row for row in world.all_gather_json(own) if row is not None], []
+        for host in dict.fromkeys(row[0] for row in rows):
+            here = [row for row in rows if row[0] == host]
+            usable = {core for row in here for core in row[1]}
+            _, _, passed_s, _, busy_s = here[0]
+            if not passed_s > 0 or max(usable) >= len(busy_s):
+                continue
+            taken = sum(busy_s[core] for core in usable) / passed_s
+            others = taken - sum(row[3] for row in here) / passed_s
+            if others > NOTABLE and taken > BUSY * len(usable):
+                on = f" on {host}" if len(set(world.hosts)) > 1 else ""
+                found.append(f"about {others:.1f} of {len(usable)} cores{on}")
+        return f"other programs took {', '.join(found)}" if found else ""
+
+
+def _cpu_seconds() -> list[float]:
+    """Seconds: of the clock, of this process on any core, and of all processes on each core."""
+    busy_s = (
+        sum(seconds for name, seconds in core._asdict().items() if name not in _NOT_BUSY)
+        for core in psutil.cpu_times(percpu=True)
+    )
+    return [time.perf_counter(), time.process_time(), *busy_s]

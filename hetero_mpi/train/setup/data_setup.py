@@ -1,0 +1,392 @@
+"""The preparations of rank 0 before any rank builds a layer: the model's configuration, the tokenizer and the sequences."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerFast
+
+from hetero_mpi.data.batch import Batch
+from hetero_mpi.data.chat_template import Template, choose_template, plain_texts, tokenize_records
+from hetero_mpi.data.dataset import Dataset, DataSource, SequenceSettings
+from hetero_mpi.data.record_files import BadRecords, Compared, OwnKeys
+from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
+from hetero_mpi.data.records import Record, Records, read_records
+from hetero_mpi.data.source_files import matching_files
+from hetero_mpi.data.text_sequences import Corpus, build_sequences, pieces_of
+from hetero_mpi.data.token_cache import file_marks, kept, read_dataset, write_dataset
+from hetero_mpi.data.tokenizer import (
+    add_tokens,
+    bpe_split,
+    check_vocabulary,
+    largest_id,
+    load_tokenizer,
+    rows_with_added,
+    save_tokenizer,
+    train_bpe,
+    vocabulary_note,
+)
+from hetero_mpi.job.load import LoadedJob
+from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.model.files import hub
+from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.transformers.families import check_keys, read_config
+from hetero_mpi.model.transformers.generation import end_tokens, model_stops, read_generation, with_end
+from hetero_mpi.model.transformers.packed_records import depends_on_length
+from hetero_mpi.model.transformers.stored_model import stored_model
+from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES, PADDING_FAMILIES
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.train.setup.custom_model import read_factory
+from hetero_mpi.train.setup.named_sets import evaluation_sets
+from hetero_mpi.util.errors import UserError
+
+
+@dataclass(frozen=True)
+class Material:
+    """Model configuration, tokenizer and data of a job. On rank 0 only."""
+
+    config: dict[str, Any]
+    """Keys of the model's ``config.json``, or the description of a factory's layers; to be broadcast."""
+    tokenizer: PreTrainedTokenizerFast | None
+    """None: the model takes no text."""
+    dataset: DataSource
+    notes: tuple[str, ...]
+    """Remarks to be printed."""
+    template: Literal["chat", "plain", "none"] | None = None
+    """The template that turned records into text; None: the job has plain text."""
+    skipped_records: int = 0
+    """Bad records that were left out (``data.skip_bad``)."""
+    generation: dict[str, Any] | None = None
+    """Keys of the ``generation_config.json`` that the result gets; None: the base has none."""
+    further: Mapping[str, Batch] = field(default_factory=dict)
+    """Name -> the sequences of a further set to evaluate on."""
+
+
+def prompt_template(job: JobConfig) -> Template | None:
+    """The form of prompt that the job's model expects: the last argument of ``data.chat_template.render_prompt``."""
+    return None if job.data.records is None or job.data.template == "none" else job.data.template
+
+
+def prepare(loaded: LoadedJob) -> Material:
+    """Read the job's files. The data come first, since fetching a model from the hub may take an hour. Raises UserError: a file is
+    missing or damaged, or the job contradicts itself.
+    """
+    if loaded.job.model.factory is not None:
+        keys, samples = read_factory(loaded)
+        return Material(keys, None, samples, samples.notes)
+    material = _from_text(loaded) if loaded.job.data.records is None else _from_records(loaded)
+    if loaded.job.data.evaluation_sets is None or material.tokenizer is None:
+        return material
+    stops, placed = model_stops(material.config, material.generation), depends_on_length(read_config(material.config))
+    return replace(material, further=evaluation_sets(loaded, material.tokenizer, stops, placed))
+
+
+def _from_text(loaded: LoadedJob) -> Material:
+    data = loaded.job.data
+    read = functools.partial(Corpus, documents=data.documents, keys=data.keys, skip_bad=data.skip_bad, tell=say)
+    corpus, evaluation = read(loaded.patterns("text"), max_bytes=data.max_bytes), None
+    if data.evaluation is not None:
+        evaluation = read(loaded.patterns("evaluation"), key="data.evaluation")
+    for one in (corpus, evaluation):
+        next(iter(one.blocks() if one else ("",)))  # there is some text
+    config, generation, told = _model_keys(loaded)
+    files = [file_marks(one.paths) if one else None for one in (corpus, evaluation)]
+    key = ["text", *files, data.documents, data.max_bytes, data.keys, data.skip_bad]
+    tokenizer, notes = _tokenizer(
+        loaded, config, key, lambda: (piece.text for piece in pieces_of(corpus.blocks(), bpe_split))
+    )
+
+    def fill(folder: Path) -> dict[str, Any]:
+        settings = _settings(loaded, data.packing)
+        dataset = build_sequences(corpus, tokenizer, settings, evaluation, folder, _progress(corpus.paths))
+        lines = [
+            f"{name}: {line}"
+            for name, one in (("corpus", corpus), ("evaluation", evaluation))
+            for line in (one.report.lines() if one is not None else ())
+        ]
+        skipped = sum(len(one.report.bad.problems) for one in (corpus, evaluation) if one is not None)
+        return write_dataset(folder, dataset, {"notes": [*lines, *dataset.notes], "skipped": skipped})
+
+    dataset, found, reused = _dataset(loaded, [*key, _mark(tokenizer), data.packing], fill, tokenizer)
+    dataset, remarks = _placed(dataset, config)
+    generation = _with_end(config, generation, tokenizer)
+    lines = (*told, *notes, *found["notes"], *reused, *remarks)
+    return Material(config, tokenizer, dataset, lines, None, found["skipped"], generation)
+
+
+def _from_records(loaded: LoadedJob) -> Material:
+    data = loaded.job.data
+    method, bad = loaded.job.train.preference, BadRecords(data.skip_bad)
+    preference: Compared | None = None if method == "none" else "labels" if method == "kto" else "pairs"
+    named = _named_patterns(loaded)
+    files = [file_marks(matching_files(key, patterns, say)) for key, patterns in named]
+    key = ["records", files, [name for name, _ in named], data.skip_bad, preference, data.keys]
+
+    @functools.cache
+    def read() -> list[Records]:
+        keys = OwnKeys(data.keys or {})
+        found = [read_records(patterns, name, bad, preference, say, keys) for name, patterns in named]
+        keys.check()
+        return found
+
+    def records() -> Iterator[Record]:
+        """Those to be learnt from."""
+        sources = zip(named, read(), strict=True)
+        return (record for (name, _), source in sources if name != _EVALUATION for record in source.records)
+
+    def check(_: Path) -> None:
+        read()
+
+    # Broken records are told before a model is fetched, which may take an hour.
+    kept(["read", *key] if data.cache else None, check, lambda *_: True, say)
+    config, generation, told = _model_keys(loaded)
+    tokenizer, notes = _tokenizer(loaded, config, key, lambda: plain_texts(records()))
+    packing, isolate, note = _packing(loaded, str(config["model_type"]))
+    stops = model_stops(config, generation)
+
+    def fill(folder: Path) -> dict[str, Any]:
+        every = [record for source in read() for record in source.records]
+        chosen = choose_template(tokenizer, data.template, every)
+        # What the template refuses is told as early as a broken line, if it is no rare exception.
+        sample = every[:: len(every) // _SAMPLED] if len(every) > _SAMPLED else ()  # few are all read soon
+        for _ in tokenize_records(tokenizer, chosen, sample, BadRecords(data.skip_bad)):
+            pass
+        sources = {name: source for (name, _), source in zip(named, read(), strict=True)}
+        evaluation = sources.pop(_EVALUATION, None)
+        lines = [
+            line if data.weights is None else f"{name}: {line}"
+            for name, source in sources.items()
+            for line in source.lines(chosen.source)
+        ]
+        lines.extend(f"evaluation: {line}" for line in (evaluation.lines(chosen.source) if evaluation else ()))
+        settings = _settings(loaded, packing)
+        dataset = build_record_sequences(
+            [(name, source.records) for name, source in sources.items()],
+            RecordSequences(tokenizer, chosen, settings, data.train_on_prompt, isolate, preference, stops),
+            None if evaluation is None else evaluation.records,
+            bad,
+            data.weights,
+        )
+        lines += ["records become text by " + _FORMS[chosen.kind], *note, *bad.lines(), *dataset.notes]
+        values = {"notes": lines, "kind": chosen.kind, "source": chosen.source, "skipped": len(bad.problems)}
+        return write_dataset(folder, dataset, values)
+
+    more = [_mark(tokenizer), data.template, packing, isolate, data.train_on_prompt, data.weights, stops]
+    dataset, found, reused = _dataset(loaded, [*key, *more], fill, tokenizer)
+    if found["kind"] == "plain":
+        # So that whoever loads the result can ask it in the words it was taught in.
+        tokenizer.chat_template = found["source"]
+    dataset, remarks = _placed(dataset, config)
+    generation = _with_end(config, generation, tokenizer)
+    lines = (*told, *notes, *found["notes"], *reused, *remarks)
+    return Material(config, tokenizer, dataset, lines, found["kind"], found["skipped"], generation)
+
+
+def _settings(loaded: LoadedJob, packing: bool) -> SequenceSettings:
+    data = loaded.job.data
+    return SequenceSettings(data.sequence_length, packing, data.held_out, loaded.job.train.seed)
+
+
+_EVALUATION = "data.evaluation"
+_SAMPLED = 256
+"""Records that are tried first."""
+
+
+def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
+    """(name, patterns of files) of the job's records: of each entry of ``data.records`` for itself where these have weights."""
+    patterns, data = list(loaded.patterns("records")), loaded.job.data
+    named = [("data.records", patterns)]
+    if data.weights is not None:
+        pairs = zip(data.records or (), patterns, strict=True)
+        named = [(f"data.records {text}", [pattern]) for text, pattern in pairs]
+    return named if data.evaluation is None else [*named, (_EVALUATION, list(loaded.patterns("evaluation")))]
+
+
+def _dataset(
+    loaded: LoadedJob, key: Sequence[Any], fill: Callable[[Path], Any], tokenizer: PreTrainedTokenizerFast
+) -> tuple[Dataset, dict[str, Any], list[str]]:
+    """(the data, what else is told of it, a remark where an earlier start has made it). ``fill``: makes it, into a folder."""
+    data = loaded.job.data
+    whole = [*key, data.sequence_length, data.held_out, loaded.job.train.seed] if data.cache else None
+    read = functools.partial(read_dataset, ids=largest_id(tokenizer) + 1)
+    (dataset, found), there = kept(whole, fill, read, say)
+    return dataset, found, ["token ids: those of an earlier start"] if there else []
+
+
+def _mark(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
+    """All of a tokenizer that decides the tokens of records."""
+    engine = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    return [engine, tokenizer.chat_template, {name: str(text) for name, text in tokenizer.special_tokens_map.items()}]
+
+
+def _progress(paths: Sequence[Path]) -> Callable[[int], None]:
+    whole = sum(path.stat().st_size for path in paths) / 1e6
+    return lambda done: say(f"{done / 1e6:,.0f} million characters are tokenised, of {whole:,.0f} MB of text")
+
+
+def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
+    """(are records packed, are they kept apart then, remarks)."""
+    data = loaded.job.data
+    why = LEAKING_FAMILIES.get(family)
+    if loaded.job.train.preference != "none" and why is not None:
+        raise UserError(
+            f"{loaded.path}: [train] preference puts two records into one sequence, which must not see each other, and the "
+            f"{family} family cannot: it {why}. Take a model of another family (docs/models.md)"
+        )
+    if not data.packing or data.isolate is False or why is None:
+        return data.packing, data.isolate is not False, []
+    if data.isolate is True:
+        raise UserError(
+            f"{loaded.path}: [data] isolate = true keeps packed records from seeing each other, and the {family} family cannot: it "
+            f"{why}. Set packing = false (a sequence for each record), or isolate = false"
+        )
+    note = (
+        f"records are not packed, as packed ones would see each other: the {family} family {why}. "
+        "[data] isolate = false packs them all the same"
+    )
+    return False, False, [note]
+
+
+_FORMS = {
+    "chat": "the tokenizer's chat template",
+    "plain": "the plain form (## Task, ## Answer), which is saved as the tokenizer's chat template",
+    "none": "no template: a completion stands right behind its prompt",
+}
+
+
+def _tokenizer(
+    loaded: LoadedJob, config: dict[str, Any], key: Sequence[Any], texts: Callable[[], Iterable[str]]
+) -> tuple[PreTrainedTokenizerFast, list[str]]:
+    """The job's tokenizer (loaded, or trained on the texts, which ``key`` tells from others), and remarks. Adds the tokenizer's
+    keys to the configuration.
+    """
+    job, notes = loaded.job, []
+    size, length = job.tokenizer.train_vocab_size, job.data.sequence_length
+    if size is not None:
+
+        def fill(folder: Path) -> None:
+            save_tokenizer(train_bpe(texts(), size, length), folder)
+
+        whole = ["tokenizer", size, length, *key] if job.data.cache else None
+        tokenizer, _ = kept(whole, fill, lambda folder, _: load_tokenizer(folder), say)
+        note = vocabulary_note(tokenizer, size)
+        notes.extend([note] if note else [])
+    else:
+        tokenizer = load_tokenizer(_tokenizer_directory(loaded))
+    notes.extend(add_tokens(tokenizer, job.tokenizer.add, job.tokenizer.add_special))
+    notes.extend(_complete(config, tokenizer) if job.model.path is None else _grown(config, tokenizer))
+    check_vocabulary(tokenizer, read_config(config).vocab_size)
+    return tokenizer, notes
+
+
+def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | None, tuple[str, ...]]:
+    """Keys of the model's configuration and of its ``generation_config.json``, and remarks; a model of the hub is fetched for them
+    if it is not in the cache."""
+    model, generation = loaded.job.model, None
+    notes: tuple[str, ...] = ()
+    if model.path is not None:
+        path = loaded.resolve(model.path)
+        if hub.is_hub_id(model.path, path):
+            path = hub.obtain(model.path, path, model.download, say)
+        stored = stored_model(ModelFiles(path))
+        config, notes, generation = stored.config, stored.notes, read_generation(path)
+    elif isinstance(model.config, dict):
+        config = dict(model.config)
+        check_keys(config)
+    else:
+        assert model.config is not None
+        config = read_config(loaded.resolve(model.config)).to_dict()
+    _check_model(loaded, config)
+    return config, generation, notes
+
+
+def _with_end(
+    config: dict[str, Any], generation: dict[str, Any] | None, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, Any] | None:
+    """The keys of ``generation_config.json`` with the end token that is taught, which the model's configuration gets, too."""
+    if generation is not None:
+        ends = with_end(model_stops(config, generation), tokenizer.eos_token_id)
+        generation = {**generation, "eos_token_id": ends}
+    config["eos_token_id"] = with_end(end_tokens(config, "config.json"), tokenizer.eos_token_id)
+    return generation
+
+
+def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str]]:
+    """The data with positions that tell texts from padding, where the model computes a text by its length; and a remark where
+    padding counts all the same."""
+    told, family = [], str(config["model_type"])
+    if family in PADDING_FAMILIES and dataset.padded:
+        told.append(
+            f"padding counts: which tokens a {family} model looks at depends on how many there are, so a padded text's loss is not "
+            f"quite what it has alone"
+        )
+    return dataset.placed() if depends_on_length(read_config(config)) else dataset, told
+
+
+def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
+    """Refuse a model that cannot be trained, before a long corpus is tokenized."""
+    positions = getattr(read_config(config), "max_position_embeddings", None)
+    length = loaded.job.data.sequence_length
+    if positions is not None and length > positions:
+        raise UserError(
+            f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
+            f"(max_position_embeddings); shorten the sequences"
+        )
+
+
+def _grown(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Give a model's configuration rows for tokens that were added to its tokenizer; says so."""
+    rows = int(read_config(config).vocab_size)
+    config["vocab_size"] = rows_with_added(tokenizer, rows)
+    if config["vocab_size"] == rows:
+        return []
+    return [
+        f"embedding and head grow from {rows:,} to {config['vocab_size']:,} rows: the new ones begin as the mean of the others"
+    ]
+
+
+def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Add to a hand-written configuration what the tokenizer tells."""
+    notes = []
+    if "vocab_size" not in config:
+        config["vocab_size"] = len(tokenizer)
+        notes.append(f"vocab_size {len(tokenizer):,}: the tokenizer's")
+    for key in ("bos_token_id", "eos_token_id"):
+        config.setdefault(key, getattr(tokenizer, key))
+    # The embedding of a padding token is zero and learns nothing: no good for a token that also ends documents.
+    pads_with_end = tokenizer.pad_token_id == tokenizer.eos_token_id
+    config.setdefault("pad_token_id", None if pads_with_end else tokenizer.pad_token_id)
+    return notes
+
+
+def model_directory(loaded: LoadedJob) -> Path | None:
+    """The directory of the start weights on this machine, which may not exist; None where they are initialised from the seed.
+
+    Uses no network.
+    """
+    text = loaded.job.model.path
+    if text is None:
+        return None
+    path = loaded.resolve(text)
+    return (hub.cached(text) if hub.is_hub_id(text, path) else None) or path
+
+
+def base_name(loaded: LoadedJob) -> str | None:
+    """The start weights as an adapter's files name them: a model of the hub by its name, which means the same everywhere, else its
+    directory. None: they are initialised from the seed."""
+    text, directory = loaded.job.model.path, model_directory(loaded)
+    if text is None or directory is None:
+        return None
+    return text if hub.is_hub_id(text, loaded.resolve(text)) else hub.name_of(directory)
+
+
+def _tokenizer_directory(loaded: LoadedJob) -> Path:
+    own = loaded.job.tokenizer.path
+    directory = loaded.resolve(own) if own is not None else model_directory(loaded)
+    assert directory is not None  # the job has one or the other
+    return directory

@@ -1,0 +1,303 @@
+"""The profile of the cluster (loaded, reused or measured) and the plan (given or made)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.emulation.emulated_cluster import emulated_profile
+from hetero_mpi.job.load import LoadedJob
+from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_micro_batches, with_memory, within_timed
+from hetero_mpi.model.group.refusals import require_divisible
+from hetero_mpi.model.host_weights import large_files_folder
+from hetero_mpi.model.transformers.chain import language
+from hetero_mpi.planning.dry_run import validate
+from hetero_mpi.planning.schedule import schedule_of
+from hetero_mpi.planning.types.cluster_changes import with_wire
+from hetero_mpi.planning.types.plan import Plan, PlanReport
+from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
+from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.toml_files import (
+    load_plan,
+    load_profile,
+    plan_to_dict,
+    profile_from_dict,
+    profile_to_dict,
+    report_from_dict,
+    save_plan,
+    save_profile,
+)
+from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec
+from hetero_mpi.profiling.cluster import profile_cluster, profile_key
+from hetero_mpi.report.plan_text import plan_lines, planned_lines
+from hetero_mpi.report.profile_text import measured_lines, profile_lines
+from hetero_mpi.rundir.logs import note, say
+from hetero_mpi.state.peer_replicas import versions_in_memory
+from hetero_mpi.train.setup.context import Pending, RunContext, TrainOptions
+from hetero_mpi.util.background import unharmed
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.shipped import profile_file
+
+
+def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
+    """The subject of the profile, and the reason in words for the micro-batch sizes that the planner may choose from."""
+    job = context.job
+    given = (
+        job.train.global_batch,
+        job.train.micro_batch,
+        context.world.size,
+        context.tuning.uses_dropout(context.chain),
+    )
+    reason = micro_batch_choices(*given)[1]
+    subject = BenchmarkSpec(
+        context.chain,
+        context.tuning,
+        job.train,
+        job.data.sequence_length,
+        timed_micro_batches(*given),
+        context.cores,
+        context.threads,
+        job.cluster.memory_bytes,
+        job.plan.groups and job.plan.schedule == "auto" and _can_sum_in_groups(context),
+        None if job.plan.stream is False or context.tuning.full else stream_folder(context),
+    )
+    return subject, reason
+
+
+def stream_folder(context: RunContext) -> Path:
+    """Where this rank keeps frozen weights of streamed stages in files."""
+    return cache_root(context) or large_files_folder()
+
+
+def cache_root(context: RunContext) -> Path | None:
+    """The shard cache that the job names."""
+    cache = context.job.model.shard_cache
+    return context.loaded.resolve(cache) if cache is not None else None
+
+
+def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
+    """The planner's request. Local. ``ranks``: number of ranks that the measured micro-batch sizes were chosen for; 0: the present
+    ones.
+    """
+    versions = versions_in_memory(context.job.checkpoint.replicate_every)
+    dropout = context.tuning.uses_dropout(context.chain)
+    request = request_of(context.loaded, ranks or context.world.size, dropout, versions)
+    groups = request.groups and _can_sum_in_groups(context)
+    request = replace(request, sequence_length=profile.model.sequence_length, groups=groups)
+    return within_timed(request, profile)
+
+
+def _can_sum_in_groups(context: RunContext) -> bool:
+    """May ranks of groups call MPI while a communication thread does?"""
+    return not context.job.cluster.communication_thread or context.world.thread_level == "multiple"
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """The profile that a run plans for."""
+
+    profile: ClusterProfile
+    own: bool
+    """Whether it was measured on exactly these ranks."""
+    micro_batches: str
+    """The reason in words for the micro-batch sizes that the planner may choose from."""
+
+
+@dataclass(frozen=True)
+class Planned(Profiled):
+    """A profile and its plan, before the calibration."""
+
+    report: PlanReport
+    planning_s: float
+    """Seconds of planning."""
+
+
+def obtain_profile(context: RunContext, options: TrainOptions, pending: Pending) -> Profiled:
+    """Measure or read the profile, and print what a first look needs of it, or all. Collective."""
+    world = context.world
+    subject, reason = subject_of(context)
+    if context.job.cluster.emulate is not None:
+        profile = emulated_profile(world, context.loaded, language(context.chain), context.tuning)
+        keep_run_profile(context, pending, profile)
+    else:
+        profile = _profile_of_cluster(context, subject, options, pending)
+    profile = with_wire(profile, context.job.train.wire)
+    say(*(profile_lines if options.verbose or options.dry_run else measured_lines)(profile))
+    own = profile.source == MEASURED and profile.key == profile_key(world, context.backend, subject)
+    return Profiled(profile, own, reason)
+
+
+def plan_for(context: RunContext, given: Path | Plan | None, profiled: Profiled, pending: Pending) -> Planned:
+    """The plan for a profile: the given one, completed, or the planner's. Its schedule has passed a dry run. Collective."""
+    begin = time.perf_counter()
+    report = obtain_plan(context, profiled.profile, planning_request(context, profiled.profile), pending, given)
+    return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
+
+
+def say_plan(
+    context: RunContext, options: TrainOptions, profile: ClusterProfile, report: PlanReport, micro_batches: str
+) -> None:
+    """Print of the plan what a first look needs, or all; the log of rank 0 gets all in any case."""
+    if options.verbose or options.dry_run:
+        say(*plan_lines(report, profile), micro_batches)
+    else:
+        say(*planned_lines(report, profile, context.run_dir))
+        note(*profile_lines(profile), *plan_lines(report, profile), micro_batches)
+
+
+def _keep(context: RunContext, pending: Pending, save: Callable[[Any, Path], None], what: Any, *paths: Path) -> None:
+    """Save it on rank 0, once the start is accepted: the last one at a path stays."""
+
+    def write(path: Path) -> None:
+        with unharmed(f"writing {path}"):
+            save(what, path)
+
+    for path in paths if context.world.rank == 0 else ():
+        pending.add(partial(write, path))
+
+
+def keep_plan(context: RunContext, pending: Pending, report: PlanReport) -> None:
+    """Save a plan in the run directory, once the start is accepted. On rank 0."""
+    _keep(context, pending, save_plan, report, context.run_dir / "plan.toml")
+
+
+def keep_run_profile(context: RunContext, pending: Pending, profile: ClusterProfile) -> None:
+    """Save a profile in the run directory, and where the job wants it, once the start is accepted. On rank 0."""
+    elsewhere = context.job.profile.save_as
+    paths = [context.loaded.resolve(elsewhere)] if elsewhere else []
+    _keep(context, pending, save_profile, profile, context.run_dir / "profile.toml", *paths)
+
+
+def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterProfile | None:
+    """The profile to use instead of measuring, of the command line or the job; None: there is none. On rank 0. Raises UserError: it
+    does not exist, or contradicts another setting."""
+    settings, named = loaded.job.profile, options.profile
+    if named is None and settings.path:
+        named = loaded.profile_file(settings.path)
+    elif isinstance(named, Path):
+        named = profile_file(named)
+    others = (options.reprofile, "--reprofile"), (settings.save_as, "save_as"), (loaded.job.cluster.emulate, "emulate")
+    other = next((name for given, name in others if given), None)
+    if named is not None and other is not None:
+        which = named if isinstance(named, Path) else "the given one"
+        raise UserError(f"a profile is named ({which}), and {other} wants another one: leave one of them out")
+    return named
+
+
+def _profile_of_cluster(
+    context: RunContext, subject: BenchmarkSpec, options: TrainOptions, pending: Pending
+) -> ClusterProfile:
+    """The profile: the one named by the user, else the run directory's if its key matches, else a measurement. Collective.
+
+    A measurement reuses the cached times of devices that were measured before. Raises UserError: the named profile is damaged or is
+    of another cluster or model; or it is named and everything is to be measured.
+    """
+    world, settings = context.world, context.job.profile
+    key = profile_key(world, context.backend, subject)
+    with world.led("reading the profile"):
+        found = _known_profile(context, subject, options, key) if world.rank == 0 else None
+    known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
+    if known is None:
+        profile = profile_cluster(world, context.transport, context.backend, subject, settings, say, options.reprofile)
+    else:
+        profile = profile_from_dict(known)
+    if known is None or settings.save_as:  # with a named one there is no save_as
+        keep_run_profile(context, pending, profile)
+    return profile
+
+
+def _known_profile(
+    context: RunContext, subject: BenchmarkSpec, options: TrainOptions, key: str
+) -> ClusterProfile | None:
+    """The profile that is named, or the run directory's if its key matches; None: it is to be measured. On rank 0."""
+    named, of_run = named_profile(context.loaded, options), context.run_dir / "profile.toml"
+    if named is None and (options.reprofile or not context.job.profile.reuse or not of_run.exists()):
+        return None
+    place = "the given profile" if isinstance(named, ClusterProfile) else str(named or of_run)
+    try:
+        profile = named if isinstance(named, ClusterProfile) else load_profile(place)
+    except UserError as error:
+        if named is not None:
+            raise
+        say(f"{str(error).splitlines()[0]}; measuring again")
+        return None
+    if named is not None:  # the key of one that was edited says nothing of what it holds now
+        _check_fits(profile, place, subject, context.world.size)
+    if profile.key == key:
+        say(f"Profile: {place} (measured {profile.date}, same devices, model and versions)")
+        return profile
+    if named is None:
+        return None
+    say(f"Profile: {place} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
+    return with_memory(profile, subject.memory_bytes)
+
+
+def obtain_plan(
+    context: RunContext,
+    profile: ClusterProfile,
+    request: PlanRequest,
+    pending: Pending,
+    given: Path | Plan | None = None,
+) -> PlanReport:
+    """The user's plan ``given`` (rank 0's view), completed; or the planner's. Its schedule has passed a dry run. Collective. Raises
+    UserError: no plan fits the memory, or the given plan does not.
+    """
+    report: PlanReport | None = None
+    world = context.world
+    with world.led("planning"):
+        if world.rank == 0:
+            from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
+
+            if given is not None:
+                report = _given_plan(context, given, profile, request)
+            else:
+                report = make_plan(profile, request)
+            validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
+            keep_plan(context, pending, report)
+    return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))
+
+
+def _given_plan(context: RunContext, given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
+    from hetero_mpi.planning.decision.planner import complete_plan
+
+    plan = given if isinstance(given, Plan) else load_plan(given)
+    try:
+        if profile.model.heads is None:  # no shares would do: the reason is a setting of the job, or the model
+            require_divisible(context.chain, context.tuning, plan)
+        return complete_plan(plan, profile, request)
+    except UserError as error:
+        which = "the given plan" if isinstance(given, Plan) else given
+        raise UserError(
+            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to plan anew"
+        ) from None
+
+
+def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int) -> None:
+    """Raise UserError where a profile that the user names is of another model or number of ranks."""
+    if len(profile.devices) != ranks:
+        raise UserError(
+            f"{path} describes {len(profile.devices)} ranks, this job has {ranks}: start {len(profile.devices)} ranks, or "
+            f"leave the profile out to measure"
+        )
+    kinds = tuple(layer.kind for layer in profile.model.layers)
+    parameters = sum(layer.trainable_parameters for layer in profile.model.layers)
+    own = sum(spec.count for spec in subject.tuning.specs(0, subject.chain.layer_count))
+    if kinds != subject.chain.kinds or parameters != own:
+        raise UserError(
+            f"{path} was made for {parameters:,} trained parameters in {len(kinds)} layers, this job trains {own:,} in "
+            f"{subject.chain.layer_count}: use a profile of this model and adapter, or leave it out to measure"
+        )
+    if (profile.model.dtype, profile.model.sequence_length) != (subject.train.dtype, subject.sequence_length):
+        raise UserError(
+            f"{path} was made for {profile.model.dtype} and {profile.model.sequence_length} tokens per sequence, this job has "
+            f"{subject.train.dtype} and {subject.sequence_length}: leave the profile out to measure"
+        )
+    if profile.model.optimizer != subject.tuning.optimizer:
+        raise UserError(
+            f"{path} was made for [train] optimizer = {profile.model.optimizer!r}, this job has {subject.train.optimizer!r}: leave "
+            f"the profile out to measure"
+        )

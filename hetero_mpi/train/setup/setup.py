@@ -1,0 +1,271 @@
+"""The setup of a run, before any weight is read: job, devices, data, the model's shape. ``train`` and ``profile`` begin here."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+import hetero_mpi
+from hetero_mpi.comm.ranks.mpi_start import check_versions
+from hetero_mpi.comm.ranks.versions import own_versions
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.transport import Transport
+from hetero_mpi.data.batch import steps_per_epoch
+from hetero_mpi.data.dataset import Samples
+from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
+from hetero_mpi.device.backend import HOST, Backend, best_dtype
+from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish
+from hetero_mpi.device.operators import product_on
+from hetero_mpi.device.products import widen_products
+from hetero_mpi.device.self_test import SelfTest
+from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
+from hetero_mpi.job.rules import as_toml
+from hetero_mpi.job.schema import ClusterTable, TokenizerTable
+from hetero_mpi.job.training_tables import AdapterTable
+from hetero_mpi.model.adapters.adapter_files import with_patterns_of
+from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.optimizer import steps_of
+from hetero_mpi.model.optimizer_check import check_optimizer
+from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.rundir.logs import say, setup_logging
+from hetero_mpi.rundir.run_directory import claim, refuse_links
+from hetero_mpi.train.setup.context import RunContext, TrainOptions
+from hetero_mpi.train.setup.custom_model import custom_chain
+from hetero_mpi.train.setup.data_setup import prepare
+from hetero_mpi.train.setup.job_tuning import tuning_of
+from hetero_mpi.util import units
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.host_limits import core_quota, own_cores
+
+
+def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:
+    """The beginning of every command. Collective. ``run_dir``: where logs are written; None: nowhere. ``waits``: as for
+    ``setup_logging``.
+    """
+    setup_logging(run_dir, world.rank, world.size, waits)
+    transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
+    check_versions(world, own_versions(world.library))
+
+
+def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
+    """The job and the run directory, read by rank 0 and broadcast. Only rank 0 needs the file. Collective."""
+    shared: list[Any] | None = None
+    with world.led("reading the job"):
+        if world.rank == 0:
+            job = options.job
+            loaded = job if isinstance(job, LoadedJob) else load_job(job, options.overrides)
+            places = str(loaded.path), loaded.name, str(loaded.directory), str(run_directory(loaded, options.run_dir))
+            shared = [job_to_dict(loaded.job), *places]
+    tables, path, name, directory, run_dir = world.broadcast_json(shared)
+    return LoadedJob(job_from_dict(tables), Path(path), name, Path(directory)), Path(run_dir)
+
+
+@contextlib.contextmanager
+def claimed(world: World, run_dir: Path) -> Iterator[None]:
+    """A context in which rank 0 holds the lock of the run directory. If another run holds it, all ranks raise the error.
+    Collective.
+    """
+    with contextlib.ExitStack() as stack:
+        with world.led("claiming the run directory"):
+            if world.rank == 0:
+                stack.enter_context(claim(run_dir))
+        with world.together("looking at the run directory"):
+            refuse_links(run_dir)
+        yield
+
+
+def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path) -> RunContext:
+    """Open the devices, read the data (rank 0) and build the model's chain without weights. Collective."""
+    job, material = loaded.job, None
+    backend, cores, threads = open_rank(world, job.cluster)
+    _say_ranks(world, backend, threads)
+    loaded = _with_dtype(world, loaded, backend)
+    job = loaded.job
+    with world.led("preparing the data"):
+        if world.rank == 0:
+            material = prepare(loaded)
+    loaded = _with_adapter(world, loaded, material.tokenizer if material is not None else None)
+    loaded = _with_steps(world, loaded, len(material.dataset.train) if material is not None else None)
+    job = loaded.job
+    keys = world.broadcast_json(material.config if material is not None else None)
+    chain: LayerChain
+    if job.model.factory is not None:
+        own = material.dataset if material is not None else None
+        chain = custom_chain(world, loaded, keys, own if isinstance(own, Samples) else None)
+    else:
+        with world.together("reading the model's configuration"):
+            chain = TransformersChain(read_config(keys), job.train.dropout)
+    with world.together("reading the model's configuration"):
+        tuning = tuning_of(job, chain)
+        if job.train.optimizer != "adamw":
+            check_optimizer(job.train, backend, f"rank {world.rank} ({world.host})")
+    if material is not None:
+        dataset = material.dataset
+        say(*material.notes)
+        smaller = job.train.last_batch == "smaller"
+        epochs = job.train.steps / steps_per_epoch(len(dataset.train), job.train.global_batch, smaller)
+        say(
+            f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out "
+            f"{units.rows_of(job.data.sequence_length)}; "
+            f"{job.train.steps:,} steps of {job.train.global_batch} are {epochs:.3g} epochs"
+        )
+        if job.train.global_batch > len(dataset.train) and not smaller:
+            say(
+                f"a batch is larger than the data: each training sequence is in every step "
+                f"{job.train.global_batch / len(dataset.train):.3g} times. Lower train.global_batch, or add data"
+            )
+    parameters = sum(spec.count for spec in chain.parameters.values())
+    say(f"model: {chain.summary}, {parameters:,} parameters, {job.train.dtype}")
+    if tuning.adapter is not None:
+        say(tuning.summary(chain))
+    return RunContext(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+
+
+def open_rank(world: World, cluster: ClusterTable) -> tuple[Backend, float, int]:
+    """This rank's device, the CPU cores that it can count on, and the threads it computes with. Collective."""
+    backend = open_device(world, cluster.device)
+    cores = share_of_cores(world, backend)
+    threads = cluster.threads if isinstance(cluster.threads, int) else default_threads(cores)
+    torch.set_num_threads(threads)  # the bits of a matrix product may depend on their number
+    return backend, cores, threads
+
+
+def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJob:
+    """The job with its number of steps settled, where it counts epochs of ``samples`` (known to rank 0), and the steps that are
+    shares of it. Collective."""
+    train, checkpoint, steps = loaded.job.train, loaded.job.checkpoint, loaded.job.train.steps
+    if train.epochs is not None:
+        per_epoch = steps_per_epoch(samples or 0, train.global_batch, train.last_batch == "smaller")
+        steps = world.broadcast_json(math.ceil(train.epochs * per_epoch))
+    tables = {
+        "train": train.model_copy(update={"steps": steps, "evaluate_every": steps_of(train.evaluate_every, steps)}),
+        "checkpoint": checkpoint.model_copy(update={"every": steps_of(checkpoint.every, steps)}),
+    }
+    return replace(loaded, job=loaded.job.model_copy(update=tables))
+
+
+def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None) -> LoadedJob:
+    """The job with what it leaves to the adapter that it starts from, which rank 0 has, and tokens by their ids. Collective."""
+    adapter = loaded.job.adapter
+    if adapter.method == "none":
+        return loaded
+    found: dict[str, Any] | None = None
+    with world.led("reading the adapter"):
+        if world.rank == 0:
+            own = adapter if adapter.path is None else with_patterns_of(loaded.resolve(adapter.path), adapter)
+            found = own.model_copy(update={"tokens": _token_ids(own, loaded.job.tokenizer, tokenizer)}).model_dump()
+    table = AdapterTable(**world.broadcast_json(found))
+    return replace(loaded, job=loaded.job.model_copy(update={"adapter": table}))
+
+
+def _token_ids(
+    adapter: AdapterTable, table: TokenizerTable, tokenizer: PreTrainedTokenizerFast | None
+) -> list[int] | None:
+    """``adapter.tokens`` as ids, ascending; of a job that names none those that its tokenizer is given. None: there are none."""
+    wanted = [*table.add, *table.add_special] if adapter.tokens is None else adapter.tokens
+    vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
+    unknown = [one for one in wanted if isinstance(one, str) and one not in vocabulary]
+    if unknown:
+        raise UserError(
+            f"[adapter] tokens: {as_toml(unknown[0])} is no token of the tokenizer: name one, or let [tokenizer] add it"
+        )
+    return sorted({one if isinstance(one, int) else vocabulary[one] for one in wanted}) or None
+
+
+def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
+    """The job with its compute dtype settled; it is the same on all ranks. Collective."""
+    ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
+    wanted: str = loaded.job.train.dtype
+    if wanted == "auto":
+        wanted, reason = best_dtype(ranks)
+        say(f"dtype {wanted}: {reason}")
+    lacking = [f"rank {rank} ({name})" for rank, (name, dtypes) in enumerate(ranks) if wanted not in dtypes]
+    if lacking:
+        say(f"{', '.join(lacking)} cannot compute in {wanted} and will idle")
+    settle_products(world, backend, wanted)
+    table = loaded.job.train.model_copy(update={"dtype": wanted})
+    return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
+
+
+def settle_products(world: World, backend: Backend, dtype: str) -> None:
+    """Choose the dtype of matrix products: ``dtype``, or fp32 where the processor has no units for it. Rank 0 prints who does.
+    Collective.
+    """
+    products = backend.products(dtype)
+    if products != dtype:
+        widen_products(dtype)
+    others = [str(rank) for rank, used in enumerate(world.all_gather_json(products)) if used != dtype]
+    if others:
+        say(f"rank {', '.join(others)}: products are computed in fp32, since the processor has none in {dtype}")
+
+
+def open_device(world: World, job_device: str) -> Backend:
+    """This rank's device; each rank of a host gets another GPU. Collective.
+
+    A GPU whose product is wrong is refused; where it was not asked for by name, the rank computes on the CPU instead.
+    ``job_device``: ``[cluster] device``.
+    """
+    with world.together("looking for the device"):
+        wanted = wish(job_device, os.environ)
+        name, devices = visible_devices(wanted.name)
+        refused = BACKENDS[name].unusable()
+    seen = world.all_gather_json([world.host, name, list(devices.items()), wanted.gpu])
+    places = [
+        VisibleDevices(host, backend, tuple((index, identity) for index, identity in devices), gpu)
+        for host, backend, devices, gpu in seen
+    ]
+    for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
+        say(*(f"{host}: {reason}" for reason in reasons))
+    index = device_of(world.rank, places)
+    with world.together("opening the device"):
+        backend = open_backend(wanted.name, index)
+        problem = _wrong_product(world, backend)
+        if problem and wanted.name != "auto":
+            raise UserError(f'{problem}; device = "cpu" or "auto" leaves it alone')
+        backend = open_backend("cpu") if problem else backend
+        backend.free_unused()  # an earlier run of this process may have left its stage there
+    for other in filter(None, world.all_gather_json(problem)):
+        say(f"{other}; the rank computes on the CPU instead")
+    return backend
+
+
+def _wrong_product(world: World, backend: Backend) -> str:
+    """The difference between a product on this rank's GPU and on the CPU, and what to do; "" where there is none."""
+    result = product_on(backend) if backend.device != HOST else None
+    if result is None or not result.problem:
+        return ""
+    device = f"{backend.name}:{backend.index} of rank {world.rank} on {world.host} ({backend.description()})"
+    remedy = SelfTest(backend.name, backend.index, results=(result,)).remedy()
+    told = f"{device} does not compute what the CPU does: {result.check}: {result.problem}. Remedy: {remedy}"
+    return f"{told}. All checks: python -m hetero_mpi doctor --selftest"
+
+
+def share_of_cores(world: World, backend: Backend) -> float:
+    """CPU cores this rank can count on, of those it may run on. Collective."""
+    everyone = world.all_gather_json([world.host, own_cores(), core_quota(), backend.name == "cpu"])
+    return cores_of(world.rank, [Cores(host, tuple(cores), *more) for host, cores, *more in everyone])
+
+
+def default_threads(cores: float) -> int:
+    """Threads under "auto": ``OMP_NUM_THREADS`` if set (of a list, one for each level, the first), else one per whole core."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, int(cores))
+
+
+def _say_ranks(world: World, backend: Backend, threads: int) -> None:
+    rows = world.all_gather_json([world.host, backend.name, backend.description(), threads])
+    say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
+    alike: dict[str, list[int]] = {}
+    for rank, (host, name, description, count) in enumerate(rows):
+        alike.setdefault(f"{host}, {name} ({description}), {units.plural(count, 'thread')}", []).append(rank)
+    say(*(f"  {units.ranks(ranks)}: {text}{' each' if len(ranks) > 1 else ''}" for text, ranks in alike.items()))

@@ -1,0 +1,94 @@
+"""Signals that ask a run to end: SIGINT (Ctrl-C), SIGTERM and SIGUSR1.
+
+* While steps are taken, the first signal is only noted. The decision of the next step carries it to all ranks, which write a
+  checkpoint and end with ``ExitCode.STOPPED``.
+* Before the first step there is nothing to save, and the job ends at once.
+* While a run recovers from a death after steps, the signal is noted too: the recovered state is saved after its first step.
+* A second SIGINT or SIGTERM ends the process at once by the signal's default action.
+* A further SIGUSR1 has no effect: SLURM sends it before the time limit, whatever a user has sent before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from hetero_mpi.comm.ranks.leave import Interrupted
+from hetero_mpi.util.errors import AT_ONCE
+
+ECHO_S = 1.0
+"""A signal within this time of the first counts as the same request by another way. A terminal signals every process of its group,
+and the launcher passes it on; SLURM signals a step and its tasks.
+"""
+_BEFORE = "before the first step, so nothing of this start is saved" + (
+    ". Under SLURM: raise --time, which must hold the start (imports, profile, plan, weights), some steps, and --signal's seconds"
+    if "SLURM_JOB_ID" in os.environ
+    else ""
+)
+_AFTER = "after the last step, before the result was written"
+REQUESTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class StopRequest:
+    """Records whether this process has been asked to end. A context manager for the main thread: it handles the signals.
+
+    Attributes:
+        asked_by: the first signal that was noted; None: none yet.
+    """
+
+    def __init__(self) -> None:
+        self.asked_by: signal.Signals | None = None
+        self._noting = self._aside = False
+        self._saved = _BEFORE
+        self._first_s = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        """Has the process been asked to end?"""
+        return self.asked_by is not None
+
+    def __enter__(self) -> StopRequest:
+        self._before = {number: signal.signal(number, self._handle) for number in REQUESTS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """A block in which the first signal is noted instead of ending the process. If an error ends it, signals are noted after it
+        too: the run recovers from a death, or ends.
+        """
+        self._noting = True
+        yield
+        self._noting, self._saved = False, _AFTER
+
+    @contextmanager
+    def aside(self, wanted: bool) -> Iterator[None]:
+        """A block in which SIGINT goes to the handler that was there before, if ``wanted``."""
+        self._aside = wanted
+        yield
+        self._aside = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._aside and number == signal.SIGINT and callable(before := self._before[number]):
+            before(number, frame)
+            return
+        now = time.monotonic()
+        if self.asked_by is None:
+            self.asked_by, self._first_s = signal.Signals(number), now
+            if not self._noting:
+                raise Interrupted(number, self._saved)
+        elif number in AT_ONCE and now - self._first_s > ECHO_S:
+            name = signal.Signals(number).name
+            os.write(
+                2, f"{name} after {self.asked_by.name}: ending at once, without waiting for a checkpoint\n".encode()
+            )
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

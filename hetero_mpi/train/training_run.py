@@ -1,0 +1,381 @@
+"""The command ``train``: a run from its job to its result, on all ranks. A reader of the program begins here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks.versions import own_versions
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
+from hetero_mpi.engine.placement import active_ranks
+from hetero_mpi.inference.generate import write_sample
+from hetero_mpi.job.load import LoadedJob, job_to_dict
+from hetero_mpi.planning.types.plan import PlanReport
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_to_dict, report_from_dict, save_plan
+from hetero_mpi.report.plan_text import planned_lines
+from hetero_mpi.rundir.logs import say
+from hetero_mpi.rundir.run_directory import holds_run, is_used
+from hetero_mpi.state.checkpoint.directory import remove_shards
+from hetero_mpi.state.saving import Snapshots
+from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.train.follower import Follower, OnEvent
+from hetero_mpi.train.live_view import LiveView
+from hetero_mpi.train.loop import Loop, Training
+from hetero_mpi.train.rebalance import rebalancer_of
+from hetero_mpi.train.reconfigure import change
+from hetero_mpi.train.recovery import RunHistory, beside_steps, plan_again, run_with_recovery
+from hetero_mpi.train.reference_likelihoods import find_reference
+from hetero_mpi.train.result import TrainResult
+from hetero_mpi.train.run_report import (
+    OtherPrograms,
+    draw_plan,
+    keep_profile,
+    leave_result,
+    open_display,
+    outcome,
+    reported,
+    show_plan,
+)
+from hetero_mpi.train.setup.context import Pending, RunContext, Share, TrainOptions
+from hetero_mpi.train.setup.data_setup import base_name
+from hetero_mpi.train.setup.profile_and_plan import Planned, Profiled, named_profile, obtain_profile, plan_for, say_plan
+from hetero_mpi.train.setup.setup import claimed, look_around, read_job, set_up
+from hetero_mpi.train.signals import StopRequest
+from hetero_mpi.train.start_state import StartState, begin, check_header, find_start
+from hetero_mpi.train.trial import try_plan
+from hetero_mpi.train.watchdog import watched
+from hetero_mpi.util.background import unharmed
+from hetero_mpi.util.errors import ExitCode
+
+_LOG = logging.getLogger(__name__)
+
+
+def train(
+    world: World, options: TrainOptions, on_event: OnEvent | None = None, stop: StopRequest | None = None
+) -> TrainResult | None:
+    """Run a job and return its result on every rank (None for a dry run, and for a run that its program has left). Collective.
+
+    Args:
+        on_event: called on every rank between the steps with each event of the run; its reply says how to continue.
+        stop: the handler of signals, where the caller has installed one; None: installed here, which needs the main thread.
+
+    Raises:
+        UserError: an error the user can correct; the same on all ranks.
+    """
+    with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, LiveView(world) as live:
+        follower = Follower(world, stop, on_event) if on_event is not None else None
+        try:
+            return run_with_recovery(world, TrainingRun(world, options, stop, live, follower).run)
+        except CollectiveUserError as error:
+            if follower is None or not follower.left or error.exit_code != ExitCode.STOPPED:
+                raise
+            say(str(error))
+            return None
+
+
+@dataclass(frozen=True)
+class JobToRun:
+    """The result of ``resolve_job``; the same on all ranks."""
+
+    loaded: LoadedJob
+    run_dir: Path
+
+
+@dataclass(frozen=True)
+class FoundState:
+    """The result of ``find_state``: where the run continues, or the result of a run that is finished."""
+
+    start: StartState = field(default_factory=StartState)
+    past: TrainResult | None = None
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The result of ``calibrate``: the profile by which the run predicts, and the plan it begins with."""
+
+    profile: ClusterProfile
+    report: PlanReport
+
+
+@dataclass(frozen=True)
+class Built:
+    """The result of ``build``: this rank's stage under the plan, and the training state that it holds."""
+
+    share: Share
+    state: TrainingState
+
+
+class TrainingRun:
+    """A run in nine phases and an end. Each phase has one result, which the next ones take; all are collective.
+
+        resolve_job   connect   load_data_and_model   find_state   profile   plan   calibrate   build   train   finish
+             ^                                                                                    ^       |
+             |                                                          layers move: rebalancing  +-------+
+             |                                                                                            |
+             +--------------------------------------------------------------------------------------------+
+              a rank is lost: ``run_with_recovery`` calls ``run`` again on the remaining ranks; what ``history`` remembers
+              (job, data, profile, trained state) is not done again
+
+    Args:
+        stop: whether this process has been asked to end.
+        live: the page that shows the run.
+        follower: the Python program that follows the run, if one does.
+    """
+
+    def __init__(
+        self, world: World, options: TrainOptions, stop: StopRequest, live: LiveView, follower: Follower | None
+    ) -> None:
+        self.world, self.options, self._stop = world, options, stop
+        self._live, self._follower = live, follower
+
+    def run(self, history: RunHistory) -> TrainResult | None:
+        """All phases; returns the run's result (None for a dry run)."""
+        pending = Pending()
+        with contextlib.ExitStack() as held:
+            job = self.resolve_job(history, held)
+            past = None if history.losses else check_header(self.world, job.loaded, job.run_dir, self.options.resume)
+            if past is not None:
+                return past
+            transport = self.connect(job, held)
+            context = self.load_data_and_model(history, job, transport)
+            found = FoundState() if self.options.dry_run else self.find_state(context, history, pending)
+            if found.past is not None:
+                return found.past
+            profiled = self.profile(context, history, pending)
+            planned = self.plan(context, history, profiled, pending)
+            calibrated = self.calibrate(context, history, planned, pending)
+            if self.options.dry_run:
+                _end_dry_run(context, pending)
+                return None
+            context = replace(context, planned_for=calibrated.profile)
+            built = self.build(context, history, calibrated.report, found.start)
+            with self.world.together("beginning in the run directory"):
+                pending.carry_out()  # the start is accepted
+            keep_profile(context)
+            others = OtherPrograms()
+            built = self.train(context, history, built)
+            return self.finish(context, built, others)
+
+    def resolve_job(self, history: RunHistory, held: contextlib.ExitStack) -> JobToRun:
+        """Read the job, lock the run directory, and begin the logs."""
+        world = self.world
+        loaded, run_dir = history.job_of(world, lambda: read_job(world, self.options))
+        held.enter_context(claimed(world, run_dir))
+        continues = history.shared(world, history.state)
+        look_around(world, run_dir, waits=world.broadcast_json(world.rank == 0 and is_used(run_dir)) and not continues)
+        _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
+        history.tell_loss(world, run_dir)
+        with world.led("looking at the profile"):
+            if world.rank == 0 and not history.losses:
+                named_profile(loaded, self.options)
+        return JobToRun(loaded, run_dir)
+
+    def connect(self, job: JobToRun, held: contextlib.ExitStack) -> MpiTransport:
+        """Open the transport between the ranks."""
+        threaded = job.loaded.job.cluster.communication_thread
+        return held.enter_context(MpiTransport(self.world.comm, threaded=threaded, hosts=self.world.hosts))
+
+    def load_data_and_model(self, history: RunHistory, job: JobToRun, transport: MpiTransport) -> RunContext:
+        """Open the devices, read the data (rank 0), and build the model's chain without weights."""
+        return history.context_of(self.world, transport, lambda: set_up(self.world, transport, job.loaded, job.run_dir))
+
+    def find_state(self, context: RunContext, history: RunHistory, pending: Pending) -> FoundState:
+        """Find the trained state to continue from: a checkpoint, shards on hosts' disks, or copies in memory."""
+        return FoundState(*find_start(context, history, self.options, pending))
+
+    def profile(self, context: RunContext, history: RunHistory, pending: Pending) -> Profiled:
+        """Measure the ranks and links, or take the profile that is given, cached, or remembered."""
+        remembered = history.known_profile(self.world)
+        if remembered is not None:
+            return Profiled(remembered, False, "")
+        options = self.options if not history.losses else replace(self.options, profile=None)
+        profiled = obtain_profile(context, options, pending)
+        history.profile, history.profiled_ranks = profiled.profile, self.world.size
+        return profiled
+
+    def plan(self, context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
+        """The given plan, checked, or the planner's. Its schedule has passed a dry run."""
+        if history.losses:
+            return plan_again(context, history, profiled, pending)
+        return plan_for(context, self.options.plan, profiled, pending)
+
+    def calibrate(self, context: RunContext, history: RunHistory, planned: Planned, pending: Pending) -> Calibrated:
+        """Take a few steps of the plan with random weights, and correct the profile by them; after a loss all ranks wait for the
+        plan, and nothing is tried."""
+        if history.losses:
+            say(*planned_lines(planned.report, planned.profile, context.run_dir))
+            return Calibrated(planned.profile, planned.report)
+        calibrated = Calibrated(*try_plan(context, self.options, planned, pending))
+        history.profile = calibrated.profile
+        say_plan(context, self.options, calibrated.profile, calibrated.report, planned.micro_batches)
+        drawn_for = replace(context, planned_for=calibrated.profile)
+        pending.add(partial(draw_plan, drawn_for, calibrated.report))
+        return calibrated
+
+    def build(self, context: RunContext, history: RunHistory, report: PlanReport, start: StartState) -> Built:
+        """Build this rank's stage, and bring the trained state to the ranks that hold it. Idle ranks wait."""
+        world = self.world
+        world.doing = "building the stages"
+        share, state = begin(context, history, report, start)
+        if share.members is not None:
+            with _passed_on(world, share):
+                assert share.trainer is not None
+                find_reference(context, share.members, share.trainer, state)
+            world.release(_idle_ranks(world, share), None)
+        else:
+            world.doing = "idle, by the plan"
+            world.sleep_until_released()
+        history.state = state
+        return Built(share, state)
+
+    def train(self, context: RunContext, history: RunHistory, built: Built) -> Built:
+        """Take the steps, under one plan after another; returns the share that took the last one, and the state after it.
+
+        Active ranks train until rank 0 wants another plan. Idle ranks sleep until then. All ranks change together. Nothing else may
+        refer to the trainer of a share: a change of plan needs its memory.
+        """
+        share, state = built.share, built.state
+        with reported(context, self._live), contextlib.ExitStack() as stack:
+            stack.enter_context(self._stop.noting())
+            training = self._training(context, history, state, stack)
+            while (word := self._until_change(training, history, share, state)) is not None:
+                if share.members is None:
+                    history.state = state = TrainingState.from_dict(word["state"])
+                share = _changed(training, share, report_from_dict(word["plan"]), state)
+        return Built(share, state)
+
+    def finish(self, context: RunContext, built: Built, others: OtherPrograms) -> TrainResult:
+        """Write the result, and print the summary."""
+        share, state = built.share, built.state
+        if share.members is not None:
+            with _passed_on(self.world, share):
+                leave_result(context, share, state, others)
+            self.world.release(_idle_ranks(self.world, share), None)
+        remove_shards(context.run_dir)  # the last checkpoint holds everything
+        return outcome(context, share.report, state)
+
+    def _training(
+        self, context: RunContext, history: RunHistory, state: TrainingState, stack: contextlib.ExitStack
+    ) -> Training:
+        """What the steps of all plans share. ``stack`` closes it after the last one."""
+        rebalancer = rebalancer_of(context, self.options.plan is not None)
+        if rebalancer is not None:
+            stack.callback(rebalancer.close)
+        metrics, display = open_display(context, state, history.begun or "", stack, screen=self._follower is None)
+        self._live.begin(context.job.report, context.run_dir, display)
+        tokenizer = context.material.tokenizer if context.material else None
+        sample = partial(write_sample, loaded=context.loaded, tokenizer=tokenizer, run_dir=context.run_dir)
+        metadata = _metadata(context, history) if self.world.rank == 0 else {}
+        return Training(
+            context,
+            metadata,
+            lambda: self._stop() or self.world.asked(),
+            rebalancer,
+            self._follower,
+            sample,
+            metrics,
+            display,
+        )
+
+    def _until_change(
+        self, training: Training, history: RunHistory, share: Share, state: TrainingState
+    ) -> dict[str, Any] | None:
+        """Train, or sleep on an idle rank, until another plan is due; returns that plan and the state, on all ranks. None: the run
+        is over. Collective over all ranks of the job.
+        """
+        context, rebalancer, world = training.context, training.rebalancer, self.world
+        if share.members is None:
+            return self._sleep(training)
+        assert share.trainer is not None
+        if rebalancer is not None:
+            rebalancer.begin(share)
+        with _passed_on(world, share):
+            snapshots = Snapshots.of(share.trainer)
+            described = training.described(share)
+            with beside_steps(context, history, share.members, snapshots, state, described) as beside:
+                loop = Loop(training, share, state, beside, snapshots)
+                with watched(context, share) as watchdog:
+                    show_plan(training.display, context, share.plan, watchdog)
+                    done = loop.run()
+            if rebalancer is not None:
+                rebalancer.end()
+            if done:
+                return None
+            chosen = rebalancer.chosen() if rebalancer is not None else None
+            word = {"plan": plan_to_dict(chosen), "state": state.to_dict()} if chosen is not None else None
+            word = share.members.broadcast_json(word)
+        world.release(_idle_ranks(world, share), None, word)
+        return word
+
+    def _sleep(self, training: Training) -> dict[str, Any] | None:
+        """An idle rank's part in ``_until_change``."""
+        self.world.doing = "idle, by the plan"
+        while True:
+            word: dict[str, Any] | None = self.world.sleep_until_released(training.asked)
+            if word is None or "told" not in word:
+                return word
+            assert training.follower is not None
+            training.follower.hear(word["told"])
+
+
+def _end_dry_run(context: RunContext, pending: Pending) -> None:
+    """Keep profile, plan and picture for a look, in a directory that holds no run. Collective."""
+    say("Dry run: stopping before any weight is read")
+    if context.world.broadcast_json(context.world.rank == 0 and holds_run(context.run_dir)):
+        say(f"{context.run_dir} holds a run and stays as it is: --run-dir DIR keeps profile and plan of a dry run")
+    else:
+        pending.carry_out()
+
+
+def _metadata(context: RunContext, history: RunHistory) -> dict[str, Any]:
+    """Metadata of all checkpoints of the run; each adds its plan. On rank 0."""
+    assert context.dataset is not None and context.material is not None
+    return {
+        "data_fingerprint": context.dataset.fingerprint(),
+        "job": job_to_dict(context.job),
+        "profile": profile_to_dict(context.profile),
+        "model_config": context.chain.to_dict(),
+        "generation_config": context.material.generation or {},
+        "base_model": base_name(context.loaded),
+        "seed": context.job.train.seed,
+        "versions": own_versions(context.world.library),
+        "run": history.token,
+        "begun": history.begun,
+    }
+
+
+def _changed(training: Training, before: Share, report: PlanReport, state: TrainingState) -> Share:
+    """Change to another plan, and report it. Collective over all ranks of the job."""
+    begin_s, context = time.perf_counter(), training.context
+    share = change(context, before, report, state)
+    if context.world.rank == 0:
+        with unharmed("writing plan.toml"):
+            save_plan(report, context.run_dir / "plan.toml")
+        if training.rebalancer is not None:
+            training.rebalancer.changed(state.step, before.plan, report.plan, time.perf_counter() - begin_s)
+    return share
+
+
+@contextlib.contextmanager
+def _passed_on(world: World, share: Share) -> Iterator[None]:
+    """A block of the active ranks. An error that they all end with is raised on the sleeping ranks too."""
+    try:
+        yield
+    except CollectiveUserError as error:
+        world.release(_idle_ranks(world, share), error)
+        raise
+
+
+def _idle_ranks(world: World, share: Share) -> list[int]:
+    """Ranks that sleep while the plan of ``share`` lasts."""
+    active = active_ranks(share.plan)
+    return [rank for rank in range(world.size) if rank not in active]

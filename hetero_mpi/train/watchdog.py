@@ -1,0 +1,321 @@
+"""The watchdog: notices a run that makes no progress, prints where every rank is and whom it waits for, and ends the job.
+
+A thread on every rank looks twice a second where its rank is (step, action, messages so far) and since when. A hang is what all
+ranks agree on: no rank has moved for the limit. So a rank that waits while another works causes no alarm. Rank 0 decides; if rank 0
+itself is silent, the others do.
+
+* A rank that was stopped (a laptop's lid, SIGSTOP) sees that by the gap between two looks of its own thread. Such gaps do not count
+  as time. If all ranks have stood still for less than the limit without them, the run goes on.
+* What one rank does alone for long, such as closing a large checkpoint, is marked with ``World.busy`` and counts as progress.
+
+Ranks tell each other where they stand by heartbeats: small JSON messages on a communicator of their own, sent by a thread that
+does nothing else. So there is an answer when the main threads are stuck. Nobody waits for anybody there. MPI is used because it is
+the one channel known to work between these machines; it must allow calls from several threads (``THREAD_MULTIPLE``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hetero_mpi.comm.mpi_transport import MpiTransport
+from hetero_mpi.comm.ranks import ulfm
+from hetero_mpi.comm.ranks.back_off import Pause
+from hetero_mpi.comm.ranks.collectives import Collectives, decode, encode
+from hetero_mpi.comm.ranks.leave import end_all
+from hetero_mpi.comm.ranks.ulfm import RankLost
+from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.transport import Exchange, Message
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.planning.schedule import busy
+from hetero_mpi.rundir.present import Standing
+from hetero_mpi.train.setup.context import RunContext, Share
+from hetero_mpi.util import units
+from hetero_mpi.util.background import Background, BestEffort, unattended, unharmed
+from hetero_mpi.util.errors import ExitCode
+
+_TAG = 1
+
+
+class Heartbeat:
+    """The newest report of each rank. The constructor and ``close`` are collective; in between one thread calls ``beat``.
+
+    Attributes:
+        words: rank -> its newest report, this rank's included; on other ranks than 0 as rank 0 has passed it on. Missing: none yet.
+        heard_s: rank -> ``time.monotonic`` of its newest message: on rank 0 of every other rank, elsewhere of rank 0.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._comm = ulfm.duplicate(world.comm)
+        self.rank, self.size = world.rank, world.size
+        self.words: dict[int, Any] = {}
+        peers = range(1, self.size) if self.rank == 0 else (0,)
+        self.heard_s = {peer: time.monotonic() for peer in peers}
+        self._sent, self._received = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)
+        self._sending: dict[int, tuple[Any, Any]] = {}
+        """Peer -> (MPI request, the bytes it sends)."""
+
+    def beat(self, word: Any) -> None:
+        """Receive what has come, and send ``word`` to rank 0 (rank 0: all reports to everybody). A peer that has not yet taken the
+        last message is left out. Raises RankLost: some rank has died.
+        """
+        with ulfm.losses():
+            self._take_all()
+            self.words[self.rank] = word
+            message = encode(sorted(self.words.items()) if self.rank == 0 else word)
+            for peer in self.heard_s:
+                under_way = self._sending.get(peer)
+                if under_way is None or under_way[0].Test():
+                    self._sending[peer] = self._comm.Isend(message, dest=peer, tag=_TAG), message
+                    self._sent[peer] += 1
+
+    def silent_s(self, peer: int) -> float:
+        """Seconds since the newest message of ``peer``; 0 for this rank itself."""
+        return time.monotonic() - self.heard_s[peer] if peer != self.rank else 0.0
+
+    def forgive(self, pause_s: float) -> None:
+        """This process was stopped for ``pause_s``: do not count that time as silence of the others."""
+        for peer in self.heard_s:
+            self.heard_s[peer] += pause_s
+
+    def close(self) -> None:
+        """Complete or cancel all messages. No ``beat`` follows."""
+        sent = Collectives(self._comm, self.rank, self.size).all_gather_json(sorted(self._sent.items()))
+        coming = {peer: dict(map(tuple, sent[peer])).get(self.rank, 0) for peer in self.heard_s}
+        pause = Pause()
+        while self._received != coming or not all(request.Test() for request, _ in self._sending.values()):
+            self._take_all()
+            pause.rest()
+
+    def _take_all(self) -> None:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        for peer in self.heard_s:
+            while self._comm.Iprobe(source=peer, tag=_TAG, status=status):
+                payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                self._comm.Recv(payload, source=peer, tag=_TAG)
+                self._received[peer] += 1
+                self.heard_s[peer] = time.monotonic()
+                said = decode(payload)
+                self.words.update({int(rank): word for rank, word in said} if peer == 0 else {peer: said})
+
+
+SHORTEST_S = 60.0
+STEPS = 20
+"""The limit in predicted steps, unless the job sets it; at least ``SHORTEST_S``."""
+_LOOK_S = 0.5
+_ASLEEP_S = 2.0
+"""A look this much too late means that the process, or its machine, was stopped."""
+_GRACE_S = 1.0
+"""Seconds between noticing a hang and ending the job, in which every rank logs where it is stuck."""
+_LOG = logging.getLogger(__name__)
+
+
+def limit_s(wanted: float | str, predicted_step_s: float) -> float:
+    """The limit: seconds without progress that count as a hang; 0: none.
+
+    Args:
+        wanted: [cluster] watchdog_s: "auto" or seconds.
+        predicted_step_s: of a step on this machine, or as it was when tried (with the time scale of an emulation).
+    """
+    return max(SHORTEST_S, STEPS * predicted_step_s) if isinstance(wanted, str) else float(wanted)
+
+
+def watched(context: RunContext, share: Share) -> contextlib.AbstractContextManager[Watchdog | None]:
+    """The watchdog of steps under a plan; none where the job or the MPI library has it so. Made by every active rank."""
+    assert share.members is not None and share.trainer is not None
+    cluster, world = context.job.cluster, share.members
+    scale = cluster.time_scale if cluster.emulate is not None else 1.0
+    limit = limit_s(cluster.watchdog_s, scale * share.report.expected_step_s)
+    if limit == 0 or not cluster.communication_thread or world.thread_level != "multiple":
+        return contextlib.nullcontext()
+    assert isinstance(context.transport, MpiTransport)
+    return Watchdog(world, limit, share.trainer, context.transport)
+
+
+class Lookout:
+    """Reads this rank's standing from another thread, so that the rank's own work is not slowed."""
+
+    def __init__(self, world: World, trainer: Trainer, transport: MpiTransport) -> None:
+        self._world, self._trainer, self._transport = world, trainer, transport
+        self.sensors: dict[str, float] = {}
+        """Of the rank's device; whoever makes the lookout keeps them new."""
+        self._seen: Any = None
+        self._since_s = time.monotonic()
+        self._figures = BestEffort("looking at memory, messages and computing", Lookout._read_figures)
+
+    def look(self) -> Standing:
+        """The standing now; ``still_s`` counts from the look that first saw it."""
+        now, activity, executor = time.monotonic(), self._world.activity, self._trainer.executor
+        current = executor.current if executor is not None else None
+        action = str(current) if current is not None else None
+        evaluated = executor.evaluated if executor is not None else 0
+        seen = activity.text, activity.marks, activity.busy, action, evaluated, self._transport.moved
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now
+        at = f"{activity.text}, {action}" if action else activity.text
+        figures = self._figures(self) or ()  # a bound function would keep the trainer's memory
+        return Standing(at, round(now - self._since_s, 1), self._waits_for(), activity.busy > 0, *figures)
+
+    def forgive(self, pause_s: float) -> None:
+        """Do not count ``pause_s``, for which this process was stopped."""
+        self._since_s += pause_s
+
+    def _read_figures(self) -> tuple[float | None, int, Mapping[str, float], Mapping[str, Sequence[int]]]:
+        events = self._trainer.latest.events if self._trainer.latest is not None else ()
+        computed = None
+        if events and events[-1].end_s > 0:
+            computed = round(sum(busy(events).values()) / events[-1].end_s, 3)
+        return computed, self._trainer.backend.used_bytes(), dict(self.sensors), self._transport.sending()
+
+    def _waits_for(self) -> str | None:
+        waiting = list(self._transport.waiting)
+        if not waiting:
+            return self._world.activity.waits_for
+        request = waiting[0]
+        if isinstance(request, Message):
+            return f"rank {request.peer} to {'send' if request.kind == 'receive' else 'take a message'}"
+        if isinstance(request, Exchange):
+            what = "the sums of gradients" if request.sums else "new values"
+            return f"ranks {', '.join(str(rank) for rank in request.group.ranks)} for {what}"
+        return None
+
+
+class Watchdog:
+    """Watches a block. A context manager: entering and leaving it (normally, or on all ranks by the same error) are collective over
+    ``world``. ``limit_s``: seconds without progress of any rank that count as a hang.
+    """
+
+    def __init__(self, world: World, limit_s: float, trainer: Trainer, transport: MpiTransport) -> None:
+        self.world, self.limit_s = world, limit_s
+        self._lookout = Lookout(world, trainer, transport)
+        self._backend, self._heartbeat = trainer.backend, Heartbeat(world)
+        self._stop = threading.Event()
+        self._watching: Background[None] | None = None
+        self._main = threading.main_thread().ident
+        self._noted = False
+
+    def __enter__(self) -> Watchdog:
+        self._watching = Background("watching for a hang", self._run)
+        unattended("reading the device's sensors", partial(_sense, self._backend, self._lookout.sensors, self._stop))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._stop.set()
+        together = self.world.leaves_together(error)
+        if together or isinstance(error, RankLost):
+            assert self._watching is not None
+            self._watching.finish()
+            del self._lookout  # it knows the trainer, whose memory is needed
+        if together:
+            self._heartbeat.close()
+
+    def standings(self) -> dict[int, Standing]:
+        """The newest standings, by the ranks' numbers in the job; on rank 0. None after the block."""
+        if self._stop.is_set():
+            return {}
+        numbers = self.world.numbers or range(self.world.size)
+        return {
+            numbers[index]: Standing(**{**word, "silent_s": self._heartbeat.silent_s(index)})
+            for index, word in list(self._heartbeat.words.items())
+        }
+
+    def _run(self) -> None:
+        # The main thread hears of a death too, and whoever survives it begins with another watchdog.
+        with unharmed("watching for a hang"), contextlib.suppress(RankLost):
+            self._watch()
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._stop.wait(_LOOK_S):
+            now = time.monotonic()
+            pause_s, last = now - last - _LOOK_S, now
+            if pause_s > _ASLEEP_S:
+                self._lookout.forgive(pause_s)
+                self._heartbeat.forgive(pause_s)
+                _LOG.warning("this process, or its machine, stood still for %.1f s", pause_s)
+            own = self._lookout.look()
+            self._heartbeat.beat(asdict(own))
+            if own.still_s > self.limit_s and not self._noted:
+                self._note_where()
+            if self._hangs(own):
+                self._end()
+
+    def _hangs(self, own: Standing) -> bool:
+        if own.busy or own.still_s <= self.limit_s:
+            return False
+        return all(self._still_s(peer) > self.limit_s for peer in self._heartbeat.heard_s)
+
+    def _still_s(self, peer: int) -> float:
+        """Seconds without a change of ``peer``, as far as known here; on other ranks than 0: seconds of silence."""
+        silent_s = self._heartbeat.silent_s(peer)
+        word = self._heartbeat.words.get(peer)
+        if self.world.rank != 0 or word is None or word["busy"]:
+            return silent_s
+        return silent_s + float(word["still_s"])
+
+    def _note_where(self) -> None:
+        """Log the Python lines at which this rank's main thread is stuck."""
+        self._noted = True
+        frame = sys._current_frames().get(self._main or 0)
+        lines = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
+        _LOG.error("no progress for %.0f s; the main thread is at:\n%s", self.limit_s, lines)
+
+    def _end(self) -> None:
+        time.sleep(_GRACE_S)
+        if self._lookout.look().still_s <= self.limit_s:
+            return  # just in time
+        text = report(self.world, self.limit_s, self._heartbeat)
+        _LOG.error("%s", text)
+        end_all(self.world, text, ExitCode.HUNG)
+
+
+def _sense(backend: Backend, figures: dict[str, float], stop: threading.Event) -> None:
+    """Keep ``figures`` new, on a thread of its own: a driver that hangs may never answer, and that is what the watchdog is for."""
+    while not stop.wait(_LOOK_S):
+        figures.update(backend.sensors())
+
+
+def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
+    """The message about a hang: every rank's position, and whom it waits for."""
+    lines = []
+    unheard = []
+    for rank in range(world.size):
+        silent_s = heartbeat.silent_s(rank) if rank in (*heartbeat.heard_s, heartbeat.rank) else 0.0
+        word = heartbeat.words.get(rank)
+        line = Standing(**word).line() if word is not None else "no word yet"
+        if silent_s > min(limit, 2 * _LOOK_S + _ASLEEP_S):
+            unheard.append(rank)
+            line = f"not heard of for {units.seconds(silent_s)}; before that: {line}"
+        lines.append(f"  {_name(world, rank)}: {line}")
+    lines.append(_cause(world, unheard))
+    return "\n".join(
+        [
+            f"No rank has made progress for {units.seconds(limit)} ([cluster] watchdog_s): the watchdog ends the job with "
+            f"exit code {ExitCode.HUNG}. Where the ranks stand:",
+            *lines,
+        ]
+    )
+
+
+def _cause(world: World, unheard: Sequence[int]) -> str:
+    if unheard:
+        names = ", ".join(_name(world, rank) for rank in unheard)
+        return f"Stopped, or cut off from the others: {names}. Look at it."
+    return "All ranks answer: a device, a driver or a disk is stuck, or the program waits for itself. The ranks' logs show where."
+
+
+def _name(world: World, rank: int) -> str:
+    return f"rank {world.numbers[rank] if world.numbers else rank} on {world.hosts[rank]}"

@@ -1,0 +1,1 @@
+"""Errors, units, TOML, disks, threads, terminals: all packages may import these."""

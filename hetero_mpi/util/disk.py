@@ -1,0 +1,128 @@
+"""Files that appear whole or not at all, locks, and the room that is left, on file systems, too, that lack what most can do; and
+files of others that reading would wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from hetero_mpi.util.errors import UserError
+
+PROCESS_MARK = os.urandom(4).hex()
+"""In the names of this process's temporary files: those with another mark may be left of a process that died."""
+SPARE_BYTES = 100_000_000
+"""Bytes of a disk that stay free of what is kept for later, or beside what memory holds."""
+_UNABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EEXIST}
+"""Answers of a file system that cannot do a thing: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
+
+
+def cache_folder(kind: str = "") -> Path:
+    """Where this user's machine keeps what can be made again: ``profiles``, ``tokens``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi" / kind
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, durable: bool = False) -> Iterator[Path]:
+    """The name of a file to write, which takes the place of ``path`` when the block has ended well; otherwise nothing has changed.
+
+    ``durable``: file and name are on the disk by then, so that a power loss spoils neither.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{os.urandom(2).hex()}-{PROCESS_MARK}")
+    try:
+        yield temporary
+        if durable:
+            sync(temporary)
+        _replace(temporary, path)
+        if durable:
+            sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str | bytes, durable: bool = False, make_folder: bool = False) -> None:
+    """Make ``content`` (text: as UTF-8) the content of ``path``, as ``atomic_write`` does. Raises OSError."""
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path, durable) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def writing(place: Path, remedy: str = "name another place with -o") -> Iterator[None]:
+    """A block that writes ``place``, whose OSError becomes a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({error.strerror}); {remedy}") from error
+
+
+def sync(path: Path) -> None:
+    """fsync a file, or a directory, which makes a rename in it durable where the file system can do that."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _UNABLE):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _replace(new: Path, path: Path) -> None:
+    """Rename ``new`` over ``path``; in two renames where the file system refuses to rename over a file."""
+    try:
+        os.replace(new, path)
+    except OSError as error:
+        if error.errno not in _UNABLE or not path.is_file():
+            raise
+        former = path.with_name(f"{new.name}-former")
+        os.rename(path, former)
+        try:
+            os.rename(new, path)
+        except OSError:
+            os.rename(former, path)
+            raise
+        former.unlink()
+
+
+def lock(file: IO[str]) -> bool:
+    """Take an exclusive lock, which ends with the process; False: this file system has none. BlockingIOError: it is taken."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise
+        return False
+    return True
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that are free on the disk on which ``path`` is, or would be made. Raises OSError."""
+    path = path.absolute()
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+
+
+def require_regular(path: Path) -> None:
+    """Refuse what is there under a name that a user gives, and is no regular file: reading a device may never end, and a pipe would
+    be waited for. Nothing is opened. What is not there is left to whoever opens it.
+
+    Raises UserError: it is a directory, a device, a pipe or a socket.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if stat.S_ISREG(mode):
+        return
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    kind, hint = kinds.get(stat.S_IFMT(mode), "a device"), ""
+    if stat.S_ISFIFO(mode):  # as the shell's <(...) and /dev/stdin are
+        hint = "; it is read more than once, so write what comes out of it to a file first"
+    raise UserError(f"{path}: must be a regular file, and is {kind}{hint}")

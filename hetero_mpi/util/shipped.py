@@ -1,0 +1,87 @@
+"""Packages, jobs and profiles that come with the program beside its code, and the argument that pip was given for it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import shlex
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from hetero_mpi import __version__
+from hetero_mpi.util.errors import UserError
+
+DISTRIBUTION = "hetero_mpi"
+REQUIRED = (
+    "torch", "mpi4py", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes", "h5py",
+    "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2", "rich",
+)  # fmt: skip
+"""Modules that a run imports; a test compares them with pyproject.toml."""
+USED_PROFILE = "used-profile.toml"
+"""File in a run directory: the profile that the run's plans are made for, where it is not the one in ``profile.toml``."""
+SHIPPED_FILES = "shipped_files"
+"""The folder of the package that a wheel has and a clone has not."""
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def absent_packages() -> tuple[str, ...]:
+    """Those modules of ``REQUIRED`` that are not installed. None of them is imported."""
+    return tuple(name for name in REQUIRED if not _is_there(name))
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def shipped_folder(name: str) -> Path:
+    """``jobs`` or ``profiles``: inside the package where it came as a wheel (``setup.py``), beside it in a clone."""
+    inside = _PACKAGE / SHIPPED_FILES / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name
+
+
+def shipped_profiles() -> dict[str, Path]:
+    """Name -> file."""
+    return {path.stem: path for path in sorted(shipped_folder("profiles").glob("*.toml"))}
+
+
+def profile_file(name: str | os.PathLike[str], place: Path | None = None) -> Path:
+    """The file of a profile: ``place`` (by default ``name`` as a path), or where nothing is there the shipped one called ``name``.
+    Of a run directory, the profile that its plans were made for. Raises UserError: there is none.
+    """
+    place, known = place or Path(name), shipped_profiles()
+    if place.is_dir():
+        return file_of_run(place, USED_PROFILE, "profile.toml")
+    path = place if place.exists() else known.get(os.fspath(name).removesuffix(".toml"))
+    if path is None:
+        near = difflib.get_close_matches(place.name.removesuffix(".toml"), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(known)}"
+        raise UserError(f"{place}: no such file, and no shipped profile of this name; {hint}")
+    return path
+
+
+def file_of_run(directory: Path, *names: str) -> Path:
+    """The first of these files that is in a run directory. Raises UserError: there is none."""
+    found = next((directory / name for name in names if (directory / name).exists()), None)
+    if found is None:
+        raise UserError(
+            f"{directory}: no {' and no '.join(names)} is in this directory; name a file, or the directory of a run"
+        )
+    return found
+
+
+def pip_argument() -> str:
+    """The argument of ``pip install`` so that another machine gets this version the way it came here, quoted for a shell."""
+    if (_PACKAGE.parent / "pyproject.toml").is_file():
+        return f"-e {shlex.quote(str(_PACKAGE.parent))}"  # a clone
+    text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    if text is None:
+        return f"{DISTRIBUTION}=={__version__}"  # from an index
+    origin = json.loads(text)
+    url = urlsplit(origin["url"])
+    return shlex.quote(unquote(url.path) if url.scheme == "file" else origin["url"])
