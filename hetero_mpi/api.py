@@ -265,8 +265,9 @@ def _prepare_thread() -> None:
         with world.together("beginning a run"):
             if world.thread_level in ("single", "funneled"):
                 raise UserError(
+                    "mpi.thread_level",
                     "steps() works on a thread of its own, which this MPI library does not allow: use train(on_step=...), or an "
-                    "MPI library with THREAD_SERIALIZED"
+                    "MPI library with THREAD_SERIALIZED",
                 )
 
 
@@ -332,9 +333,14 @@ def collective(run_thread: bool = False) -> Iterator[World]:
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if not run_thread and threading.current_thread() is not threading.main_thread():
-        raise UserError("profile, train and steps handle signals and talk to MPI: call them from the main thread")
+        raise UserError(
+            "api.thread", "profile, train and steps handle signals and talk to MPI: call them from the main thread"
+        )
     if not _UNDER_WAY.acquire(blocking=False):
-        raise UserError("a run of this program is under way: iterate to its end, or close() it, before the next call")
+        raise UserError(
+            "run.under_way",
+            "a run of this program is under way: iterate to its end, or close() it, before the next call",
+        )
     try:
         with collectively() as world:
             yield world

@@ -54,15 +54,18 @@ def _refuse_undecodable(given: Iterable[Any]) -> None:
     try:
         here = os.getcwd()
     except FileNotFoundError:
-        raise UserError("the working directory has been removed: cd to one that is there") from None
+        raise UserError(
+            "cli.working_directory", "the working directory has been removed: cd to one that is there"
+        ) from None
     words = (one for value in given for one in (value if isinstance(value, list) else [value]))
     for path in (here, *(str(one) for one in words if isinstance(one, (str, Path)))):
         try:
             path.encode()
         except UnicodeEncodeError:
             raise UserError(
+                "cli.path_encoding",
                 f"paths must be UTF-8, since tokenizers and other libraries open no others; {path!r} is not. Rename the folder or "
-                f"file (convmv -f latin1 -t utf8 does so), or work elsewhere"
+                f"file (convmv -f latin1 -t utf8 does so), or work elsewhere",
             ) from None
 
 
@@ -82,8 +85,9 @@ def _packages_there(all_of_them: bool = False) -> Iterator[None]:
             raise
         names = ", ".join(name.replace("_", "-") for name in missing)
         raise UserError(
+            "cli.packages_missing",
             f"This Python ({sys.executable}) lacks {names}: run `{shlex.quote(sys.executable)} -m pip install {pip_argument()}`, "
-            "or the Python into which this project was installed, such as .venv/bin/python"
+            "or the Python into which this project was installed, such as .venv/bin/python",
         ) from None
 
 

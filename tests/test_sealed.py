@@ -257,7 +257,7 @@ def test_a_folder_is_more_than_its_files(spoil: Callable[[Path], object], tmp_pa
 
 def test_what_its_reader_refuses_is_made_again_too(tmp_path: Path) -> None:
     def refuse(*_: object) -> None:
-        raise UserError("of another version")
+        raise UserError("test.fault", "of another version")
 
     told: list[str] = []
     store_value(tmp_path / "value", {"a": [1.5, None, "\ud800"]})

@@ -1,6 +1,7 @@
 """What stands in the documents but comes from the program. ``python -m tests.written_docs`` writes all of it anew:
 
-* ``docs/job.md``, ``docs/commands.md``, ``docs/coming-from.md``, ``jobs/reference.toml``, ``tests/MODULES.md``: whole files;
+* ``docs/job.md``, ``docs/commands.md``, ``docs/coming-from.md``, ``jobs/reference.toml``, ``tests/MODULES.md``,
+  ``tests/messages.txt``: whole files;
 * the fenced block after ``<!-- grid: 1f1b, 3 stages, 4 micro-batches -->``: the grid of such a schedule;
 * the fenced block after ``<!-- prints -->``: what the last command of the ``sh`` block before it prints;
 * after ``<!-- draws: NAME.png -->``: ``docs/images/NAME.png``, the timeline that the command before it draws.
@@ -31,6 +32,7 @@ from hetero_mpi.interop.other_tools import TABLE, TOOLS
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from tests import module_tests
+from tests.messages import messages
 from tests.support.mpi import ROOT
 from tests.support.planning_samples import grid, make_model
 
@@ -63,6 +65,7 @@ def whole_files() -> dict[Path, str]:
         ROOT / "docs" / "coming-from.md": coming_from_page(),
         ROOT / "jobs" / "reference.toml": reference_text(),
         ROOT / "tests" / "MODULES.md": module_tests.table(),
+        ROOT / "tests" / "messages.txt": messages(),
     }
 
 

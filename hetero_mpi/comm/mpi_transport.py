@@ -66,8 +66,9 @@ class MpiTransport(Transport):
 
         if threaded and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise UserError(
+                "mpi.thread_level",
                 "The communication thread needs an MPI library with THREAD_SERIALIZED or THREAD_MULTIPLE, this one "
-                "grants less: set `communication_thread = false` in [cluster], or use another MPI build."
+                "grants less: set `communication_thread = false` in [cluster], or use another MPI build.",
             )
         self._messages, self._summing = ulfm.duplicate(comm), ulfm.duplicate(comm)
         self._piece_bytes = piece_bytes

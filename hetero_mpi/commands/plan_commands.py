@@ -77,17 +77,21 @@ def inspect(file: Path, output: Path | None, every: bool = False) -> list[str]:
             return checkpoint_lines(file)
         content = toml.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); check the path") from error
+        raise UserError("inspect.unreadable", f"{file}: cannot be read ({error.strerror}); check the path") from error
     except (toml.TomlError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{file}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint"
+            "inspect.format",
+            f"{file}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint",
         ) from error
     if "pipelines" in content:
         decision, report = load_plan_file(file)
         return plan_lines(report or decision, None, every)
     if "devices" not in content:
         hint = "; it looks like a job: ask with `plan` or `simulate`" if "train" in content or "data" in content else ""
-        raise UserError(f"{file}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}")
+        raise UserError(
+            "inspect.unknown_file",
+            f"{file}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}",
+        )
     profile = load_profile(file)
     from hetero_mpi.report.figures.profile_curves import profile_picture
     from hetero_mpi.report.figures.style import save
@@ -98,7 +102,7 @@ def inspect(file: Path, output: Path | None, every: bool = False) -> list[str]:
 
 def _inspect_run(directory: Path, picture: Path | None, every: bool) -> list[str]:
     if picture is not None:
-        raise UserError(f"-o draws a profile: name the file, such as {profile_file(directory)}")
+        raise UserError("inspect.output", f"-o draws a profile: name the file, such as {profile_file(directory)}")
     lines = [str(file := profile_file(directory)), *inspection_lines(load_profile(file), every)]
     newest = max((directory / "checkpoints").glob("step-*.h5"), default=None)
     for file in filter(None, (directory / "plan.toml", newest)):
@@ -253,9 +257,10 @@ def plan_question(
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(
+            "plan.other_job",
             f"{named} was not made for {loaded.path}:\n{listed}\n"
             f"Plan with a profile of this job (`profile JOB -o FILE`), or change the job (--set table.key=value)."
-            + (f"\n{otherwise}" if otherwise else "")
+            + (f"\n{otherwise}" if otherwise else ""),
         )
     train = loaded.job.train
     settled = train.model_copy(update={"dtype": profile.model.dtype})

@@ -36,8 +36,9 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
     loaded, run_dir = setup.read_job(world, TrainOptions(job))
     if loaded.job.cluster.emulate is not None:
         raise CollectiveUserError(
+            "emulation.not_measured",
             f"[cluster] emulate = {loaded.job.cluster.emulate!r} takes all times from that profile, and nothing is measured: "
-            f'add --set cluster.emulate=""'
+            f'add --set cluster.emulate=""',
         )
     with MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread) as transport:
         ready = setup.set_up(world, transport, loaded, run_dir)

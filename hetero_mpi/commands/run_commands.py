@@ -44,7 +44,7 @@ def report(run_dir: Path, output: Path | None, share: bool = False) -> list[str]
 def compare(runs: list[Path]) -> list[str]:
     """Runs side by side. Raises UserError: fewer than two, or one is no run."""
     if len(runs) < 2:
-        raise UserError(f"compare needs two runs or more (got {len(runs)}): compare RUN RUN")
+        raise UserError("compare.too_few_runs", f"compare needs two runs or more (got {len(runs)}): compare RUN RUN")
     return comparison_lines([read_run(run) for run in runs])
 
 
@@ -90,8 +90,9 @@ def _asked(
 def _check_batch(request: PlanRequest, report: PlanReport | None, source: Path) -> None:
     if report is not None and (batch := report.plan.global_batch) != request.global_batch:
         raise UserError(
+            "baseline.global_batch",
             f"the same tokens are compared: {source} took {batch} sequences per step, the job says "
-            f"{request.global_batch}; add --set train.global_batch={batch}"
+            f"{request.global_batch}; add --set train.global_batch={batch}",
         )
 
 

@@ -66,18 +66,20 @@ class ChatTemplate:
             )
         except MemoryError:
             raise BadRecord(
-                f"the tokenizer's chat template needs more memory than it may have. {WAY_OUT} not."
+                "template.memory", f"the tokenizer's chat template needs more memory than it may have. {WAY_OUT} not."
             ) from None
         except Exception as error:  # a template is a program from somebody else: it may raise anything
             roles = ", ".join(str(turn.get("role")) for turn in conversation)
             raise BadRecord(
+                "template.refused",
                 f"the tokenizer's chat template must accept the conversation; it refused messages of {roles}: "
-                f"{type(error).__name__}: {error}. {WAY_OUT}, or change the record."
+                f"{type(error).__name__}: {error}. {WAY_OUT}, or change the record.",
             ) from error
         if len(text) > MOST_CHARACTERS:
             raise BadRecord(
+                "template.too_long",
                 f"the tokenizer's chat template prints {len(text):,} characters of one conversation, and may print "
-                f"{MOST_CHARACTERS:,}. {WAY_OUT} not."
+                f"{MOST_CHARACTERS:,}. {WAY_OUT} not.",
             )
         return text, sorted({(first, last) for first, last in marks[0] if last > first}) if marked else None
 
@@ -139,9 +141,10 @@ class _Whole:
             found = self._answer(index, behind)
             if found is None or behind > found[0]:
                 raise BadRecord(
+                    "template.prefix",
                     f"the tokenizer's chat template must render the beginning of a conversation as the beginning of the "
                     f"whole; for message {index + 1} of {len(self.messages)} it does not, so that the answer cannot be "
-                    f"told from the prompt. {WAY_OUT}, or split the record after each answer."
+                    f"told from the prompt. {WAY_OUT}, or split the record after each answer.",
                 )
             spans.append((found[0], _without_spaces(self.text, *found, message), message.trained))
         return spans
@@ -171,12 +174,14 @@ def _marked(
     trained = [message.trained for message in messages if message.role == "assistant"]
     if len(marks) != len(trained) and len(set(trained)) > 1:
         raise BadRecord(
+            "template.marks",
             f"the tokenizer's chat template marks {len(marks)} answers of {len(trained)}, so that those that are not learnt cannot "
-            f"be told from the others. {WAY_OUT}, or split the record after each answer."
+            f"be told from the others. {WAY_OUT}, or split the record after each answer.",
         )
     if spoken(messages[-1]) not in "".join(text[first:last] for first, last in marks):
         raise BadRecord(
-            f"the tokenizer's chat template must mark the last answer ({{% generation %}}); it does not. {WAY_OUT}."
+            "template.marks",
+            f"the tokenizer's chat template must mark the last answer ({{% generation %}}); it does not. {WAY_OUT}.",
         )
     if len(marks) != len(trained):
         trained = [trained[-1]] * len(marks)
@@ -203,7 +208,10 @@ def _whole(
     text, marks = template.text(plainer, tools)
     lost, forgotten = unprinted(text, messages, tools)
     if lost is not None:
-        raise BadRecord(f"the tokenizer's chat template prints nothing of {lost}. {WAY_OUT}, or change the record.")
+        raise BadRecord(
+            "template.prints_nothing",
+            f"the tokenizer's chat template prints nothing of {lost}. {WAY_OUT}, or change the record.",
+        )
     return plainer, text, marks, forgotten
 
 

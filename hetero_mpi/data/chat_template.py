@@ -119,29 +119,35 @@ def choose_template(
         talk = next((one for one in records if [turn.role for turn in one.messages] != ["user", "assistant"]), None)
         if talk is not None:
             raise UserError(
-                f'data.template = "none" learns completions of prompts, and {talk.source} is a conversation: take a chat template'
+                "template.conversation_without_template",
+                f'data.template = "none" learns completions of prompts, and {talk.source} is a conversation: take a chat template',
             )
         return ChatTemplate("none", _begin(tokenizer) + _JOINED, None, special, ours=True)
     if template == "plain" or (template == "auto" and not has_template(tokenizer)):
         chat = next((record for record in records if record.shape == "chat"), None)
         if template == "auto" and chat is not None:
             raise UserError(
-                f"chat records need a tokenizer with a chat template; this one has none ({chat.source} is a chat). {REMEDY}"
+                "template.missing",
+                f"chat records need a tokenizer with a chat template; this one has none ({chat.source} is a chat). {REMEDY}",
             )
         calling = next((record for record in records if record.needs_tools()), None)
         if calling is not None:
             raise UserError(
+                "template.tools",
                 f"records with tools need a chat template that can print them, and the plain form cannot ({calling.source} "
-                f'has tools). Set data.template = "chat" and tokenizer.path to a tokenizer with such a template.'
+                f'has tools). Set data.template = "chat" and tokenizer.path to a tokenizer with such a template.',
             )
         return ChatTemplate("plain", _begin(tokenizer) + PLAIN_FORM, None, special, ours=True)
     if not has_template(tokenizer):
-        raise UserError(f'data.template = "chat" needs a tokenizer with a chat template; this one has none. {REMEDY}')
+        raise UserError(
+            "template.missing",
+            f'data.template = "chat" needs a tokenizer with a chat template; this one has none. {REMEDY}',
+        )
     try:
         sources = [tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])]
     except ValueError as error:
         raise UserError(
-            f'data.template = "{template}": the tokenizer\'s chat template cannot be chosen: {error}'
+            "template.choice", f'data.template = "{template}": the tokenizer\'s chat template cannot be chosen: {error}'
         ) from None
     ours = PLAIN_FORM in sources[0] and {*sources} <= {PLAIN_FORM, _begin(tokenizer) + PLAIN_FORM}
     source, with_tools = ((FROZEN_DATE if "strftime_now" in source else "") + source for source in sources)
@@ -180,7 +186,7 @@ def messages_text(
     try:
         return rendered_prompt(template, conversation, tools)
     except BadRecord as problem:
-        raise UserError(f"{source}: {problem}") from problem
+        raise UserError("template.failed", f"{source}: {problem}") from problem
 
 
 def plain_texts(records: Iterable[Record]) -> Iterator[str]:
@@ -235,7 +241,7 @@ def _all_rendered(
                 yield record, found
                 continue
             if bad is None or not bad.allowed:
-                raise UserError(f"{record.source}: {found}") from found
+                raise UserError("template.failed", f"{record.source}: {found}") from found
             bad.add(record.source, found)
             bad.check("the data")
 

@@ -214,8 +214,9 @@ def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: 
     for (name, _), weight, (size, take) in zip(sources, weights, parts, strict=True):
         if not take:
             raise UserError(
+                "data.weights",
                 f"data.weights: {name} gives none of the {count:,} sequences of an epoch with its weight {weight:g} of "
-                f"{sum(weights):g}. Raise it, or take the data set out"
+                f"{sum(weights):g}. Raise it, or take the data set out",
             )
         notes.append(
             f"{name}: {take:,} of the {count:,} sequences of an epoch (weight {weight:g} of {sum(weights):g}), from {size:,}: "
@@ -249,8 +250,9 @@ def _require(rows: Rows, needed: int, what: str, share: str, advice: str) -> Non
     count, length = len(rows.tokens) // rows.lanes, rows.tokens.shape[1]
     if count < needed:
         raise UserError(
+            "data.too_few_sequences",
             f"{what} must give at least {needed} sequence(s) of {length} tokens{share}; it gives {count}, from "
-            f"{rows.found}. {advice}"
+            f"{rows.found}. {advice}",
         )
 
 
@@ -268,8 +270,9 @@ class Samples:
         count = len(data)
         if count < 1 or (held_out > 0 and evaluation is None and count < 2):
             raise UserError(
+                "samples.too_few",
                 f"the factory's data has {count} samples; it needs one to train on, and one to hold out unless data.held_out = 0 "
-                f"or the factory gives evaluation data"
+                f"or the factory gives evaluation data",
             )
         self.train, self.held_out = shares(count, held_out if evaluation is None else 0, seed)
         if evaluation is not None:
@@ -318,12 +321,16 @@ def pair(source: Sequence[Any], number: int) -> tuple[Array, Array]:
     """
     sample = source[number]
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-        raise UserError(f"a sample is a pair (input, target); number {number} is a {type(sample).__name__}")
+        raise UserError(
+            "samples.not_a_pair", f"a sample is a pair (input, target); number {number} is a {type(sample).__name__}"
+        )
     found = np.asarray(sample[0]), np.asarray(sample[1])
     for what, array in zip(("input", "target"), found, strict=True):
         if array.dtype.kind not in "biuf":
             raise UserError(
-                f"a sample's {what} is an array of numbers; that of number {number} is a {type(sample[0]).__name__} ({array.dtype})"
+                "samples.not_numbers",
+                f"a sample's {what} is an array of numbers; that of number {number} is a {type(sample[0]).__name__} "
+                f"({array.dtype})",
             )
     return found
 
@@ -334,8 +341,9 @@ def _gather(source: Sequence[Any], chosen: Indices) -> Batch:
         for number, array in zip(chosen, arrays, strict=True):
             if array.shape != arrays[0].shape:
                 raise UserError(
+                    "samples.shapes",
                     f"all samples have one shape: the {what} of number {int(chosen[0])} is {arrays[0].shape}, that of number "
-                    f"{int(number)} is {array.shape}; crop or pad them in the factory's data"
+                    f"{int(number)} is {array.shape}; crop or pad them in the factory's data",
                 )
     return Batch(np.stack([x for x, _ in pairs]), np.stack([y for _, y in pairs]), len(pairs))
 

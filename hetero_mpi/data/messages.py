@@ -51,7 +51,7 @@ class ChatMessage:
 def messages_of(turns: Any, key: str, unread: set[str]) -> list[ChatMessage]:
     """The messages under a record's ``key``. ``unread``: is given their keys that nobody reads. Raises BadRecord."""
     if not isinstance(turns, list):
-        raise BadRecord(f"{key!r} must be a list of messages; it is {kind_name(turns)}")
+        raise BadRecord("record.messages", f"{key!r} must be a list of messages; it is {kind_name(turns)}")
     # By what stands there: files have one spelling under the key of another.
     objects = [turn for turn in turns if isinstance(turn, dict)]
     fitting = (one for one in SPELLINGS.values() if all(key in turn for turn in objects for key in one))
@@ -73,14 +73,14 @@ def tools_of(tools: Any, key: str) -> list[Mapping[str, Any]] | None:
     found = json_of(tools)
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
         what = "a text that is no JSON" if isinstance(found, str) else kind_name(found)
-        raise BadRecord(f"{key!r} must be a list of objects, or JSON of one; it is {what}")
+        raise BadRecord("record.tools", f"{key!r} must be a list of objects, or JSON of one; it is {what}")
     _check_characters(found, repr(key))
     return found
 
 
 def text_of(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise BadRecord(f"{name!r} must be text; it is {kind_name(value)}")
+        raise BadRecord("record.text", f"{name!r} must be text; it is {kind_name(value)}")
     _check_characters(value, repr(name))
     return value
 
@@ -89,7 +89,7 @@ def _check_characters(value: Any, where: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        raise BadRecord(f"{where} holds half a character (a lone surrogate)") from None
+        raise BadRecord("record.surrogate", f"{where} holds half a character (a lone surrogate)") from None
 
 
 def json_of(value: Any) -> Any:
@@ -108,15 +108,18 @@ def kind_name(value: Any) -> str:
 
 def _message(turn: Any, where: str, spelling: tuple[str, str], unread: set[str]) -> ChatMessage:
     if not isinstance(turn, dict):
-        raise BadRecord(f"{where} must be an object with {spelling[0]!r} and {spelling[1]!r}; it is {kind_name(turn)}")
+        raise BadRecord(
+            "record.message",
+            f"{where} must be an object with {spelling[0]!r} and {spelling[1]!r}; it is {kind_name(turn)}",
+        )
     turn = _with_calls(turn, where, spelling)
     said = {key: value for key, value in turn.items() if value is not None}
     role, content, calls = turn.get(spelling[0]), turn.get(spelling[1]), said.get("tool_calls")
     if spelling[0] not in turn or (spelling[1] not in turn and not calls):
         has = ", ".join(map(repr, turn)) or "no keys"
-        raise BadRecord(f"{where} must have {spelling[0]!r} and {spelling[1]!r}; it has {has}")
+        raise BadRecord("record.message", f"{where} must have {spelling[0]!r} and {spelling[1]!r}; it has {has}")
     if not isinstance(role, str) or role not in ROLES:
-        raise BadRecord(f"{where} has the role {role!r}; accepted are {', '.join(ROLES)}")
+        raise BadRecord("record.role", f"{where} has the role {role!r}; accepted are {', '.join(ROLES)}")
     text = "" if content is None else _content(content, f"{where}.{spelling[1]}")
     for key, check in _FURTHER.items():
         if key in said:
@@ -139,7 +142,8 @@ def _with_calls(turn: dict[str, Any], where: str, spelling: tuple[str, str]) -> 
         rest = {**rest, spelling[0]: "assistant", spelling[1]: None}
         if not isinstance(called, dict | list):
             raise BadRecord(
-                f"{where} is a call of a function: it must be JSON with 'name' and 'arguments'; it is {kind_name(called)}"
+                "record.call",
+                f"{where} is a call of a function: it must be JSON with 'name' and 'arguments'; it is {kind_name(called)}",
             )
     if called is None or rest.get("tool_calls"):
         return turn
@@ -156,7 +160,8 @@ def _content(content: Any, where: str) -> str:
         if kind != "text":
             what = f"of the type {kind!r}" if isinstance(part, dict) else kind_name(part)
             raise BadRecord(
-                f"{where}[{index}] must be a part of the type 'text'; it is {what}, which is not learnt here"
+                "record.content_part",
+                f"{where}[{index}] must be a part of the type 'text'; it is {what}, which is not learnt here",
             )
     return "".join(text_of(part.get("text"), f"{where}[{index}].text") for index, part in enumerate(content))
 
@@ -165,9 +170,11 @@ def weight_of(value: Any, where: str) -> float:
     """Raises BadRecord."""
     if type(value) not in (bool, int, float) or not 0 <= value <= MOST_WEIGHT:
         shown = json.dumps(value, ensure_ascii=False, default=str)[:40]
-        raise BadRecord(f"{where} must be a number from 0 to {MOST_WEIGHT:,}, or true or false; it is {shown}")
+        raise BadRecord(
+            "record.weight", f"{where} must be a number from 0 to {MOST_WEIGHT:,}, or true or false; it is {shown}"
+        )
     if 0 < value < LEAST_WEIGHT:
-        raise BadRecord(f"{where} must be 0, or at least {LEAST_WEIGHT:g}; it is {value:g}")
+        raise BadRecord("record.weight", f"{where} must be 0, or at least {LEAST_WEIGHT:g}; it is {value:g}")
     return float(value)
 
 
@@ -176,18 +183,21 @@ def _trained(said: Mapping[str, Any], where: str, role: Role) -> float:
     for key in (key for key in LEARNT_BY if key in said):
         if weight_of(said[key], f"{where}.{key}") and role != "assistant":
             raise BadRecord(
-                f"{where}.{key} asks for a {role} message to be learnt: data.train_on_prompt learns them all"
+                "record.trained_role",
+                f"{where}.{key} asks for a {role} message to be learnt: data.train_on_prompt learns them all",
             )
     return math.prod(float(said.get(key, 1)) for key in LEARNT_BY)
 
 
 def _check_calls(calls: Any, where: str) -> None:
     if not isinstance(calls, list):
-        raise BadRecord(f"{where} must be a list of calls; it is {kind_name(calls)}")
+        raise BadRecord("record.calls", f"{where} must be a list of calls; it is {kind_name(calls)}")
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRecord(f'{where}[{index}] must be {{"function": {{"name": "...", "arguments": {{...}}}}}}')
+            raise BadRecord(
+                "record.calls", f'{where}[{index}] must be {{"function": {{"name": "...", "arguments": {{...}}}}}}'
+            )
 
 
 _FURTHER: dict[str, Callable[[Any, str], object]] = {"tool_calls": _check_calls, **dict.fromkeys(REASONING, text_of)}

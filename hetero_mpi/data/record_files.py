@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from hetero_mpi.util.disk import require_regular
-from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.errors import Problem, UserError
 
 Shape = Literal["chat", "alpaca", "prompt/completion"]
 
@@ -119,7 +119,10 @@ class OwnKeys:
         """Raises UserError: a name is that of no key of all records."""
         for key, name in self.names.items():
             if name not in self.met:
-                raise UserError(f"data.keys: {key} is read from {name!r}, and no record has that key. Correct the name")
+                raise UserError(
+                    "records.key_missing",
+                    f"data.keys: {key} is read from {name!r}, and no record has that key. Correct the name",
+                )
 
 
 TEXT = frozenset({"text"})
@@ -144,11 +147,14 @@ def values_of(path: Path, keys: OwnKeys | None = None, wanted: Set[str] = _WANTE
             yield place, keys.read(value)
     except Damaged as error:
         empty = False
-        yield str(path), BadRecord(f"the file breaks off, or is damaged: {error}. Get it again", rest=True)
+        yield (
+            str(path),
+            BadRecord("records.damaged", f"the file breaks off, or is damaged: {error}. Get it again", rest=True),
+        )
     except OSError as error:
-        raise UserError(f"{path}: the file of records cannot be read: {error.strerror}") from None
+        raise UserError("records.unreadable", f"{path}: the file of records cannot be read: {error.strerror}") from None
     if empty:
-        raise UserError(f"{path}: the file of records is empty. Leave it out, or fill it.\n{SHAPES}")
+        raise UserError("records.empty", f"{path}: the file of records is empty. Leave it out, or fill it.\n{SHAPES}")
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
@@ -194,9 +200,11 @@ def _value(line: bytes) -> Any:
             raise json.JSONDecodeError("Extra data", text, further)
         return value
     except UnicodeDecodeError as error:
-        return BadRecord(f"records must be JSON in UTF-8; byte {error.start + 1} of the line is not. Convert it")
+        return BadRecord(
+            "records.encoding", f"records must be JSON in UTF-8; byte {error.start + 1} of the line is not. Convert it"
+        )
     except (ValueError, RecursionError) as error:
-        return BadRecord(_broken(error))
+        return BadRecord("record.json", _broken(error))
 
 
 def _whole(path: Path) -> Iterator[tuple[str, Any]]:
@@ -204,7 +212,9 @@ def _whole(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = b"".join(lines_of(path)).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: records must be JSON in UTF-8; byte {error.start + 1} is not. Convert it.") from None
+        raise UserError(
+            "records.encoding", f"{path}: records must be JSON in UTF-8; byte {error.start + 1} is not. Convert it."
+        ) from None
     end, line, alone = 0, 1, True
     while (place := _behind_spaces(text, end)) < len(text):
         line += text.count("\n", end, place)
@@ -212,12 +222,13 @@ def _whole(path: Path) -> Iterator[tuple[str, Any]]:
             value, end = _decoded(text, place)
         except (ValueError, RecursionError) as error:
             where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
-            yield where, BadRecord(_broken(error), rest=True)
+            yield where, BadRecord("record.json", _broken(error), rest=True)
             return
         if alone and isinstance(value, list) and not is_chat(value) and _behind_spaces(text, end) == len(text):
             if not value:
                 raise UserError(
-                    f"{path}: the file holds no records: its JSON array is empty. Leave it out, or fill it."
+                    "records.empty",
+                    f"{path}: the file holds no records: its JSON array is empty. Leave it out, or fill it.",
                 )
             yield from ((f"{path}, record {number}", one) for number, one in enumerate(value, start=1))
             return
@@ -237,8 +248,9 @@ def _table(path: Path, keys: OwnKeys, wanted: Set[str]) -> Iterator[tuple[str, A
         import pyarrow.parquet as pq
     except ImportError:
         raise UserError(
+            "records.package_missing",
             f"{path}: parquet files are read by the package pyarrow, which is not installed on rank 0's machine: run "
-            f"`pip install pyarrow` (or `pip install 'hetero_mpi[parquet]'`) there"
+            f"`pip install pyarrow` (or `pip install 'hetero_mpi[parquet]'`) there",
         ) from None
     try:
         with pq.ParquetFile(path) as file:
@@ -249,10 +261,12 @@ def _table(path: Path, keys: OwnKeys, wanted: Set[str]) -> Iterator[tuple[str, A
                 pairs = "text" in names
             if not (pairs or {*PREFERENCE} <= {*names} or {*SPELLINGS} & {*names}):
                 problem = without_text(columns) if wanted is TEXT else unrecognised(dict(names))
-                yield str(path), BadRecord(problem, rest=True)
+                yield str(path), BadRecord("record.unknown_shape", problem, rest=True)
                 return
             if not file.metadata.num_rows:
-                raise UserError(f"{path}: the file holds no records: it has no rows. Leave it out, or fill it.")
+                raise UserError(
+                    "records.empty", f"{path}: the file holds no records: it has no rows. Leave it out, or fill it."
+                )
             unread = {name: True for name, key in read_as.items() if key not in wanted}  # there, and not looked at
             rows = file.iter_batches(ROWS_AT_ONCE, columns=[name for name in columns if name not in unread])
             for number, row in enumerate((row for batch in rows for row in batch.to_pylist()), start=1):
@@ -260,7 +274,7 @@ def _table(path: Path, keys: OwnKeys, wanted: Set[str]) -> Iterator[tuple[str, A
                 yield f"{path}, row {number}", {**value, **unread}
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        yield str(path), BadRecord(f"damaged, or no parquet file: {reason}. Get it again", rest=True)
+        yield str(path), BadRecord("records.damaged", f"damaged, or no parquet file: {reason}. Get it again", rest=True)
 
 
 def _without_nulls(value: Any, messages: bool = False) -> Any:
@@ -284,7 +298,9 @@ def _decoded(text: str, begin: int = 0) -> tuple[Any, int]:
             return found
         keys = [key for key, _ in pairs]
         doubled.append(next(key for place, key in enumerate(keys) if key in keys[:place]))
-        return BadRecord(f"the key {doubled[-1]!r} stands twice in one object: leave one of the two")
+        return BadRecord(
+            "record.repeated_key", f"the key {doubled[-1]!r} stands twice in one object: leave one of the two"
+        )
 
     value, end = json.JSONDecoder(object_pairs_hook=whole).raw_decode(text, begin)
     if not doubled:
@@ -381,7 +397,8 @@ def _opened(path: Path) -> IO[bytes]:
             from compression import zstd  # type: ignore[import-not-found]
         except ImportError:
             raise UserError(
-                f"{path}: the file is compressed by zstd, which Python reads from 3.14 on: unpack it (zstd -d {path.name})"
+                "records.compression",
+                f"{path}: the file is compressed by zstd, which Python reads from 3.14 on: unpack it (zstd -d {path.name})",
             ) from None
         opener = zstd.open
     found: IO[bytes] = opener(path, "rb")
@@ -394,7 +411,8 @@ def _opened(path: Path) -> IO[bytes]:
         found.close()
         inside = "" if opener is open else " in a compressed one"
         raise UserError(
-            f"{path}: records are read from JSON lines, JSON or parquet; this is {kind}{inside}. Convert it"
+            "records.format",
+            f"{path}: records are read from JSON lines, JSON or parquet; this is {kind}{inside}. Convert it",
         )
     return found
 
@@ -406,11 +424,13 @@ _MOST_SHOWN = 100
 
 
 class BadRecord(Exception):
-    """A fault of one record, in words; ``rest``: all that follows in its file cannot be read, so it is never skipped."""
+    """A fault of one record, of a kind and in words.
 
-    def __init__(self, problem: str, rest: bool = False) -> None:
+    ``rest``: the rest of its file cannot be read, so it is never skipped."""
+
+    def __init__(self, kind: str, problem: str, rest: bool = False) -> None:
         super().__init__(problem)
-        self.rest = rest
+        self.kind, self.rest = kind, rest
 
 
 @dataclass
@@ -418,15 +438,15 @@ class BadRecords:
     """The bad records of a job, in the order of the files; ``allowed`` of them are skipped (``data.skip_bad``)."""
 
     allowed: int = 0
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     """``data/a.jsonl, line 7: must be a JSON object; it is text``."""
     cut: list[str] = field(default_factory=list)
     """Places behind which the rest of a file cannot be read."""
 
     def add(self, source: str, problem: BadRecord) -> None:
-        if self.problems and self.problems[-1].startswith(f"{source}: "):
+        if self.problems and self.problems[-1].text.startswith(f"{source}: "):
             return  # the other record of a pair
-        self.problems.append(f"{source}: {problem}")
+        self.problems.append(Problem(problem.kind, f"{source}: {problem}"))
         self.cut.extend([source] if problem.rest else [])
 
     def check(self, key: str) -> None:
@@ -439,7 +459,7 @@ class BadRecords:
             limit = f" ({self.cut[0]}: what follows there cannot be read, and is never skipped)"
         shown = min(max(_SHOWN, self.allowed + 1), _MOST_SHOWN)
         title = f"{key} must hold records that can be learnt from; {count:,} cannot{limit}:"
-        raise UserError("\n".join([title, *self._named(shown), SHAPES]))
+        raise UserError("records.malformed", "\n".join([title, *self._named(shown), SHAPES]), problems=self.problems)
 
     def lines(self) -> list[str]:
         """The records that were skipped, for a person."""

@@ -66,12 +66,16 @@ class RecordSequences:
             else:
                 dropped.append(entry[0].source)
         if not kept and not dropped:
-            raise UserError(f"{key} must hold records that can be learnt from; all were skipped (data.skip_bad).")
+            raise UserError(
+                "records.all_skipped",
+                f"{key} must hold records that can be learnt from; all were skipped (data.skip_bad).",
+            )
         if not kept:
             raise UserError(
+                "records.all_cut",
                 f"{key} must leave answers to learn; with data.sequence_length = {width - 1} all {len(dropped):,} {what} are cut "
                 f"before their first answer, such as {dropped[0]}. Raise data.sequence_length: the longest record has "
-                f"{longest:,} tokens."
+                f"{longest:,} tokens.",
             )
         rows = self._filled(kept if self.preference != "labels" else _with_mismatched(kept, width, key))
         notes = _notes(what, kept, dropped, rows.targets[:: rows.lanes])
@@ -204,8 +208,9 @@ def _with_mismatched(kept: Sequence[tuple[_Part, ...]], capacity: int, key: str)
             runs.append([number])
     if len(runs) == 1:
         raise UserError(
+            "records.too_few_prompts",
             f'{key} must hold answers to two prompts at least for train.preference = "kto", which compares with answers to other '
-            f"prompts; its {len(kept):,} records have one. Add records, or set another preference"
+            f"prompts; its {len(kept):,} records have one. Add records, or set another preference",
         )
     found = []
     for others, run in zip([*runs[-1:], *runs[:-1]], runs, strict=True):

@@ -136,12 +136,15 @@ def read_records(
                 found = _pair_of(fields, source) if preference else [_record(fields, source)]
             weights = {weight, *(m.trained for one in found if one for m in one.messages)}
             if preference and not weights <= {0, 1, None}:
-                raise BadRecord("weights other than 0 and 1 are not computed where answers are compared")
+                raise BadRecord(
+                    "record.weight_in_preference",
+                    "weights other than 0 and 1 are not computed where answers are compared",
+                )
         except BadRecord as problem:
             bad.add(source, problem)
             continue
         except RecursionError:
-            bad.add(source, BadRecord("JSON nested too deeply to be a record"))
+            bad.add(source, BadRecord("record.nesting", "JSON nested too deeply to be a record"))
             continue
         answered = [replace(record, weight=weight) for record in found if record is not None]
         # Is there an answer to learn: any, or of a preference the last one?
@@ -157,10 +160,11 @@ def read_records(
             unread.update(fields.unread())
     bad.check(key)
     if not records:
-        silent = [*unanswered, *untrained] or bad.problems
+        silent = [*unanswered, *untrained] or [str(problem) for problem in bad.problems]
         such = f", such as {silent[0]}" if silent else ""
         raise UserError(
-            f"{key} must hold records with an answer to learn; none of its {len(silent):,} records has one{such}.\n{SHAPES}"
+            "records.nothing_to_learn",
+            f"{key} must hold records with an answer to learn; none of its {len(silent):,} records has one{such}.\n{SHAPES}",
         )
     return Records(tuple(records), len(paths), tuple(unanswered), tuple(untrained), preference, unread)
 
@@ -173,7 +177,7 @@ class _Fields:
         if is_chat(value):
             value = {"messages" if "role" in value[0] else "conversations": value}
         if not isinstance(value, dict):
-            raise BadRecord(f"must be a JSON object; it is {kind_name(value)}")
+            raise BadRecord("record.not_an_object", f"must be a JSON object; it is {kind_name(value)}")
         # pandas writes NaN where a table has nothing.
         self.values = {key: inner for key, inner in value.items() if inner is not None and inner == inner}
         self.named = list(value)
@@ -223,14 +227,17 @@ def _record(fields: _Fields, source: str) -> Record | None:
             turns = [*_asked(fields, question), *fields.turns(answer, "assistant")]
             chat = any(isinstance(fields.values.get(key), list) for key in (question, answer))
             return _conversation(turns, "chat" if chat else shape, source, tools, answer)
-    raise BadRecord(unrecognised(fields.values))
+    raise BadRecord("record.unknown_shape", unrecognised(fields.values))
 
 
 def _pair_of(fields: _Fields, source: str) -> list[Record | None]:
     """The two records of a preference: its prompt with either answer. Raises BadRecord."""
     missing = [key for key in PREFERENCE if key not in fields.values]
     if missing:
-        raise BadRecord(f"{missing[0]!r} is missing for a preference; the record has {keys_named(fields.values)}")
+        raise BadRecord(
+            "record.preference_key_missing",
+            f"{missing[0]!r} is missing for a preference; the record has {keys_named(fields.values)}",
+        )
     question = next((key for key in (*PROMPTS, "instruction") if key in fields.values), None)
     tools, asked = fields.tools(), _asked(fields, question) if question is not None else []
     listed = question is not None and isinstance(fields.values[question], list)
@@ -245,13 +252,16 @@ def _pair_of(fields: _Fields, source: str) -> list[Record | None]:
             turns = _with_system(fields, turns)
             lost = [one for one in asked if one.content.strip() not in "".join(turn.content for turn in turns)]
             if lost:
-                raise BadRecord(f"{key!r} begins a conversation that does not hold what {question!r} says")
+                raise BadRecord(
+                    "record.prompt_differs", f"{key!r} begins a conversation that does not hold what {question!r} says"
+                )
         chat = listed or not text or question is None
         found.append(_conversation(turns, "chat" if chat else "prompt/completion", source, tools, key))
     prompts = [[(message.role, message.content) for message in one.messages[:-1]] for one in found if one is not None]
     if len(prompts) == 2 and prompts[0] != prompts[1]:
         raise BadRecord(
-            "'chosen' and 'rejected' must be answers to one prompt: all their messages but the last are the same"
+            "record.prompts_differ",
+            "'chosen' and 'rejected' must be answers to one prompt: all their messages but the last are the same",
         )
     return found
 
@@ -264,7 +274,7 @@ def _labelled(fields: _Fields, source: str) -> list[Record | None]:
     label = fields.get("label")
     if label not in (True, False):
         there = f"it is {label!r:.40}" if "label" in fields.values else f"the record has {keys_named(fields.values)}"
-        raise BadRecord(f"'label' must be true (a desirable answer) or false; {there}")
+        raise BadRecord("record.label", f"'label' must be true (a desirable answer) or false; {there}")
     record = _record(fields, source)
     return [record and replace(record, desirable=bool(label))]
 
@@ -278,7 +288,8 @@ def _human_and_assistant(text: str, key: str) -> list[ChatMessage]:
     before, *rest = _SPEAKER.split(text)
     if before or rest[:1] != ["Human"] or rest[-2] != "Assistant":
         raise BadRecord(
-            f"'prompt' is missing, and {key!r} is no conversation that holds it (messages, or a text with Human: and Assistant:)"
+            "record.prompt_missing",
+            f"'prompt' is missing, and {key!r} is no conversation that holds it (messages, or a text with Human: and Assistant:)",
         )
     return [ChatMessage(_SPEAKERS[speaker], said.strip()) for speaker, said in zip(rest[::2], rest[1::2], strict=True)]
 
@@ -290,7 +301,7 @@ def _asked(fields: _Fields, question: str) -> list[ChatMessage]:
         further = fields.text("input") if question == "instruction" else ""
         asked = f"{value}\n\n{further}" if further.strip() else value
         if not asked.strip():
-            raise BadRecord(f"{question!r} is empty: there is no prompt")
+            raise BadRecord("record.empty_prompt", f"{question!r} is empty: there is no prompt")
         turns = [ChatMessage("user", asked)]
     # An answer in a prompt is one of what is asked.
     turns = [replace(turn, trained=None) if turn.role == "assistant" else turn for turn in turns]
@@ -306,7 +317,7 @@ def _history(fields: _Fields) -> list[ChatMessage]:
     if is_chat(value):
         return messages_of(value, "history", fields.unread_in_messages)
     if not isinstance(value, list) or not all(isinstance(one, list) and len(one) == 2 for one in value):
-        raise BadRecord(f"'history' must be a list of [question, answer]; it is {kind_name(value)}")
+        raise BadRecord("record.history", f"'history' must be a list of [question, answer]; it is {kind_name(value)}")
     return [
         ChatMessage(role, text_of(said, f"history[{index}]"))
         for index, pair in enumerate(value)
@@ -322,7 +333,9 @@ def _with_system(fields: _Fields, messages: list[ChatMessage]) -> list[ChatMessa
         if len(said) == 1:
             return messages
     if len(said) > 1:
-        raise BadRecord("the record has two system messages that are not the same: leave one of them")
+        raise BadRecord(
+            "record.two_systems", "the record has two system messages that are not the same: leave one of them"
+        )
     return [*(ChatMessage("system", text) for text in said.values()), *messages]
 
 
@@ -337,8 +350,12 @@ def _conversation(
         return None
     if messages[0].role in ("assistant", "tool"):
         what = "an answer" if messages[0].role == "assistant" else "what a tool gave"
-        raise BadRecord(f"{key}[0] is {what}: a conversation must begin with a user's (or system) message")
+        raise BadRecord(
+            "record.first_role", f"{key}[0] is {what}: a conversation must begin with a user's (or system) message"
+        )
     late = [index for index, message in enumerate(messages) if message.role == "system" and index]
     if late:
-        raise BadRecord(f"{key}[{late[0]}] is a system message: only the first message may be one")
+        raise BadRecord(
+            "record.late_system", f"{key}[{late[0]}] is a system message: only the first message may be one"
+        )
     return Record(tuple(messages), shape, source, tools)

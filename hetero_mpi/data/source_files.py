@@ -66,7 +66,9 @@ def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None
             if directories
             else "nothing"
         )
-        raise UserError(f"{key} must match at least one file; {shown_patterns(patterns)} matched {what}.")
+        raise UserError(
+            "data.no_files", f"{key} must match at least one file; {shown_patterns(patterns)} matched {what}."
+        )
     return (*(paths[real] for real in sorted(paths)), *from_hub)
 
 
@@ -90,7 +92,7 @@ def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[P
     """
     found = _NAME.fullmatch(text)
     if found is None:
-        raise UserError(f'{key}: a data set of the hub is written "hf:org/name", "hf:org/name:split" or '
+        raise UserError("data.hub_name", f'{key}: a data set of the hub is written "hf:org/name", "hf:org/name:split" or '
                         f'"hf:org/name/config:split"; this is not: "{text}"')  # fmt: skip
     wanted = HubName(key if text in key else f'{key} "{text}"', found[1], found[2], found[3] or "train")
     directory = cached(wanted.name, "dataset", "README.md")
@@ -104,7 +106,7 @@ def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[P
     )
     if tell is None or constants.HF_HUB_OFFLINE:
         rule = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "only rank 0 asks the network"
-        raise UserError(_not_here(wanted, f"{missing}; {rule}, so nothing is fetched"))
+        raise UserError("data.hub_missing", _not_here(wanted, f"{missing}; {rule}, so nothing is fetched"))
     tell(f"fetching {text} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     try:
         reach_hub(tell)
@@ -116,7 +118,9 @@ def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[P
     except UserError:
         raise
     except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
-        raise UserError(_not_here(wanted, f"{missing}; {why_not(wanted.name, 'data set', key, error)}")) from None
+        raise UserError(
+            "data.hub_missing", _not_here(wanted, f"{missing}; {why_not(wanted.name, 'data set', key, error)}")
+        ) from None
     return [fetched / name for name in chosen]
 
 
@@ -179,8 +183,9 @@ def _chosen(wanted: HubName, names: Sequence[str], directory: Path, whole: bool)
     there = ", ".join(f'"{split}"' for split, files in splits.items() if files)
     has = f"it has the splits {there}" if there else f"none of its {len(names):,} files ends with {', '.join(KINDS)}"
     raise UserError(
+        "data.hub_split",
         f'{wanted.said}: {wanted.name} must have files of the split "{wanted.split}" in a format that is read here; '
-        f"{has}. Name another split or config, or convert it on your own machine and name the files"
+        f"{has}. Name another split or config, or convert it on your own machine and name the files",
     )
 
 
@@ -189,7 +194,7 @@ def _by_card(wanted: HubName, data: Sequence[str], card: Path) -> dict[str, list
     try:
         said = huggingface_hub.metadata_load(card) if card.is_file() else None
     except Exception as error:  # a card may hold anything
-        raise UserError(f"{wanted.said}: its card {card} cannot be read: {error}") from None
+        raise UserError("data.hub_card", f"{wanted.said}: its card {card} cannot be read: {error}") from None
     configs = [one for one in (said or {}).get("configs") or () if isinstance(one, dict) and one.get("data_files")]
     if not configs:
         return None
@@ -199,7 +204,9 @@ def _by_card(wanted: HubName, data: Sequence[str], card: Path) -> dict[str, list
     if choice not in named:
         rule = "has no such config" if wanted.config else "has several configs, and one must be named"
         example = f'"hf:{wanted.name}/{next(iter(named))}:{wanted.split}"'
-        raise UserError(f"{wanted.said}: {wanted.name} {rule}: {', '.join(named)}. Write {example}, say")
+        raise UserError(
+            "data.hub_ambiguous", f"{wanted.said}: {wanted.name} {rule}: {', '.join(named)}. Write {example}, say"
+        )
     files = named[choice]["data_files"]
     entries = files if isinstance(files, list) else [files]
     splits: dict[str, list[str]] = {}

@@ -81,7 +81,15 @@ class _Process:
             raise RuntimeError(f"the process that renders chat templates ended with exit code {code}")
         limits = f"{LIMIT_S:.0f} s of processor time and {MEMORY >> 20} MiB"
         why = {-signal.SIGPROF: "it takes longer", _NO_MEMORY: "it needs more"}.get(code, f"it ended by signal {-code}")
-        return [*found, {"bad": f"the tokenizer's chat template must be rendered in {limits}; {why}. {WAY_OUT}."}]
+        return [
+            *found,
+            {
+                "bad": [
+                    "template.limits",
+                    f"the tokenizer's chat template must be rendered in {limits}; {why}. {WAY_OUT}.",
+                ]
+            },
+        ]
 
     def _end(self) -> int:
         """The exit code of the process, which is ended if need be."""
@@ -114,7 +122,7 @@ def rendered_records(template: ChatTemplate, records: Sequence[Record]) -> list[
         for record in records
     ]
     return [
-        BadRecord(answer["bad"])
+        BadRecord(*answer["bad"])
         if "bad" in answer
         else Rendered(**{**answer, "spans": [(a, b, learnt) for a, b, learnt in answer["spans"]]})
         for answer in _answers(template, items)
@@ -125,7 +133,7 @@ def rendered_prompt(template: ChatTemplate, conversation: Conversation, tools: C
     """A conversation up to where the next answer begins. Raises BadRecord."""
     (answer,) = _answers(template, [{"conversation": list(conversation), "tools": list(tools) or None}])
     if "bad" in answer:
-        raise BadRecord(answer["bad"])
+        raise BadRecord(*answer["bad"])
     return str(answer["text"])
 
 
@@ -144,7 +152,7 @@ def _answer(template: ChatTemplate, item: dict[str, Any], begin: Callable[[], ob
         messages = [ChatMessage(*fields) for fields in item["messages"]]
         return vars(rendered(template, messages, item["tools"], begin))
     except BadRecord as problem:
-        return {"bad": str(problem)}
+        return {"bad": [problem.kind, str(problem)]}
 
 
 def _begin() -> None:

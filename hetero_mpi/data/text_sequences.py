@@ -126,13 +126,16 @@ class Corpus:
                     report.documents += ends
                     yield text, ends
             except OSError as error:  # it could be, a moment ago
-                raise UserError(f"{self.key}: {path} cannot be read ({error.strerror}). Check its disk") from error
+                raise UserError(
+                    "text.no_text", f"{self.key}: {path} cannot be read ({error.strerror}). Check its disk"
+                ) from error
         self.report = report
         if not report.documents:
             reasons = "; ".join(f"{path}: {reason}" for path, reason in list(report.skipped.items())[:3])
             raise UserError(
+                "text.no_text",
                 f"{self.key} must match files with text in UTF-8; {shown_patterns(self.patterns)} matched "
-                f"{len(self.paths)} file(s) without any ({reasons}). Point it at other files."
+                f"{len(self.paths)} file(s) without any ({reasons}). Point it at other files.",
             )
 
     def _records(self, report: CorpusReport) -> Iterator[str]:
@@ -165,9 +168,9 @@ def _text_of_record(value: Any) -> str:
     if isinstance(value, BadRecord):
         raise value
     if not isinstance(value, dict):
-        raise BadRecord(f"must be a JSON object; it is {kind_name(value)}")
+        raise BadRecord("record.not_an_object", f"must be a JSON object; it is {kind_name(value)}")
     if "text" not in value:
-        raise BadRecord(without_text(value))
+        raise BadRecord("record.no_text", without_text(value))
     text = value["text"]
     return "" if text is None or text != text else text_of(text, "text")  # pandas writes NaN where a table has nothing
 

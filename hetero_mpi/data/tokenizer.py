@@ -82,7 +82,8 @@ def faults_named(what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         raise UserError(
-            f"{what}: {type(error).__name__}: {error}; its files may be damaged: get them again, or take another tokenizer"
+            "tokenizer.damaged",
+            f"{what}: {type(error).__name__}: {error}; its files may be damaged: get them again, or take another tokenizer",
         ) from error
 
 
@@ -93,11 +94,15 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise UserError(f"a tokenizer must be a local directory with tokenizer.json; there is no directory {directory}")
+        raise UserError(
+            "tokenizer.missing",
+            f"a tokenizer must be a local directory with tokenizer.json; there is no directory {directory}",
+        )
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise UserError(
+            "tokenizer.missing",
             f"{directory} holds no tokenizer (no tokenizer.json): set tokenizer.path to a directory with one, or "
-            "tokenizer.train_vocab_size to train one on the corpus"
+            "tokenizer.train_vocab_size to train one on the corpus",
         )
     for path in directory.iterdir():
         if not path.is_dir():
@@ -111,7 +116,8 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
         json.dumps(getattr(tokenizer, "init_kwargs", None), ensure_ascii=False, default=str).encode()
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            f"the tokenizer in {directory} must be a fast one (tokenizer.json); it is {type(tokenizer).__name__}"
+            "tokenizer.slow",
+            f"the tokenizer in {directory} must be a fast one (tokenizer.json); it is {type(tokenizer).__name__}",
         )
     return tokenizer
 
@@ -125,7 +131,9 @@ def _family_of(path: Path) -> PreTrainedConfig | None:
         family = CONFIG_MAPPING[keys["model_type"]] if keys.get("model_type") in CONFIG_MAPPING else PreTrainedConfig
         return family(name_or_path=str(path.parent), tokenizer_class=keys.get("tokenizer_class"))
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} must hold the keys of a model's configuration as JSON: {error}; correct it") from None
+        raise UserError(
+            "model.configuration", f"{path} must hold the keys of a model's configuration as JSON: {error}; correct it"
+        ) from None
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
@@ -202,8 +210,9 @@ def end_token(tokenizer: PreTrainedTokenizerFast) -> int:
     end = tokenizer.eos_token_id
     if end is None:
         raise UserError(
+            "tokenizer.no_end_token",
             "documents and answers end with the tokenizer's end token; this tokenizer has none: set eos_token in its "
-            "tokenizer_config.json, or train one with tokenizer.train_vocab_size"
+            "tokenizer_config.json, or train one with tokenizer.train_vocab_size",
         )
     return int(end)
 
@@ -239,7 +248,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Non
     largest = largest_id(tokenizer)
     if largest >= vocab_size:
         raise UserError(
+            "tokenizer.vocabulary_size",
             f"every token needs a row of the model's embedding: the tokenizer's largest id is {largest}, the model's "
             f"vocab_size is {vocab_size} (ids up to {vocab_size - 1}). Raise vocab_size in the model's config to "
-            f"at least {largest + 1}, or use a smaller tokenizer."
+            f"at least {largest + 1}, or use a smaller tokenizer.",
         )

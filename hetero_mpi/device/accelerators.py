@@ -393,16 +393,18 @@ def open_backend(wanted: str, index: int | None = None) -> Backend:
     reasons = kind.unusable()
     if kind.count() == 0:
         raise UserError(
+            "device.unavailable",
             f"device {wanted!r} is asked for, but this host's torch {torch.__version__} offers {', '.join(available())}; "
-            f'install the torch build for that device, or set device = "auto" (in [cluster], or in hosts.toml)'
+            f'install the torch build for that device, or set device = "auto" (in [cluster], or in hosts.toml)',
         )
     if index in reasons or (index is None and not usable(wanted)):
-        raise UserError(f"device {wanted!r} cannot be used: {'; '.join(reasons.values())}")
+        raise UserError("device.unusable", f"device {wanted!r} cannot be used: {'; '.join(reasons.values())}")
     if index is None or index >= kind.count():
         named = f"A {wanted} device" if index is None else f"{wanted}:{index}"
         raise UserError(
+            "device.too_few",
             f"{named} is to be this rank's, but of {wanted} it sees {kind.count()}: start fewer ranks on this host, "
-            f'or set device = "auto" so that further ranks use the CPU'
+            f'or set device = "auto" so that further ranks use the CPU',
         )
     backend = kind(index)
     backend.make_current()

@@ -51,7 +51,9 @@ def wish(job_device: str, environment: Mapping[str, str]) -> Wish:
     """
     text = environment.get(DEVICE_VARIABLE) or job_device
     if not DEVICE.fullmatch(text):
-        raise UserError(f"The environment variable {DEVICE_VARIABLE} must be {DEVICE_RULE}; it is {text!r}.")
+        raise UserError(
+            "device.environment", f"The environment variable {DEVICE_VARIABLE} must be {DEVICE_RULE}; it is {text!r}."
+        )
     name, _, gpu = text.partition(":")
     return Wish(name, int(gpu) if gpu else None)
 

@@ -106,7 +106,9 @@ def _first_ranks(profile: ClusterProfile, ranks: int, fewer: bool, path: str) ->
     known = len(profile.devices)
     if ranks > known or (ranks < known and not fewer):
         also = "" if ranks > known else f", or set [cluster] emulate_first = true to emulate its first {ranks}"
-        raise UserError(f"{path} describes {known} ranks, this job has {ranks}: start {known} ranks{also}")
+        raise UserError(
+            "emulation.ranks", f"{path} describes {known} ranks, this job has {ranks}: start {known} ranks{also}"
+        )
     return restricted(profile, range(ranks))
 
 
@@ -114,14 +116,16 @@ def _check_model(profile: ClusterProfile, chain: TransformersChain, tied: bool, 
     blocks = len(profile.model.layers) - 2
     if chain.blocks != blocks:
         raise UserError(
+            "emulation.blocks",
             f"a model stands in for another with as many blocks: {path} has {blocks}, this job's model has {chain.blocks}. "
-            f"Set num_hidden_layers = {blocks} in [model.config]"
+            f"Set num_hidden_layers = {blocks} in [model.config]",
         )
     if tied != profile.model.tied:
         trains = {own: f"trains {'a' if own else 'no'} matrix that embedding and head share" for own in (True, False)}
         raise UserError(
+            "emulation.tied",
             f"stand-in and model must agree on tied ends: {path} {trains[profile.model.tied]}, this job {trains[tied]}. "
-            f"Set tie_word_embeddings = {str(profile.model.tied).lower()} in [model.config]"
+            f"Set tie_word_embeddings = {str(profile.model.tied).lower()} in [model.config]",
         )
 
 

@@ -35,9 +35,10 @@ def require_joinable(world: World, plan: Plan, threaded: bool) -> None:
     groups = [stage.ranks for _, _, stage in plan.numbered if stage.grouped]
     if groups and threaded and world.thread_level != "multiple":
         raise UserError(
+            "mpi.thread_level",
             f"the plan gives a stage to ranks {', '.join(map(str, groups[0]))} together, whose sums need an MPI library with "
             f"THREAD_MULTIPLE; this one grants {world.thread_level}: set `communication_thread = false` in [cluster], or "
-            f"`groups = false` in [plan]"
+            f"`groups = false` in [plan]",
         )
 
 

@@ -26,7 +26,7 @@ class OutOfMemory(UserError):
     """A rank has no memory left. ``used_bytes``: what it used at most before."""
 
     def __init__(self, message: str, used_bytes: int) -> None:
-        super().__init__(message)
+        super().__init__("memory.exceeded", message)
         self.used_bytes = used_bytes
 
 

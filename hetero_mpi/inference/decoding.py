@@ -114,8 +114,9 @@ def require_decodable(config: PreTrainedConfig) -> None:
     """Raise ``UserError`` for a family that can be trained but not decoded here."""
     if config.model_type in OWN_CACHE:
         raise UserError(
+            "model.undecodable",
             f"model_type {config.model_type!r} has a cache of its own in transformers, which cannot be divided over stages: "
-            f"generate with transformers from the model directory"
+            f"generate with transformers from the model directory",
         )
 
 

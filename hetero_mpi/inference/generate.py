@@ -82,7 +82,7 @@ def check_options(options: GenerateOptions) -> None:
     )  # fmt: skip
     for name, value, good, rule in rules:
         if not good:
-            raise UserError(f"{name} {value}: must be {rule}")
+            raise UserError("options.value", f"{name} {value}: must be {rule}")
 
 
 def task_of(opened: Opened, options: GenerateOptions) -> Task:
@@ -95,8 +95,9 @@ def task_of(opened: Opened, options: GenerateOptions) -> Task:
     wanted = options.max_new_tokens if options.max_new_tokens is not None else min(DEFAULT_TOKENS, max(1, room))
     if wanted > room:
         raise UserError(
+            "generate.too_long",
             f"the model has positions for {positions} tokens (max_position_embeddings); the prompt has {len(prompt)}, and "
-            f"{wanted} new ones are asked for: shorten the prompt, or give --max-new-tokens {max(room, 0)} or less"
+            f"{wanted} new ones are asked for: shorten the prompt, or give --max-new-tokens {max(room, 0)} or less",
         )
     return Task(prompt, opened.stops, wanted, Sampling(options.temperature, options.top_p, options.seed))
 

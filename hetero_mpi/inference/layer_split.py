@@ -168,8 +168,9 @@ def _plan(
     if any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True)):
         has = ", ".join(f"rank {rank} {units.size(limit)}" for rank, limit in enumerate(usable))
         raise CollectiveUserError(
+            "memory.exceeded",
             f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and {STREAMED_LAYERS} layers at a time do not "
-            f"fit the usable memory either ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory"
+            f"fit the usable memory either ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory",
         )
     stages = tuple(
         StagePlan((rank,), first, last, 0, streamed=streamed)

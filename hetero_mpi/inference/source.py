@@ -94,7 +94,7 @@ class Opened:
         it.
         """
         if not prompt.strip():
-            raise UserError("the prompt is empty: give --prompt some text")
+            raise UserError("generate.empty_prompt", "the prompt is empty: give --prompt some text")
         return render_prompt(self.tokenizer, prompt, None if raw else self.template)
 
 
@@ -107,14 +107,14 @@ def open_source(path: Path) -> Opened:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, siblings, n=3)]
         hint = f"; near it: {', '.join(near)}" if near else ""
-        raise UserError(f"{path} does not exist{hint}. Give {_KINDS}")
+        raise UserError("generate.source", f"{path} does not exist{hint}. Give {_KINDS}")
     if (path / "config.json").is_file():
         return _bare(_model(path), path, None)
     if (path / "adapter_config.json").is_file():
         return _bare(*_adapter(path))
     if any((path / name).is_dir() for name in ("model", "adapter", "checkpoints")):
         return _run(path)
-    raise UserError(f"{path} is not something that can generate. Give {_KINDS}")
+    raise UserError("generate.source", f"{path} is not something that can generate. Give {_KINDS}")
 
 
 def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -139,8 +139,9 @@ def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
     base = hub.directory_of(name) if name else None
     if base is None or not base.is_dir():
         raise UserError(
+            "adapter.base_missing",
             f"{path / 'adapter_config.json'}: the base model {name!r} (base_model_name_or_path) is not a directory here; "
-            f"put the model there, or correct the path"
+            f"put the model there, or correct the path",
         )
     source = replace(_model(base), adapter=table.model_dump())
     source.config["vocab_size"] = rows_with_added(_tokenizer_of(path, base), read_config(source.config).vocab_size)
@@ -149,7 +150,8 @@ def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
     foreign = [target for target in table.targets if target not in modules]
     if foreign:
         raise UserError(
-            f"{path}: the adapter is of another model: {base} has no {foreign[0]}; correct base_model_name_or_path"
+            "adapter.base_differs",
+            f"{path}: the adapter is of another model: {base} has no {foreign[0]}; correct base_model_name_or_path",
         )
     check_adapter(path, adapter_tuning(chain, table, False, True))
     return source, path, path
@@ -169,14 +171,18 @@ def _run(path: Path) -> Opened:
     if known is None:
         result = path / ("model" if (path / "model").is_dir() else "adapter")
         if not result.is_dir():
-            raise UserError(f"{path}: neither a result (model/, adapter/) nor a whole checkpoint; run the job again")
+            raise UserError(
+                "generate.source",
+                f"{path}: neither a result (model/, adapter/) nor a whole checkpoint; run the job again",
+            )
         return open_source(result)
     job, metadata = known
     result = path / ("model" if job.adapter.method == "none" else "adapter")
     if not result.is_dir():
         raise UserError(
+            "generate.unfinished_run",
             f"{path}: the run has not written {result.name}/ yet; --resume it to its end, or make a directory of its newest "
-            f"checkpoint: python -m hetero_mpi export {path} OUT"
+            f"checkpoint: python -m hetero_mpi export {path} OUT",
         )
     if job.adapter.method == "none":
         adapter, source = None, replace(_model(result), dtype=job.train.dtype, cluster=job.cluster.model_dump())
@@ -239,6 +245,7 @@ def _tokenizer_of(*places: Path) -> PreTrainedTokenizerFast:
         if any((place / name).is_file() for name in _TOKENIZERS):
             return load_tokenizer(place)
     raise UserError(
+        "tokenizer.missing",
         f"{' and '.join(map(str, dict.fromkeys(places)))}: no tokenizer (tokenizer.json) beside the model; copy the one "
-        f"it was trained with into the directory"
+        f"it was trained with into the directory",
     )

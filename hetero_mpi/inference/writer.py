@@ -198,7 +198,9 @@ class Writer:
 
         for token in (round_.tokens[0] for round_ in self.written(changes) if round_.tokens):
             if token == NOT_A_NUMBER:
-                raise CollectiveUserError(f"{NOT_A_NUMBER_TEXT}; generate from another checkpoint, or in bf16 or fp32")
+                raise CollectiveUserError(
+                    "numbers.not_finite", f"{NOT_A_NUMBER_TEXT}; generate from another checkpoint, or in bf16 or fp32"
+                )
             yield token
 
     def written(self, changes: Callable[[bool], TextChanges | None]) -> Iterator[Round]:

@@ -74,9 +74,14 @@ class DatasetTrainer:
         set: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(model, (str, Path)):
-            raise UserError(f"model: must be a directory or a name of the hub, not a {type(model).__name__}")
+            raise UserError(
+                "trainer.model", f"model: must be a directory or a name of the hub, not a {type(model).__name__}"
+            )
         if not isinstance(processing_class, (str, Path, NoneType)) and not hasattr(processing_class, "save_pretrained"):
-            raise UserError(f"processing_class: must be a tokenizer, not a {type(processing_class).__name__}")
+            raise UserError(
+                "trainer.processing_class",
+                f"processing_class: must be a tokenizer, not a {type(processing_class).__name__}",
+            )
         self._rows, first = _rows_of(dataset, "dataset")
         self._test_rows = _rows_of(eval_dataset, "eval_dataset")[0] if eval_dataset is not None else None
         self._tokenizer = processing_class
@@ -96,7 +101,9 @@ class DatasetTrainer:
         ]
         refused += _adapter(values, model, peft_config)
         if refused:
-            raise UserError("\n".join(f"{title}: {key} is not taken: {reason}" for key, reason in refused))
+            raise UserError(
+                "trainer.argument", "\n".join(f"{title}: {key} is not taken: {reason}" for key, reason in refused)
+            )
         if self._test_rows is not None:
             every = {"no": 0, "steps": evaluation["eval_steps"] or given.get("logging_steps") or 500}
             due = every.get(str(evaluation["eval_strategy"] or "no"))
@@ -126,14 +133,17 @@ class DatasetTrainer:
     def evaluate(self) -> Evaluation:
         """The evaluation after the last step. Raises UserError: nothing was trained, or there is no ``eval_dataset``."""
         if self._result is None or not self._result.evaluations:
-            raise UserError("evaluate() tells what train() has measured at its end: it needs that, and an eval_dataset")
+            raise UserError(
+                "trainer.not_evaluated",
+                "evaluate() tells what train() has measured at its end: it needs that, and an eval_dataset",
+            )
         return self._result.evaluations[-1]
 
     def save_model(self, output_dir: str | Path) -> None:
         """Copy the model, or the adapter, to ``output_dir`` on rank 0's host. Collective."""
         with collective() as world, world.led("copying the result"):
             if self._result is None:
-                raise UserError("save_model() copies what train() has made: call that first")
+                raise UserError("trainer.not_trained", "save_model() copies what train() has made: call that first")
             if world.rank == 0:
                 with writing(Path(output_dir), "name another directory"):
                     shutil.copytree(self._result.result, output_dir, dirs_exist_ok=True)
@@ -142,12 +152,13 @@ class DatasetTrainer:
         """Steps of an epoch of rows that are not packed."""
         if given.get("packing"):
             raise UserError(
-                "packing: an epoch's steps are not known before: give save_strategy, eval_strategy in steps"
+                "trainer.steps_per_epoch",
+                "packing: an epoch's steps are not known before: give save_strategy, eval_strategy in steps",
             )
         keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
         batch = [given.get(key, default) for key, default in keys.items()]
         if not all(isinstance(one, int) and one > 0 for one in batch):
-            raise UserError(f"{' and '.join(keys)}: must be whole numbers above 0")
+            raise UserError("trainer.value", f"{' and '.join(keys)}: must be whole numbers above 0")
         return math.ceil(len(list(self._rows)) / math.prod(batch))
 
     def _ready(self) -> Job:
@@ -175,11 +186,14 @@ def _given(args: Any) -> tuple[dict[str, Any], set[str], str]:
     if args is None or isinstance(args, Mapping):
         given = dict(args or {})
         if odd := [key for key in given if not isinstance(key, str)]:
-            raise UserError(f"args: {odd[0]!r} is no name of an argument")
+            raise UserError("trainer.argument", f"args: {odd[0]!r} is no name of an argument")
         return given, {key for key, value in given.items() if value not in (None, False, "no", "none", [], {})}, "args"
     title = type(args).__name__
     if title not in _OBJECTIVES:
-        raise UserError(f"args: {title} is not taken; there are {', '.join(_OBJECTIVES)}, or a dict of their arguments")
+        raise UserError(
+            "trainer.argument",
+            f"args: {title} is not taken; there are {', '.join(_OBJECTIVES)}, or a dict of their arguments",
+        )
     alike = {key: getattr(args, key) for key in ("output_dir", "use_cpu", "bf16", "fp16")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of arguments that nobody has named
@@ -243,15 +257,23 @@ def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict
     """The rows, which can be read again and again, and the first one. Raises UserError: they are none."""
     if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
         some = ": give one of its parts" if isinstance(dataset, Mapping) else ""
-        raise UserError(f"{name}: must be a datasets.Dataset, or a list of dicts, not a {type(dataset).__name__}{some}")
+        raise UserError(
+            "trainer.dataset",
+            f"{name}: must be a datasets.Dataset, or a list of dicts, not a {type(dataset).__name__}{some}",
+        )
     rows = list(dataset) if isinstance(dataset, Iterator) else dataset
     first = next(iter(rows), None)
     if isinstance(first, Mapping):
         first = {key: value for key, value in first.items() if value is not None}  # columns that the row lacks
     elif first is not None:
-        raise UserError(f"{name}: rows must be dicts, not {type(first).__name__}; docs/data.md has their shapes")
+        raise UserError(
+            "trainer.dataset", f"{name}: rows must be dicts, not {type(first).__name__}; docs/data.md has their shapes"
+        )
     if not first or "input_ids" in first:
-        raise UserError(f"{name}: must have rows, of text, as tokens are made here; docs/data.md has their shapes")
+        raise UserError(
+            "trainer.dataset",
+            f"{name}: must have rows, of text, as tokens are made here; docs/data.md has their shapes",
+        )
     return rows, first
 
 
@@ -267,7 +289,9 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
                     try:
                         line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
                     except (TypeError, ValueError) as error:
-                        raise UserError(f"dataset: row {number} is no dict that JSON can hold: {error}") from None
+                        raise UserError(
+                            "trainer.dataset", f"dataset: row {number} is no dict that JSON can hold: {error}"
+                        ) from None
                     digest.update(line)
                     file.write(line)
             sync(made)

@@ -67,9 +67,12 @@ def export(source: Path, target: Path, merge: bool, best: bool = False) -> str:
     with CheckpointReader(path) as reader:
         opened = _open(reader, path)
         if merge and opened.tuning.full:
-            raise UserError(f"{path} holds a whole model, no adapter: leave --merge out")
+            raise UserError("export.nothing_to_merge", f"{path} holds a whole model, no adapter: leave --merge out")
         if merge and (opened.base is None or not opened.base.is_dir()):
-            raise UserError(f"merging needs the base weights, which are not at {opened.base}: export without --merge")
+            raise UserError(
+                "export.base_missing",
+                f"merging needs the base weights, which are not at {opened.base}: export without --merge",
+            )
         if opened.tuning.full:
             what = _write_model(opened, target, _trained_layers(opened))
         elif merge:
@@ -82,22 +85,28 @@ def export(source: Path, target: Path, merge: bool, best: bool = False) -> str:
 def _checkpoint(source: Path, best: bool) -> Path:
     if source.is_file():
         if best:
-            raise UserError(f"--best chooses a checkpoint of a run directory, and {source} is one: leave --best out")
+            raise UserError(
+                "export.best_of_file",
+                f"--best chooses a checkpoint of a run directory, and {source} is one: leave --best out",
+            )
         return source
     directory = source / "checkpoints"
     if not directory.is_dir():
-        raise UserError(f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)")
+        raise UserError(
+            "export.source", f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)"
+        )
     if best:
         if found := lowest_held_out(directory):
             return found[0]
         raise UserError(
+            "export.no_evaluated_checkpoint",
             f"{directory}: no checkpoint knows its held-out loss; let [checkpoint] every be a multiple of [train] evaluate_every, "
-            "or set [train] patience"
+            "or set [train] patience",
         )
     path, skipped = newest_good(directory)
     if path is None:
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped) or "it is empty"
-        raise UserError(f"{directory}: no whole checkpoint ({reasons})")
+        raise UserError("export.no_checkpoint", f"{directory}: no whole checkpoint ({reasons})")
     return path
 
 
@@ -106,12 +115,14 @@ def _open(reader: CheckpointReader, path: Path) -> ExportSource:
         job = job_from_dict(reader.told("job"))
     except ValidationError as error:
         raise UserError(
-            f"{path}: its job is not one of this version: {error}; export with the version that wrote it"
+            "export.job_version",
+            f"{path}: its job is not one of this version: {error}; export with the version that wrote it",
         ) from error
     if job.model.factory is not None:
         raise UserError(
+            "export.custom_model",
             f"{path} is of a model made of layers ({job.model.factory}), which has no Hugging Face form: its run wrote "
-            f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself"
+            f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself",
         )
     chain = TransformersChain(read_config(reader.told("model_config")))
     name, tuning = reader.told("base_model"), tuning_of(job, chain)
@@ -215,7 +226,8 @@ def push_directory(directory: Path, name: str) -> str:
             rule = (str(error) or type(error).__name__).strip().splitlines()[0]
     if rule is not None:
         raise UserError(
+            "export.push_failed",
             f"{directory} is written, but not pushed to {constants.ENDPOINT}/{name}: {rule}. With a network, and a token that may "
-            f"write (`hf auth login`, or HF_TOKEN): hf upload {shlex.quote(name)} {shlex.quote(str(directory))}"
+            f"write (`hf auth login`, or HF_TOKEN): hf upload {shlex.quote(name)} {shlex.quote(str(directory))}",
         )
     return f"{constants.ENDPOINT}/{name}"

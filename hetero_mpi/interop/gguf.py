@@ -77,7 +77,7 @@ def write_gguf(directory: Path, kind: str, again: str) -> str:
         problem = problem and f"{problem}, and run this again: {again}"
     notes = write_modelfile(directory, target, base)
     if problem:
-        raise UserError(problem)
+        raise UserError("gguf.unsupported", problem)
     ollama = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(directory / 'Modelfile'))}"
     return "; ".join([f"{target}, by {converter}", f"for Ollama: {ollama}", *notes])
 
@@ -121,7 +121,8 @@ def _alpha_and_base(directory: Path) -> tuple[float, str]:
         reason = "its base weights are in no file (base_model_name_or_path is empty)"
     if reason is not None:
         raise UserError(
-            f"{directory} is written, but no GGUF file: {reason}; export with --merge --gguf makes a file of the whole model"
+            "gguf.adapter_unsupported",
+            f"{directory} is written, but no GGUF file: {reason}; export with --merge --gguf makes a file of the whole model",
         )
     assert base is not None
     return alphas.pop(), base
@@ -333,6 +334,8 @@ def _sampling(settings: Mapping[str, Any]) -> list[tuple[str, float]]:
         if value is None:
             continue
         if not math.isfinite(value):
-            raise UserError(f"{GENERATION}: {key} = {value!r} is no number; correct it, or remove it")
+            raise UserError(
+                "generation.value", f"{GENERATION}: {key} = {value!r} is no number; correct it, or remove it"
+            )
         found.append((name, value))
     return found

@@ -50,8 +50,9 @@ def init(name: str | None, directory: Path, source: Path | None = None, gpus: in
     taken = [directory / "jobs" / path for path in own if (directory / "jobs" / path).exists()]
     if taken:
         raise UserError(
+            "init.exists",
             f"{', '.join(map(str, taken))}: there already, and init overwrites nothing; name another directory "
-            f"(init {name} DIR), or move it away"
+            f"(init {name} DIR), or move it away",
         )
     lines = []
     for path in [*own, *others]:
@@ -84,7 +85,9 @@ def _files(name: str) -> tuple[list[Path], list[Path]]:
     if name not in _names():
         near = difflib.get_close_matches(name.removesuffix(".toml"), _names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"no job called {name!r} comes with the program; {hint}There are {', '.join(_names())}")
+        raise UserError(
+            "init.unknown_job", f"no job called {name!r} comes with the program; {hint}There are {', '.join(_names())}"
+        )
     if name == SLURM:
         return [path.relative_to(jobs) for path in sorted([*jobs.glob("*.sbatch"), *jobs.glob("*.sh")])], []
     return [Path(f"{name}.toml")], [path.relative_to(jobs) for path in _needed(load_job(jobs / f"{name}.toml"))]

@@ -45,9 +45,11 @@ def read_keys(file: Path) -> dict[str, Any]:
             return _command_line(file, text)
         values = _plain(_loaded(text), iter(range(MOST_VALUES)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: must be YAML, or a command line: {' '.join(str(error).split())}") from None
+        raise UserError(
+            "convert.format", f"{file}: must be YAML, or a command line: {' '.join(str(error).split())}"
+        ) from None
     if not isinstance(values, dict):
-        raise UserError(f"{file}: must be YAML with keys, or a command line with --options")
+        raise UserError("convert.format", f"{file}: must be YAML with keys, or a command line with --options")
     return values
 
 
@@ -100,7 +102,7 @@ def _command_line(file: Path, text: str) -> dict[str, Any]:
     unset = [f"; {word} has none" for word in words if "$" in word]
     if len(programs) != 1 or unset:
         wanted = "one command that names its trainer, such as `trl sft --model_name_or_path ...`, with its values"
-        raise UserError(f"{file}: must be {wanted}{''.join(unset[:1])}")
+        raise UserError("convert.command", f"{file}: must be {wanted}{''.join(unset[:1])}")
     (at,) = programs
     values = dict(_options(words[:at])) | dict(_options(words[at + 1 :]))
     if (config := values.pop("config", None)) is not None:

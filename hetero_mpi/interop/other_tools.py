@@ -61,16 +61,20 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
     Raises UserError: the file is none of theirs, or asks for training that is not here; or ``target`` is there already.
     """
     if target.exists():
-        raise UserError(f"{target}: there already, and init overwrites nothing; name another directory or FILE.toml")
+        raise UserError(
+            "init.exists", f"{target}: there already, and init overwrites nothing; name another directory or FILE.toml"
+        )
     draft = _Draft(file, read_keys(file), target.absolute().parent, gpus)
     if draft.stops:
         stops = "".join(f"\n  {key} = {value}: {why}" for key, value, why in draft.stops)
-        raise UserError(f"{file}: no job was written, as what is learnt would be something else:{stops}")
+        raise UserError(
+            "convert.other_objective", f"{file}: no job was written, as what is learnt would be something else:{stops}"
+        )
     text = draft.text()
     try:
         job_of_tables(toml.loads(text), target.stem, target.absolute().parent)
     except (UserError, toml.TomlError) as error:
-        raise UserError(f"{file}: makes no valid job, so none was written: {error}") from None
+        raise UserError("convert.invalid_job", f"{file}: makes no valid job, so none was written: {error}") from None
     with writing(target, "name another directory or FILE.toml"):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -113,7 +117,7 @@ class _Draft:
         self.file, self.directory = file, directory
         if not given.keys() & {"base_model", "model_name_or_path"}:
             tools = "axolotl (base_model), LLaMA-Factory and TRL (model_name_or_path)"
-            raise UserError(f"{file}: names no model: init reads files of {tools}")
+            raise UserError("convert.no_model", f"{file}: names no model: init reads files of {tools}")
         self.tool = tool or max(TOOLS, key=lambda tool: len(given.keys() & keys_of(tool).keys()))
         self.title = str(TABLE[self.tool]["title"])
         self.values: dict[str, tuple[Any, str]] = {}
@@ -171,7 +175,9 @@ class _Draft:
             self._leave_group(key, value, tables_of(self.tool))
         elif ours.startswith("="):
             if single and isinstance(value, (list, dict)):
-                raise UserError(f"{self.file}: {key} = {as_toml(value)}: must be one value, so no job was written")
+                raise UserError(
+                    "convert.value", f"{self.file}: {key} = {as_toml(value)}: must be one value, so no job was written"
+                )
             first = self._parts.get(ours[1:], (key, None))
             kept, other = (first, (key, value)) if first[1] else ((key + by, value), first)
             self._parts[ours[1:]] = kept
@@ -212,7 +218,9 @@ class _Draft:
         value = self._of(part, otherwise)
         if isinstance(value, (int, float)) and 0 <= value < math.inf:
             return value
-        raise UserError(f"{self.file}: {self._parts[part][0]} = {as_toml(value)}: must be a number, not below 0")
+        raise UserError(
+            "convert.value", f"{self.file}: {self._parts[part][0]} = {as_toml(value)}: must be a number, not below 0"
+        )
 
     def _word(self, part: str) -> str:
         """Our word for the value of a part; "" where it is not given. Raises UserError: there is none."""
@@ -220,7 +228,7 @@ class _Draft:
         value = str(value).lower()
         if value and value not in words:
             known = f"not here, so no job was written; there is {', '.join(words)}"
-            raise UserError(f"{self.file}: {self._parts[part][0]} = {value}: {known}")
+            raise UserError("convert.value", f"{self.file}: {self._parts[part][0]} = {value}: {known}")
         return words.get(value, "")
 
     def _put(self, ours: str, value: Any, *parts: str) -> None:
@@ -308,7 +316,7 @@ class _Draft:
         sets = self._sets("texts") or self._sets("datasets")
         names, columns = [name for name, _ in sets], {column for _, column in sets}
         if not sets:
-            raise UserError(f"{self.file}: names no data set, so no job was written")
+            raise UserError("convert.no_data", f"{self.file}: names no data set, so no job was written")
         texts = None not in columns
         if texts:
             self._put("data.text", names, "texts", "datasets", "folder", "config_name", "split")
@@ -354,7 +362,10 @@ class _Draft:
         if not isinstance(value, list) or not all(
             isinstance(one, Mapping) and (one.get("path") or one.get("id")) for one in value
         ):
-            raise UserError(f"{self.file}: {key} = {as_toml(value)}: must be a list of data sets, each with a path")
+            raise UserError(
+                "convert.data_sets",
+                f"{self.file}: {key} = {as_toml(value)}: must be a list of data sets, each with a path",
+            )
         columns = [self._column(part, entry) for entry in value]
         told = () if None in columns else ("type", *_COLUMNS)
         names = [self._records(f"{key}[{at}]", one, split, told) for at, one in enumerate(value)]

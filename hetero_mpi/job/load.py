@@ -17,7 +17,7 @@ from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, unknown_tab
 from hetero_mpi.job.schema import TABLES, JobConfig
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import require_regular
-from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.errors import Problem, UserError
 from hetero_mpi.util.shipped import profile_file
 
 
@@ -77,7 +77,7 @@ def run_directory(loaded: LoadedJob, override: str | Path | None = None) -> Path
     """
     text = loaded.job.output.run_dir if override is None else str(override)
     if not text.strip():
-        raise UserError("--run-dir must name a directory; it is empty")
+        raise UserError("job.run_directory", "--run-dir must name a directory; it is empty")
     return Path.cwd() / Path(text.replace("{name}", loaded.name)).expanduser()
 
 
@@ -115,7 +115,9 @@ def job_of_tables(
         UserError: as ``load_job``.
     """
     if not name or name != Path(name).name:
-        raise UserError(f"a job's name names its run directory: it is one word without slashes, not {name!r}")
+        raise UserError(
+            "job.name", f"a job's name names its run directory: it is one word without slashes, not {name!r}"
+        )
     draft = _Draft(_as_values(tables), f"job {name!r}")
     draft.settle(settings or {}, overrides)
     return LoadedJob(
@@ -128,7 +130,7 @@ class _Draft:
 
     def __init__(self, values: dict[str, Any], source: str) -> None:
         self.values, self.source = values, source
-        self._problems: list[str] = []
+        self._problems: list[Problem] = []
         self._changed: dict[str, str] = {}
         """Key (``train.steps``) -> who has laid another value over the source's."""
         self._broken: set[str] = set()
@@ -137,23 +139,26 @@ class _Draft:
         """Lay the values of ``--set`` over the source's, and those of a Python program."""
         for text in overrides:
             if text != text.encode("utf-8", "replace").decode():  # bytes of another encoding on the command line
-                self._problems.append(f"--set {text!a}: must be UTF-8")
+                self._add("job.set", f"--set {text!a}: must be UTF-8")
                 continue
             dotted, equals, value = text.partition("=")
             keys = [part.strip() for part in dotted.split(".")]
             if not equals or not _is_key(keys):
-                self._problems.append(f"--set {text}: must be table.key=value, such as --set train.steps=6")
+                self._add("job.set", f"--set {text}: must be table.key=value, such as --set train.steps=6")
                 continue
             try:
                 self._put("--set", text, keys, _override_value(value.strip()))
             except toml.TomlError as error:
-                self._problems.append(f"--set {text}: the value is no TOML value: {error}")
+                self._add("job.set", f"--set {text}: the value is no TOML value: {error}")
         for dotted, value in settings.items():
             keys = [part.strip() for part in dotted.split(".")]
             if _is_key(keys):
                 self._put("set", repr(dotted), keys, _as_values(value))
             else:
-                self._problems.append(f"set {dotted!r}: must be table.key, such as train.steps")
+                self._add("job.set", f"set {dotted!r}: must be table.key, such as train.steps")
+
+    def _add(self, kind: str, text: str) -> None:
+        self._problems.append(Problem(kind, text))
 
     def _put(self, by: str, shown: str, keys: Sequence[str], value: Any) -> None:
         table = self.values
@@ -161,7 +166,7 @@ class _Draft:
             table = table.setdefault(key, {})
             if not isinstance(table, dict):
                 what = f"{'.'.join(keys[:depth])} = {as_toml(table)}"
-                self._problems.append(f"{by} {shown}: {what} in the job file is no table to set a key of")
+                self._add("job.set", f"{by} {shown}: {what} in the job file is no table to set a key of")
                 return
         table[keys[-1]] = value
         self._changed[".".join(keys[:2])] = by
@@ -171,13 +176,13 @@ class _Draft:
         values = self.values
         for unknown in [table for table in values if table not in TABLES]:
             shown = as_toml(values.pop(unknown))
-            self._problems.append(f"{self.source}: {unknown} = {shown}: {unknown_table(unknown, TABLES)}")
+            self._add("job.table", f"{self.source}: {unknown} = {shown}: {unknown_table(unknown, TABLES)}")
         for table in TABLES:
             self._check_table(table)
         for dotted, rule in [*contradictions(Known(values, self._broken, TABLES), name)]:
             self._report(dotted, rule)
         if self._problems:
-            raise UserError("\n".join(self._problems))
+            raise UserError("job.invalid", "\n".join(map(str, self._problems)), problems=self._problems)
         if values["model"].get("factory") is not None:  # a sample counts as one token, and layers are fp32
             values["data"]["sequence_length"], values["train"]["dtype"] = 1, "fp32"
         return JobConfig.model_validate(values)
@@ -186,7 +191,7 @@ class _Draft:
         table, model = self.values.setdefault(name, {}), TABLES[name]
         if not isinstance(table, dict):
             rule = f"must be a table; write [{name}] and its keys below it"
-            self._problems.append(f"{self.source}: {name} = {as_toml(table)}: {rule}")
+            self._add("job.table", f"{self.source}: {name} = {as_toml(table)}: {rule}")
             self.values[name] = {}
             self._broken |= {f"{name}.{key}" for key in model.model_fields}
             return
@@ -199,7 +204,7 @@ class _Draft:
     def _report(self, dotted: str, rule: str) -> None:
         table, _, key = dotted.partition(".")
         shown = f" = {as_toml(self.values[table][key])}" if key in self.values.get(table, {}) else ""
-        self._problems.append(f"{self._changed.get(dotted, self.source)}: [{table}] {key}{shown}: {rule}")
+        self._add(f"job.{dotted}", f"{self._changed.get(dotted, self.source)}: [{table}] {key}{shown}: {rule}")
         self._broken.add(dotted)
 
 
@@ -209,13 +214,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
         # utf-8-sig: some editors put a byte order mark at the start, which TOML does not allow.
         return toml.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise UserError(f"{path}: there is no such job file (looked from {Path.cwd()})") from None
+        raise UserError("job.missing", f"{path}: there is no such job file (looked from {Path.cwd()})") from None
     except OSError as error:
-        raise UserError(f"{path}: the job file cannot be read: {error.strerror}") from None
+        raise UserError("job.unreadable", f"{path}: the job file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: a job file must be TOML in UTF-8; this one is not UTF-8") from None
+        raise UserError("job.encoding", f"{path}: a job file must be TOML in UTF-8; this one is not UTF-8") from None
     except toml.TomlError as error:
-        raise UserError(f"{path}: a job file must be TOML: {error}") from None
+        raise UserError("job.toml", f"{path}: a job file must be TOML: {error}") from None
 
 
 def _is_key(keys: Sequence[str]) -> bool:

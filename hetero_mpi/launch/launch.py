@@ -31,7 +31,9 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
     if program[:1] == ["--"]:
         program = program[1:]
     if not program:
-        raise UserError("launch needs a command to run: `python -m hetero_mpi launch -np 3 -- train job.toml`.")
+        raise UserError(
+            "launch.no_command", "launch needs a command to run: `python -m hetero_mpi launch -np 3 -- train job.toml`."
+        )
     if not program[0].startswith("-"):
         parse(program)  # what is mistyped is told here, once, instead of by every rank
     slurm.check_slurm_job(os.environ)
@@ -48,13 +50,18 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         command = slurm.heterogeneous_command(find_launcher(), entries, namespace.ranks, program, given)
         return _start(namespace, command, program)
     if namespace.slurm_python:
-        raise UserError("--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`), and this is none.")
+        raise UserError(
+            "launch.slurm_python",
+            "--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`), and this is none.",
+        )
     if namespace.ranks is None and namespace.hosts is not None:
         namespace.ranks = sum(host.slots for host in ElasticOptions(1, None, namespace.hosts).entries())
     if namespace.ranks is None:
         namespace.ranks = sum(sum(component.tasks) for component in slurm.components(os.environ)) or None
     if namespace.ranks is None:
-        raise UserError("launch must know how many ranks to start: write `-np 3`, say, or name --hosts.")
+        raise UserError(
+            "launch.ranks_unknown", "launch must know how many ranks to start: write `-np 3`, say, or name --hosts."
+        )
     if namespace.elastic and not namespace.print_only:
         options = ElasticOptions(
             ranks=namespace.ranks,
@@ -109,7 +116,9 @@ def _supervise(
     from hetero_mpi.job.load import load_job, run_directory  # brings pydantic, which a plain launch does not need
 
     if program[0] != "train":
-        raise UserError(f"--elastic is for `train`, which can go on from a checkpoint; `{program[0]}` cannot.")
+        raise UserError(
+            "elastic.command", f"--elastic is for `train`, which can go on from a checkpoint; `{program[0]}` cannot."
+        )
     training = parse(program)
     options.check()
     loaded = load_job(training.job, training.overrides)

@@ -65,12 +65,15 @@ def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
         missing = [name for name in names if name not in environment]
         if missing:
             raise UserError(
+                "slurm.variables",
                 f"This is inside of SLURM job {environment['SLURM_JOB_ID']}, but {' and '.join(missing)} is not set: run `launch` "
-                "in the batch script itself (or in `salloc`), not under `srun`."
+                "in the batch script itself (or in `salloc`), not under `srun`.",
             )
         nodes, tasks = _expand(environment[names[0]]), tasks_per_node(environment[names[1]])
         if len(nodes) != len(tasks):
-            raise UserError(f"{names[0]} has {len(nodes)} nodes, but {names[1]} is {environment[names[1]]!r}.")
+            raise UserError(
+                "slurm.nodes", f"{names[0]} has {len(nodes)} nodes, but {names[1]} is {environment[names[1]]!r}."
+            )
         found.append(Component(nodes, tasks))
     return tuple(found)
 
@@ -85,7 +88,9 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise UserError(f"SLURM's tasks per node, {text!r}, are not understood: give `-np` to launch.")
+            raise UserError(
+                "slurm.tasks_per_node", f"SLURM's tasks per node, {text!r}, are not understood: give `-np` to launch."
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
@@ -97,7 +102,9 @@ def _expand(nodes: str) -> tuple[str, ...]:
     try:
         answer = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"`scontrol show hostnames {nodes}` failed ({error}): load SLURM's commands.") from error
+        raise UserError(
+            "slurm.scontrol", f"`scontrol show hostnames {nodes}` failed ({error}): load SLURM's commands."
+        ) from error
     return tuple(answer.stdout.split())
 
 
@@ -110,9 +117,10 @@ def check_slurm_job(environment: Mapping[str, str]) -> None:
     state = None if job is None else _job_state(job)
     if state is not None and state not in _RUNNING:
         raise UserError(
+            "slurm.no_such_job",
             f"this shell has the variables of SLURM job {job}, and SLURM knows no such running job{state and f' (it is {state})'}: "
             'the shell outlived it, or was copied from it. Take them away, in bash by `unset "${!SLURM_@}"`, or start in a new '
-            "allocation (salloc, sbatch)"
+            "allocation (salloc, sbatch)",
         )
 
 
@@ -123,8 +131,9 @@ def check_slurm_tasks(ranks: int, tasks: int, given: Sequence[str]) -> None:
     """
     if 0 < tasks < ranks and not any("oversubscribe" in option for option in given) and shutil.which("squeue"):
         raise UserError(
+            "slurm.too_few_tasks",
             f"{ranks} ranks need as many tasks, and this SLURM job has {tasks}: ask for --ntasks={ranks} in the batch script, "
-            f"or start {tasks} rank{'s' if tasks > 1 else ''}; --mpirun-args=--oversubscribe lets ranks share cores"
+            f"or start {tasks} rank{'s' if tasks > 1 else ''}; --mpirun-args=--oversubscribe lets ranks share cores",
         )
 
 
@@ -148,7 +157,9 @@ def entries(found: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, .
     from hetero_mpi.launch.hosts.hosts_toml import Host
 
     if len(pythons) > len(found):
-        raise UserError(f"--slurm-python is given {len(pythons)} times, but the job has {len(found)} components.")
+        raise UserError(
+            "slurm.pythons", f"--slurm-python is given {len(pythons)} times, but the job has {len(found)} components."
+        )
     hosts = []
     for number, component in enumerate(found):
         python = str(Path(pythons[min(number, len(pythons) - 1)]).absolute()) if pythons else None
@@ -196,7 +207,7 @@ def step_command(host: str, command: Sequence[str], found: Sequence[Component]) 
     group = next((number for number, component in enumerate(found) if host in component.nodes), None)
     if group is None:
         known = ", ".join(node for component in found for node in component.nodes)
-        raise UserError(f"{host} is not a node of this SLURM job: it has {known or 'none'}.")
+        raise UserError("slurm.foreign_node", f"{host} is not a node of this SLURM job: it has {known or 'none'}.")
     groups = [f"--het-group={group}"] if len(found) > 1 else []
     # The step of the daemon is that of its ranks too: all cores, GPUs and memory that the job has there.
     step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--mpi=none"]

@@ -123,8 +123,9 @@ class HostLayer:
             needed = (1 + more) * self.bytes
             if free_bytes(folder) < needed + SPARE_BYTES:
                 raise UserError(
+                    "offload.disk_full",
                     f"{folder}: streamed layers are to be kept there, {needed:,} bytes, and {free_bytes(folder):,} bytes are "
-                    f"free: make room, or set another [model] shard_cache"
+                    f"free: make room, or set another [model] shard_cache",
                 )
             with tempfile.TemporaryFile(dir=folder) as file:
                 for place in self.places:
@@ -139,7 +140,8 @@ class HostLayer:
                 weakref.finalize(self, os.close, self._descriptor)
         except OSError as error:
             raise UserError(
-                f"{folder}: streamed layers cannot be kept there ({error.strerror}): choose another [model] shard_cache"
+                "offload.unwritable",
+                f"{folder}: streamed layers cannot be kept there ({error.strerror}): choose another [model] shard_cache",
             ) from error
         return torch.frombuffer(self._file, dtype=torch.uint8)
 

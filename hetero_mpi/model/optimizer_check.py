@@ -30,6 +30,7 @@ def check_optimizer(train: TrainTable, backend: Backend, who: str) -> None:
     if not moved:
         needed = {EIGHT_BIT: "bitsandbytes 0.50", "muon": "torch 2.9"}.get(train.optimizer, "another transformers")
         raise UserError(
+            "optimizer.unsupported",
             f'[train] optimizer = "{train.optimizer}" does not step on {who}, {backend.description()} ({reason}); install '
-            f'{needed} or later there, leave that rank out, or set optimizer = "adamw"'
+            f'{needed} or later there, leave that rank out, or set optimizer = "adamw"',
         )

@@ -87,16 +87,18 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
     if problem is not None:
         rank, position, rule = problem
         raise UserError(
+            "schedule.invalid",
             f"the schedule does not run the plan: {rule}\n{_lists(schedule, {rank: position})}\n"
-            f"Correct rank {rank}'s list, or generate it with planning.schedule.schedule_of."
+            f"Correct rank {rank}'s list, or generate it with planning.schedule.schedule_of.",
         )
     stuck = stuck_at(schedule)
     if stuck:
         waits = "; ".join(_wait(rank, schedule[rank][stuck[rank]]) for rank in sorted(stuck))
         raise UserError(
+            "schedule.deadlock",
             f"the schedule deadlocks: {waits}\n{_lists(schedule, stuck)}\n"
             f"Change the order of the actions: warm_up must not grow from one stage to the next; the order interleaved wants "
-            f"ranks in a loop (zbv takes any)."
+            f"ranks in a loop (zbv takes any).",
         )
 
 

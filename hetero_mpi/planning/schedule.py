@@ -70,8 +70,9 @@ def parse_action(text: str) -> Action:
     names = {op.value: op for op in Op}
     if match is None or match[2] not in names or (match[3] == "") != (names[match[2]] is Op.STEP):
         raise UserError(
+            "schedule.action",
             f"an action is written STAGE OP MICRO_BATCH, such as 2F0 or 1SEND_B3; 2REDUCE5 names a layer, 0STEP nothing "
-            f"(got {text!r}); operations: {', '.join(names)}"
+            f"(got {text!r}); operations: {', '.join(names)}",
         )
     op, stage = names[match[2]], int(match[1])
     if op is Op.REDUCE:

@@ -119,9 +119,10 @@ class DeviceBenchmark:
             if not is_out_of_memory(error):
                 raise
             raise UserError(
+                "memory.exceeded",
                 f"{self.backend.description()} has no memory left for one layer with {self.rows[0]} "
                 f"{units.rows_of(self.subject.sequence_length)}; lower [train] micro_batch or [data] sequence_length, or leave "
-                f"this rank out"
+                f"this rank out",
             ) from error
 
     def _measure(

@@ -150,8 +150,9 @@ def read_run(directory: Path) -> PastRun:
     """The run in a directory, as far as its files can be understood. Raises UserError: it is not the directory of a run."""
     if not any((directory / name).exists() for name in (METRICS_NAME, "plan.toml", RUN_NAME)):
         raise UserError(
+            "run.not_a_run",
             f"{directory}: not the directory of a run (it has neither {RUN_NAME} nor plan.toml nor metrics.jsonl); "
-            f"give the one that `train` wrote, such as runs/quickstart"
+            f"give the one that `train` wrote, such as runs/quickstart",
         )
     told = run_json(directory / RUN_NAME)
     last_step = told.get("last_step")

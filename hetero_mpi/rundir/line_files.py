@@ -92,7 +92,9 @@ def lines(path: Path) -> Iterator[str]:
             with path.open(encoding="utf-8", errors="replace") as file:
                 yield from file
         except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}): change its permissions, or move it") from None
+            raise UserError(
+                "run.unreadable", f"{path}: cannot be read ({error.strerror}): change its permissions, or move it"
+            ) from None
 
 
 def object_of(line: str) -> dict[str, Any] | None:

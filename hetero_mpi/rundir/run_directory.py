@@ -64,8 +64,9 @@ def claim(run_dir: str | Path, tell: Callable[[str], None] = write_line) -> Iter
                 )
         except BlockingIOError:
             raise UserError(
+                "run.in_use",
                 f"a run directory serves one run at a time; {directory} is in use by {_holder(file)}. "
-                "Wait for that run, end it, or choose another directory with --run-dir."
+                "Wait for that run, end it, or choose another directory with --run-dir.",
             ) from None
         before = os.stat(file.fileno())
         file.truncate(0)
@@ -96,8 +97,9 @@ def opened_in(run_dir: Path, name: str) -> TextIO:
         return (run_dir / name).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
+            "run.unwritable",
             f"the run directory must be a directory this user can write to; {run_dir} is not: {error.strerror}. "
-            "Choose another with output.run_dir or --run-dir."
+            "Choose another with output.run_dir or --run-dir.",
         ) from None
 
 
@@ -113,13 +115,17 @@ def refuse_links(run_dir: str | Path) -> None:
         for path in (folder, *(folder.iterdir() if folder.is_dir() else ())):
             if path.is_symlink() and not path.resolve().is_relative_to(home):
                 raise UserError(
+                    "run.link",
                     f"a run writes into its own directory only; {path} is a link that leads out of it, to {path.resolve()}. "
-                    "Remove the link, or have the whole run directory there with --run-dir."
+                    "Remove the link, or have the whole run directory there with --run-dir.",
                 )
             if not path.is_dir() or (folder == home and path.name in _FILES):
                 require_regular(path)
             if path == folder and path.exists() and not path.is_dir():
-                raise UserError(f"{path}: must be a directory, and is a file: remove it, or choose another --run-dir")
+                raise UserError(
+                    "run.not_a_directory",
+                    f"{path}: must be a directory, and is a file: remove it, or choose another --run-dir",
+                )
 
 
 def _holder(file: TextIO) -> str:
@@ -233,8 +239,9 @@ def refuse_files_of_run(run_dir: Path, read: Iterable[Path]) -> None:
     )
     if used is not None:
         raise UserError(
+            "run.files_in_use",
             f"a run that begins anew sets aside the run in its directory, {run_dir}, but this one reads {used} there: "
-            "choose another directory with --run-dir, or go on with --resume."
+            "choose another directory with --run-dir, or go on with --resume.",
         )
 
 
@@ -264,8 +271,9 @@ def set_run_aside(run_dir: Path, own: Callable[[Mapping[str, Any]], bool]) -> Pa
         if copied_only:
             shutil.rmtree(target, ignore_errors=True)
         raise UserError(
+            "run.not_archived",
             f"{run_dir} holds a run, which could not be moved to {target} ({error.strerror}): choose another directory with "
-            "--run-dir, or go on with --resume."
+            "--run-dir, or go on with --resume.",
         ) from None
     return target
 

@@ -75,15 +75,19 @@ class ServeOptions:
             place = f"{self.keys}, line {number}"
             if not _NAME.fullmatch(name) or not rest or name in keys or rest[0].strip() in keys.values():
                 raise UserError(
-                    f"{place}: must be a name (letters, digits, . _ -) and a key, both of no other line, with a space between"
+                    "serve.keys",
+                    f"{place}: must be a name (letters, digits, . _ -) and a key, both of no other line, with a space between",
                 )
             keys[name], where[name] = rest[0].strip(), place
         if self.keys is not None and len(keys) == (token is not None):
-            raise UserError(f"--keys {self.keys}: has no name and key in any line; leave it out, and anybody may ask")
+            raise UserError(
+                "serve.keys", f"--keys {self.keys}: has no name and key in any line; leave it out, and anybody may ask"
+            )
         for name, key in keys.items():
             if not (key.isascii() and key.isprintable()) or " " in key:
                 raise UserError(
-                    f"{where[name]}: must be printable ASCII without spaces, as it travels in an HTTP header"
+                    "serve.keys",
+                    f"{where[name]}: must be printable ASCII without spaces, as it travels in an HTTP header",
                 )
         return keys
 
@@ -92,7 +96,9 @@ def _lines(path: Path | None) -> list[str]:
     try:
         return path.expanduser().read_text(encoding="utf-8").splitlines() if path is not None else []
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--keys {path} cannot be read: {error}; it has a name and a key in each line") from None
+        raise UserError(
+            "serve.keys", f"--keys {path} cannot be read: {error}; it has a name and a key in each line"
+        ) from None
 
 
 class Client(Protocol):
@@ -153,7 +159,11 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
                 with_writer(setup, work, stop)
         except RankLost as error:
             gone = ", ".join(f"rank {rank} on {host}" for rank, host in survivors(world).gone)
-            problem = CollectiveUserError(f"{gone} died, and with it a part of the model: start again", ExitCode.FAILED)
+            problem = CollectiveUserError(
+                "serve.rank_lost",
+                f"{gone} died, and with it a part of the model: start again",
+                exit_code=ExitCode.FAILED,
+            )
             _stop(servers, str(problem))
             settled(world, True)  # the launcher ends all ranks when the first one leaves: not before clients are told
             raise problem from error
@@ -184,12 +194,13 @@ def check_options(options: ServeOptions) -> dict[str, str]:
     keys = options.known_keys()
     if not keys and options.host not in LOCAL:
         raise UserError(
+            "serve.open_address",
             f"--host {options.host}: whoever can reach this address could use the model; name a secret that clients must show, by "
-            f"--keys, --token or the environment variable {TOKEN_VARIABLE} (on rank 0), or serve on 127.0.0.1"
+            f"--keys, --token or the environment variable {TOKEN_VARIABLE} (on rank 0), or serve on 127.0.0.1",
         )
     for name, value in (("--context", options.context), ("--parallel", options.parallel)):
         if value is not None and value < 1:
-            raise UserError(f"{name} {value}: must be 1 or more")
+            raise UserError("options.value", f"{name} {value}: must be 1 or more")
     return keys
 
 

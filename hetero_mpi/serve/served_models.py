@@ -68,7 +68,8 @@ def sampling_defaults(directory: Path | None) -> SamplingDefaults:
     except ValidationError as error:
         (wrong, *_) = error.errors(include_url=False)
         raise UserError(
-            f"{directory}/{GENERATION}: {wrong['loc'][0]}: {wrong['msg']}; correct it, or remove the file"
+            "generation.value",
+            f"{directory}/{GENERATION}: {wrong['loc'][0]}: {wrong['msg']}; correct it, or remove the file",
         ) from None
 
 
@@ -90,7 +91,10 @@ def served_models(source: Path, adapters: Sequence[str]) -> list[ServedModel]:
         opened = open_source(path)
         _check_beside(word, opened, first)
         if name in found or not name:
-            raise UserError(f"--adapter {word}: there is a model {name!r} already; name it by --adapter NAME={path}")
+            raise UserError(
+                "serve.adapter",
+                f"--adapter {word}: there is a model {name!r} already; name it by --adapter NAME={path}",
+            )
         assert opened.source.adapter is not None and opened.adapter is not None
         own = f"beside{number}"
         tables[own], paths[own] = opened.source.adapter, opened.adapter
@@ -103,22 +107,27 @@ def served_models(source: Path, adapters: Sequence[str]) -> list[ServedModel]:
 def _check_beside(word: str, opened: Opened, first: Opened) -> None:
     base, other = first.source.directory, opened.source.directory
     if opened.source.adapter is None:
-        raise UserError(f"--adapter {word}: must be an adapter, or a run that trained one; this is a whole model")
+        raise UserError(
+            "serve.adapter", f"--adapter {word}: must be an adapter, or a run that trained one; this is a whole model"
+        )
     if base is None or other is None or base.resolve() != other.resolve():
         raise UserError(
-            f"--adapter {word}: its base is {other}, and {base} is served; adapters beside each other share one"
+            "serve.adapter",
+            f"--adapter {word}: its base is {other}, and {base} is served; adapters beside each other share one",
         )
     for table in (opened.source.adapter, first.source.adapter or {}):
         kind = next((what for key, what in _ALONE.items() if table.get(key)), None)
         if kind is not None:
             raise UserError(
-                f"--adapter {word}: {kind} are served alone, without others beside them; make a model of one by export --merge"
+                "serve.adapter",
+                f"--adapter {word}: {kind} are served alone, without others beside them; make a model of one by export --merge",
             )
     rows, served_rows = (read_config(one.source.config).vocab_size for one in (opened, first))
     if rows > served_rows:
         raise UserError(
+            "serve.adapter",
             f"--adapter {word}: its tokenizer has new tokens, for which it needs {rows:,} rows of the embedding, and the "
-            f"model that is served has {served_rows:,}; serve it alone"
+            f"model that is served has {served_rows:,}; serve it alone",
         )
     own, served = (f"{one.source.dtype}{', 4 bits' * one.source.nf4}" for one in (opened, first))
     if own != served:

@@ -227,17 +227,23 @@ def find_checkpoint(run_dir: Path, wanted: str) -> tuple[Path, list[str]]:
     if wanted not in (LATEST, ANY):
         path = Path(wanted)
         if not path.exists():
-            raise UserError(f"{path}: no such checkpoint; `--resume latest` takes the newest one of the run directory")
+            raise UserError(
+                "checkpoint.missing",
+                f"{path}: no such checkpoint; `--resume latest` takes the newest one of the run directory",
+            )
         damage = verify(path)
         if damage is not None:
-            raise UserError(damage)
+            raise UserError("checkpoint.damaged", damage)
         return path, []
     directory = run_dir / "checkpoints"
     path_or_none, skipped = newest_good(directory)
     remarks = [f"passed over {path}: {reason}" for path, reason in skipped]
     if path_or_none is None:
         detail = "; ".join(remarks) if remarks else "it holds none"
-        raise UserError(f"{directory}: no whole checkpoint to resume from ({detail}); start without --resume")
+        raise UserError(
+            "checkpoint.none_whole",
+            f"{directory}: no whole checkpoint to resume from ({detail}); start without --resume",
+        )
     return path_or_none, remarks
 
 
@@ -254,7 +260,10 @@ def check_fits(
     difference. ``names``: the model's tensors that a shard holds; None: it is a checkpoint, which holds all.
     """
     if names is None and "version_id" in reader.metadata:
-        raise UserError(f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts")
+        raise UserError(
+            "checkpoint.copy",
+            f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts",
+        )
     check_train(reader, path, train)
     _check_adapter(reader, path, tuning)
     check_tensors(reader, path, tuning, names)
@@ -279,8 +288,9 @@ def _check_adapter(reader: CheckpointReader, path: Path, tuning: Tuning) -> None
     for key, (was, now) in both.items():
         if (was or None) != (now or None):
             raise UserError(
+                "resume.setting",
                 f"{path} was written with {key} = {as_toml(was)}, this job says {as_toml(now)}: the run would not "
-                f"continue where it stopped; set it back, or start without --resume"
+                f"continue where it stopped; set it back, or start without --resume",
             )
 
 
@@ -293,7 +303,10 @@ def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, held: Co
     if names != own:
         extra, lacking = sorted(names - own), sorted(own - names)
         detail = f"it holds {extra[0]!r}, which this model does not have" if extra else f"it lacks {lacking[0]!r}"
-        raise UserError(f"{path} is a checkpoint of another model: {detail}; resume with the job that wrote it")
+        raise UserError(
+            "resume.other_model",
+            f"{path} is a checkpoint of another model: {detail}; resume with the job that wrote it",
+        )
     for name, spec in specs.items():
         if name in own:
             _check_shapes(reader, path, tuning, spec)
@@ -311,8 +324,9 @@ def _check_shapes(reader: CheckpointReader, path: Path, tuning: Tuning, spec: Pa
         )
         if found != (tuple(there[0]), own):
             raise UserError(
+                "resume.other_model",
                 f"{path} is a checkpoint of another model: {kind}/{spec.name} has shape {found[0]} of {found[1]} there and "
-                f"{tuple(there[0])} of {own} here"
+                f"{tuple(there[0])} of {own} here",
             )
 
 
@@ -323,8 +337,9 @@ def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None
         table, _, key = dotted.partition(".")
         if value := then.get(table, {}).get(key):
             raise UserError(
+                "resume.setting",
                 f"{path} was written with [{table}] {key} = {as_toml(value)}, which this version does not have: start without "
-                f"--resume, or resume with {reader.writer.partition(',')[0]}"
+                f"--resume, or resume with {reader.writer.partition(',')[0]}",
             )
     now = {key: getattr(train, key) for key in _KEPT}
     for key, value in now.items():
@@ -332,8 +347,9 @@ def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None
             continue
         if then["train"].get(key, TrainTable.model_fields[key].default) != value:
             raise UserError(
+                "resume.setting",
                 f"{path} was written with [train] {key} = {then['train'].get(key)!r}, this job says {value!r}: the run would not "
-                f"continue where it stopped; set it back, or start without --resume"
+                f"continue where it stopped; set it back, or start without --resume",
             )
 
 
@@ -345,8 +361,9 @@ def check_settings(reader: CheckpointReader, path: Path, chain: LayerChain, sequ
         changed = chain.changed_since(described)
     if changed is not None:
         raise UserError(
+            "resume.setting",
             f"{path} was written when {changed} had other values, which are in no checkpoint: the run would not continue where it "
-            f"stopped; give it the same values as then, or start without --resume"
+            f"stopped; give it the same values as then, or start without --resume",
         )
 
 
@@ -355,8 +372,9 @@ def check_length(reader: CheckpointReader, path: Path, sequence_length: int) -> 
     length = reader.metadata["job"]["data"].get("sequence_length")
     if length != sequence_length:
         raise UserError(
+            "resume.setting",
             f"{path} was written with [data] sequence_length = {length}, this job says "
-            f"{sequence_length}: the order of samples would differ; set it back, or start without --resume"
+            f"{sequence_length}: the order of samples would differ; set it back, or start without --resume",
         )
 
 
@@ -373,9 +391,10 @@ def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) ->
         return None
     if not allowed:
         raise UserError(
+            "resume.data",
             f"{path} was written with other data: its files, tokenizer or shares have changed since, so the run would not "
             "continue where it stopped; restore the data, start without --resume, or go on with the new data: "
-            "--set checkpoint.allow_other_data=true"
+            "--set checkpoint.allow_other_data=true",
         )
     return "The data has changed since the checkpoint was written; the run goes on with the new data, as the job allows"
 
@@ -384,8 +403,9 @@ def check_steps(path: Path, step: int, train: TrainTable) -> None:
     """Refuse a state of after the job's end. Raises UserError."""
     if step > train.steps:
         raise UserError(
+            "resume.steps",
             f"{path} was written after step {step}, and the job ends at [train] steps = {train.steps}: raise it, or resume from an "
-            f"earlier checkpoint by its name"
+            f"earlier checkpoint by its name",
         )
 
 

@@ -138,7 +138,8 @@ def _checked_cache_root(context: RunContext, members: World) -> Path | None:
         with members.together("looking for the shard cache"):
             if leads_out(root, context.loaded.directory):
                 raise UserError(
+                    "shard_cache.link",
                     f"[model] shard_cache = {as_toml(cache)}: a link in it leads out of the job file's directory, to "
-                    f"{root.resolve()}; {ELSEWHERE}"
+                    f"{root.resolve()}; {ELSEWHERE}",
                 )
     return root

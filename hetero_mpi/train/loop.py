@@ -29,7 +29,7 @@ from hetero_mpi.state.training_state import TrainingState
 from hetero_mpi.train.follower import Event, Follower, Reply
 from hetero_mpi.train.setup.context import RunContext, Share
 from hetero_mpi.util.background import unharmed
-from hetero_mpi.util.errors import ExitCode
+from hetero_mpi.util.errors import ExitCode, UserError
 
 _SKIPS_IN_A_ROW = 10
 """Number of consecutive steps with non-finite gradients after which the run ends."""
@@ -241,8 +241,9 @@ class Loop:
         newest = self.saver.newest if self.world.rank == 0 else self.state.newest_checkpoint
         left = f"{newest} is whole" if newest is not None else "no checkpoint could be written"
         raise CollectiveUserError(
+            "run.stopped",
             f"Stopped after step {self.state.step}, as {why}: {left}; go on with --resume",
-            ExitCode.STOPPED,
+            exit_code=ExitCode.STOPPED,
         )
 
     def _line(self, step: int, decision: StepDecision, batch: Batch, seconds: float) -> StepMetrics:
@@ -267,12 +268,11 @@ class Loop:
         """Report a step without an update. Too many in a row end the run, on all ranks by the same decision."""
         in_a_row = self.state.skips_in_a_row
         if not math.isfinite(decision.loss):
-            self.world.agree(f"step {step + 1}: the loss is {decision.loss}; {self._remedy()}")
+            text = f"step {step + 1}: the loss is {decision.loss}; {self._remedy()}"
+            self.world.agree(UserError("loss.not_finite", text, step=step + 1))
         if in_a_row == _SKIPS_IN_A_ROW:
-            self.world.agree(
-                f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row, {self._where_first(decision)}; "
-                f"{self._remedy()}"
-            )
+            text = f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row, {self._where_first(decision)}"
+            self.world.agree(UserError("gradients.not_finite", f"{text}; {self._remedy()}", step=step + 1))
         scale = self.trainer.loss_scale.value
         then = "" if scale == 1.0 else f", and the loss is scaled by {scale:g} from now on"
         where_first = self._where_first(decision)

@@ -178,9 +178,11 @@ class RunHistory:
                 try:
                     material = prepare(context.loaded)
                 except (UserError, OSError) as error:
-                    raise UserError(f"{who}: {error}; {remedy}") from None
+                    raise UserError("recovery.data_unreadable", f"{who}: {error}; {remedy}") from None
                 if fingerprint is not None and material.dataset.fingerprint() != fingerprint:
-                    raise UserError(f"{who}: it reads other data under the same names; {remedy}")
+                    raise UserError(
+                        "recovery.data_differ", f"{who}: it reads other data under the same names; {remedy}"
+                    )
         self.fingerprint = fingerprint
         return replace(context, world=world, transport=transport, material=material if world.rank == 0 else None)
 
@@ -194,7 +196,9 @@ def run_with_recovery(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
     try:
         result = _attempts(world, attempt, history) if ulfm.active() else attempt(history)
     except CollectiveUserError as error:
-        raise CollectiveUserError(world.resumable(str(error)), error.exit_code) from error.__cause__
+        text = world.resumable(str(error))
+        values = {"exit_code": error.exit_code, "problems": error.problems, **error.values}
+        raise CollectiveUserError(error.kind, text, **values) from error.__cause__
     world.activity.resume_text = str
     return result
 

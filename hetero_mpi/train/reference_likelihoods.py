@@ -38,10 +38,11 @@ def check_reference(train: TrainTable, dataset: DataSource, known: NDArray[np.fl
         missing = missing[np.isnan(known[missing]).any(axis=1)]
     if len(missing):
         raise UserError(
+            "resume.no_reference",
             f"the checkpoint has no likelihood by the reference model of {len(missing):,} rows of preferences, as its run did not "
             f"need them, and the model which that run began with is gone. Give the same data, and [train] preference, steps, "
             f"global_batch, seed and evaluate_sequences as they were, or begin a new run from this one's result ([model] path, "
-            f"or [adapter] path)"
+            f"or [adapter] path)",
         )
 
 

@@ -162,7 +162,7 @@ def leave_result(context: RunContext, share: Share, state: TrainingState, others
         why = (
             str(error) if isinstance(error, UserError) else f"the result cannot be written ({error.strerror or error})"
         )
-        raise UserError(f"{why}; {left}") from error
+        raise UserError("run.result_unwritable", f"{why}; {left}") from error
 
 
 def _leave_result(context: RunContext, share: Share, state: TrainingState, others: OtherPrograms) -> None:

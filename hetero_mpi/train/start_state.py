@@ -383,8 +383,9 @@ def set_later_aside(run_dir: Path, step: int) -> None:
         aside = set_aside(run_dir / "checkpoints", step)
     except OSError as error:
         raise UserError(
+            "resume.not_archived",
             f"{run_dir} holds checkpoints of after step {step}, which could not be moved aside ({error.strerror}): make room "
-            f"there, or move them yourself"
+            f"there, or move them yourself",
         ) from None
     if aside is not None:
         for name in ("metrics.jsonl", "steps.jsonl"):

@@ -159,7 +159,7 @@ class _Trial:
                 return profile, report, found
             told = "; ".join(f"rank {lack.rank} on {self._world.hosts[lack.rank]} {lack.text}" for lack in lacks)
             if self._given or attempt + 1 == ATTEMPTS:
-                raise CollectiveUserError(f"The plan was tried: {told}")
+                raise CollectiveUserError("memory.exceeded", f"The plan was tried: {told}")
             profile = _with_less_memory(profile, report, lacks)
             there = "; ".join(
                 f"rank {lack.rank} with {units.size(profile.devices[lack.rank].memory_bytes)}" for lack in lacks
@@ -249,7 +249,9 @@ class _Trial:
         except CollectiveUserError as error:
             if not lacking:
                 raise
-            raise CollectiveUserError(f"The plan was tried: {lacking}\n{error}", error.exit_code) from None
+            raise CollectiveUserError(
+                "memory.exceeded", f"The plan was tried: {lacking}\n{error}", exit_code=error.exit_code
+            ) from None
 
     def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[MeasuredSteps | None, list[_Lack]]:
         """(what its steps came to, on rank 0; the ranks that it does not fit, on all)."""

@@ -60,7 +60,7 @@ def writing(place: Path, remedy: str = "name another place with -o") -> Iterator
     try:
         yield
     except OSError as error:
-        raise UserError(f"{place}: cannot be written ({error.strerror}); {remedy}") from error
+        raise UserError("file.unwritable", f"{place}: cannot be written ({error.strerror}); {remedy}") from error
 
 
 def sync(path: Path) -> None:
@@ -125,4 +125,4 @@ def require_regular(path: Path) -> None:
     kind, hint = kinds.get(stat.S_IFMT(mode), "a device"), ""
     if stat.S_ISFIFO(mode):  # as the shell's <(...) and /dev/stdin are
         hint = "; it is read more than once, so write what comes out of it to a file first"
-    raise UserError(f"{path}: must be a regular file, and is {kind}{hint}")
+    raise UserError("file.not_regular", f"{path}: must be a regular file, and is {kind}{hint}")

@@ -7,7 +7,10 @@ and the next step. Everything else is a defect of this program (or of a machine)
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -32,10 +35,48 @@ closes, may send them after a user's own.
 """
 
 
-class UserError(ValueError):
-    """Something the user can put right. The message holds the rule, the values and the next step.
+@dataclass(frozen=True)
+class Problem:
+    """One of several faults that an error names.
 
-    ``exit_code`` is what the process ends with (2, as for a wrong command line, unless a sub-class says otherwise).
+    Attributes:
+        kind: as of ``UserError``; of a key of the job ``job.TABLE.KEY``.
+        text: the place, the values and the rule.
+    """
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class UserError(ValueError):
+    """Something the user can put right.
+
+    Args:
+        kind: ``subject.fault``, such as ``records.malformed``, which programs and tests compare; texts may be rewritten.
+        text: the rule, the values and the next step.
+        exit_code: what the process ends with, as for a wrong command line unless it is given.
+        problems: the faults, of an error that names several.
+        values: what a program may want to know of the fault.
     """
 
     exit_code: int = ExitCode.USER_ERROR
+
+    def __init__(
+        self,
+        kind: str,
+        text: str,
+        *,
+        exit_code: int = ExitCode.USER_ERROR,
+        problems: Sequence[Problem] = (),
+        **values: Any,
+    ) -> None:
+        super().__init__(text)
+        self.kind, self.exit_code, self.problems, self.values = kind, int(exit_code), tuple(problems), values
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The error's kind and those of its problems."""
+        return frozenset({self.kind, *(problem.kind for problem in self.problems)})

@@ -61,7 +61,7 @@ def profile_file(name: str | os.PathLike[str], place: Path | None = None) -> Pat
     if path is None:
         near = difflib.get_close_matches(place.name.removesuffix(".toml"), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(known)}"
-        raise UserError(f"{place}: no such file, and no shipped profile of this name; {hint}")
+        raise UserError("shipped.missing", f"{place}: no such file, and no shipped profile of this name; {hint}")
     return path
 
 
@@ -70,7 +70,8 @@ def file_of_run(directory: Path, *names: str) -> Path:
     found = next((directory / name for name in names if (directory / name).exists()), None)
     if found is None:
         raise UserError(
-            f"{directory}: no {' and no '.join(names)} is in this directory; name a file, or the directory of a run"
+            "shipped.missing",
+            f"{directory}: no {' and no '.join(names)} is in this directory; name a file, or the directory of a run",
         )
     return found
 

@@ -20,7 +20,8 @@ from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, StepMetrics, re
 from hetero_mpi.rundir.run_directory import append_event, claim, set_run_aside
 from hetero_mpi.state.checkpoint import checkpoint_path
 from hetero_mpi.train.start_state import set_later_aside
-from hetero_mpi.util.errors import ExitCode, UserError
+from hetero_mpi.util.errors import ExitCode
+from tests.support.errors import refuses
 from tests.support.long_run import LongRun
 
 pytestmark = pytest.mark.slow
@@ -129,7 +130,7 @@ def test_an_earlier_run_that_cannot_be_set_aside_stays_as_it_was(disk: SmallDisk
         (run / name).write_text("a line of an earlier run\n" * 400)
     disk.fill()
     before = _content(run)
-    with pytest.raises(UserError, match=r"could not be moved to .*No space left"):
+    with refuses("run.not_archived"):
         set_run_aside(run, lambda _: False)
     assert _content(run) == before
 
@@ -141,7 +142,7 @@ def test_later_checkpoints_that_cannot_be_moved_aside_are_a_plain_error(disk: Sm
     before = _content(disk.path)
     taken = f"remount,nr_inodes={len(before) + 1}"
     subprocess.run(["mount", "-o", taken, str(disk.path)], check=True)
-    with pytest.raises(UserError, match=r"after step 2, which could not be moved aside \(No space left"):
+    with refuses("resume.not_archived"):
         set_later_aside(disk.path, 2)
     assert _content(disk.path) == before
 

@@ -23,6 +23,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.state.checkpoint import checkpoint_path
 from hetero_mpi.util.errors import UserError
 from tests.support import training_cases
+from tests.support.errors import refuses
 from tests.support.jobs import write_profile
 from tests.support.mpi import ROOT
 from tests.support.rank_pool import run_pooled
@@ -194,16 +195,16 @@ def test_transformers_stops_where_we_stop_np2(runs: Path, tmp_path: Path, what: 
 
 @pytest.mark.slow
 def test_what_cannot_be_exported_np2(runs: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="leave --merge out"):
+    with refuses("export.nothing_to_merge"):
         export(runs / "full", tmp_path / "out", merge=True)
-    with pytest.raises(UserError, match="neither a checkpoint file nor a run directory"):
+    with refuses("export.source"):
         export(tmp_path, tmp_path / "out", merge=False)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="no whole checkpoint"):
         export(tmp_path, tmp_path / "out", merge=False)
     (runs / "tuned-start").rename(runs / "moved")
     try:
-        with pytest.raises(UserError, match="merging needs the base weights"):
+        with refuses("export.base_missing"):
             export(runs / "tuned", tmp_path / "out", merge=True)
     finally:
         (runs / "moved").rename(runs / "tuned-start")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi.interop.gguf import write_gguf
 from hetero_mpi.util.errors import UserError
 from tests.support import training_cases
+from tests.support.errors import refuses
 from tests.support.training_cases import Case
 
 CONVERTER = """
@@ -93,7 +94,7 @@ def test_without_llama_cpp_there_is_a_modelfile_and_two_commands(base: Path, pla
             model(places / name, {"model_type": "llama"})
         else:
             adapter(base, places / name, use_rslora=True)
-        with pytest.raises(UserError, match=r"is written, with a Modelfile, but no GGUF file") as caught:
+        with refuses("gguf.adapter_unsupported") as caught:
             write_gguf(places / name, "q8_0", AGAIN)
         commands = str(caught.value).splitlines()[1:]
         assert commands == ["  git clone https://github.com/ggml-org/llama.cpp", f"  LLAMA_CPP=llama.cpp {AGAIN}"]
@@ -150,7 +151,7 @@ def test_the_factors_of_an_adapter_are_peft_own(keys: dict[str, Any], base: Path
 def test_what_llama_cpp_cannot_compute_is_refused(keys: dict[str, Any], reason: str, base: Path, places: Path) -> None:
     converters(places)
     adapter(base, places / "mine", **keys)
-    with pytest.raises(UserError, match=rf"{reason}; export with --merge --gguf"):
+    with refuses("gguf.adapter_unsupported"):
         write_gguf(places / "mine", "auto", AGAIN)
     assert not list((places / "mine").glob("*.gguf")) and not (places / "mine" / "Modelfile").exists()
 

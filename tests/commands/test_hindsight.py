@@ -16,8 +16,8 @@ from hetero_mpi.planning.types.plan import Alone
 from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_text import job_differences, loss_after, worth_adding
-from hetero_mpi.util.errors import UserError
 from tests.report.test_run_files import ODD_LINES
+from tests.support.errors import refuses
 from tests.support.past_runs import JOB, cluster, make_run, planned
 from tests.support.planning_samples import JOB_TOML
 
@@ -34,7 +34,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "first" in " ".join(rows[""]) and rows["train.learning_rate"] == ["0.003", "0.001"]
     assert rows["loss after 2.40 k tokens"][0] == rows["loss after 2.40 k tokens"][1], "equal losses at equal tokens"
     assert rows["energy"] == ["not", "measured", "not", "measured"] and "train.steps" not in rows
-    with pytest.raises(UserError, match="needs two runs or more"):
+    with refuses("compare.too_few_runs"):
         run_commands.compare([first])
 
 
@@ -83,7 +83,7 @@ def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.C
     run = make_run(tmp_path / "run", planned(profile), profile)
     assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(run)]) == 0
     assert "measured, median of 58 steps" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"--set train\.global_batch=8"):
+    with refuses("baseline.global_batch"):
         run_commands.baseline(tmp_path / "job.toml", ("train.global_batch=4",), run)
 
 

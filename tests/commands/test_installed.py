@@ -21,6 +21,7 @@ from hetero_mpi.planning.types.toml_files import load_profile
 from hetero_mpi.util import shipped
 from hetero_mpi.util.errors import UserError
 from tests.support.environments import second_environment
+from tests.support.errors import refuses
 from tests.support.mpi import ROOT
 
 pytestmark = pytest.mark.slow
@@ -60,7 +61,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     init.init("quickstart", tmp_path)
     own = tmp_path / "jobs" / "quickstart.toml"
     own.write_text("mine")
-    with pytest.raises(UserError, match=r"quickstart\.toml: there already, and init overwrites nothing"):
+    with refuses("init.exists"):
         init.init("quickstart", tmp_path)
     assert any("was there, left as it is" in line for line in init.init("lora_nf4", tmp_path))
     assert own.read_text() == "mine"
@@ -99,7 +100,7 @@ def test_a_shipped_profile_is_found_by_its_name(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match=f"homelab-5090.toml: no such file.* did you mean {HOMELAB}"):
         load_profile("homelab-5090.toml")
     (tmp_path / HOMELAB).write_text("schema_version = 0\n")
-    with pytest.raises(UserError, match="schema_version = 0"):
+    with refuses("file.version"):
         load_profile(HOMELAB)  # a file of that name goes first
 
 

@@ -20,6 +20,7 @@ from hetero_mpi.serve.served_models import served_models
 from hetero_mpi.util.errors import UserError
 from tests.commands.test_generate import TEMPLATE, continue_with, model_with_tokenizer, written
 from tests.commands.test_serve import Served, service
+from tests.support.errors import refuses
 from tests.support.training_cases import corpus, tokenizer_directory
 
 openai = pytest.importorskip("openai")
@@ -135,7 +136,7 @@ def test_what_cannot_be_served_beside_is_refused(base: Path, adapters: dict[str,
         )
         whole.save_pretrained(str(place / key))
         for source, other in ((base, place / key), (place / key, first)):
-            with pytest.raises(UserError, match="are served alone, without others beside them"):
+            with refuses("serve.adapter"):
                 served_models(source, [str(other)])
         assert [model.name for model in served_models(place / key, [])] == [key]
     grown = place / "grown"
@@ -143,7 +144,7 @@ def test_what_cannot_be_served_beside_is_refused(base: Path, adapters: dict[str,
     tokenizer = load_tokenizer(base)
     tokenizer.add_tokens([f"<{number}>" for number in range(400)])
     tokenizer.save_pretrained(grown)
-    with pytest.raises(UserError, match="its tokenizer has new tokens, for which it needs"):
+    with refuses("serve.adapter"):
         served_models(base, [str(grown)])
     assert [model.name for model in served_models(base, [f"a={first}"])] == [base.name, "a"]
     assert [model.name for model in served_models(first, [])] == ["first"]

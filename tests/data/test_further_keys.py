@@ -15,6 +15,7 @@ from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.records import Records, read_records
 from hetero_mpi.util.errors import UserError
 from tests.data.test_tools import answer, call, user
+from tests.support.errors import refuses
 
 FRENCH = {"role": "system", "content": "In French"}
 RED = {"prompt": "red ?", "completion": "boat"}
@@ -210,7 +211,7 @@ def test_what_contradicts_itself_is_named(tmp_path: Path, value: Any, expected: 
 
 def test_a_prompt_that_a_conversation_does_not_hold(tmp_path: Path) -> None:
     value = {"prompt": "blue", "chosen": [*ASKED, answer("boat")], "rejected": [*ASKED, answer("crew")]}
-    with pytest.raises(UserError, match="'chosen' begins a conversation that does not hold what 'prompt' says"):
+    with refuses("record.prompt_differs"):
         read(tmp_path, value, preference="pairs")
 
 
@@ -249,13 +250,13 @@ def test_files_are_read_whatever_they_are_packed_in(tmp_path: Path, name: str, c
 
 def test_values_one_after_the_other_are_named_by_their_lines(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(PRETTY + '\n{"prompt": 3,\n "completion": "b"}\n')
-    with pytest.raises(UserError, match=r"a.json, line 14: 'prompt' must be text; it is a number"):
+    with refuses("record.text"):
         read_records([f"{tmp_path}/*"])
     (tmp_path / "a.json").write_text(PRETTY[:-5])
     with pytest.raises(UserError, match=r"a.json, line 11: broken JSON at column"):
         read_records([f"{tmp_path}/*"])
     (tmp_path / "a.json").write_text('{"prompt": "a",\n' + LINES)
-    with pytest.raises(UserError, match=r"1 cannot:\n  .*a.json, line 1: broken JSON"):
+    with refuses("data.isolation"):
         read_records([f"{tmp_path}/*"])
 
 

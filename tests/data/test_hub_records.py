@@ -18,6 +18,7 @@ from hetero_mpi.data.records import read_records
 from hetero_mpi.data.source_files import matching_files
 from hetero_mpi.util.errors import UserError
 from tests.model.test_cache import answer
+from tests.support.errors import refuses
 
 COMMIT = "b2" * 20
 ROWS = [{"prompt": f"Grass {number}", "completion": f"green {number}"} for number in range(6)]
@@ -129,7 +130,7 @@ def test_what_is_not_here_is_said(home: Path) -> None:
         assert said.startswith(f'data.records "{text}" is not in the Hugging Face cache {home}: {reason}')
         assert f"run `hf download {name} --repo-type dataset`, copy the directory" in said
     for text in ("hf:org", "hf:", "hf:/a/b", "hf:org/name:", "hf:org/name/config/more", "hf:org/na me"):
-        with pytest.raises(UserError, match=r'is written "hf:org/name", "hf:org/name:split" or'):
+        with refuses("data.hub_name"):
             read_records([text])
 
 
@@ -185,7 +186,7 @@ def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 def test_only_the_split_is_fetched(home: Path, hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     hub.files = {"README.md": CARD, **shards(2), **shards(1, "test"), "a.bin": "x", "train.csv": "y"}
     told: list[str] = []
-    with pytest.raises(UserError, match="only rank 0 asks the network, so nothing is fetched"):
+    with refuses("data.hub_missing"):
         read_records(["hf:org/x"])
     assert len(read_records(["hf:org/x"], tell=told.append).records) == len(ROWS)
     assert sorted(hub.asked) == ["README.md", *shards(2)]

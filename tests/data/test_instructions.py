@@ -24,6 +24,7 @@ from hetero_mpi.data.record_sequences import RecordSequences, build_record_seque
 from hetero_mpi.data.records import Record, read_records
 from hetero_mpi.data.tokenizer import END_TOKEN, save_tokenizer, train_bpe
 from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 
 ROOT = Path(__file__).parents[2]
 CONTROL = ["<s>", "<system>", "<user>", "<assistant>"]
@@ -430,5 +431,5 @@ def test_without_a_template_a_completion_stands_behind_its_prompt_as_in_trl(
         labels = [np.where(one.answer, one.ids, -100).tolist() for one in found]
         assert labels == trainer.train_dataset["labels"]
     (tmp_path / "b.jsonl").write_text(json.dumps({**rows[0], "system": "Be brief"}))
-    with pytest.raises(UserError, match=r"learns completions of prompts, and .*b.jsonl, line 1 is a conversation"):
+    with refuses("template.conversation_without_template"):
         choose_template(plain, "none", read_records([str(tmp_path / "b.jsonl")]).records)

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.chat_template import choose_template, tokenize_records
 from hetero_mpi.data.records import Record
-from hetero_mpi.util.errors import UserError
 from tests.data.test_masks import FORMATS, Format, record, tokenizer_of
 from tests.data.test_tools import answer, call, gave, records_of, user
+from tests.support.errors import refuses
 
 PHI3 = """\
 {% for message in messages %}
@@ -160,9 +160,9 @@ def test_marks_that_cannot_be_told_apart_or_that_miss_the_answer(tmp_path: Path)
     twice = PHI3.replace(
         " + '<|end|>\\n' }}{% endgen", " }}{% endgeneration %}{% generation %}{{ '<|end|>\\n' }}{% endgen"
     )
-    with pytest.raises(UserError, match="marks 4 answers of 2, so that those that are not learnt cannot be told"):
+    with refuses("template.marks"):
         learnt(Format(twice, "<|endoftext|>", MARKED["phi3"].special), one)
     empty = PHI3.replace("{% generation %}\n{{- message.content", "{{ message.content }}{% generation %}{{ ''")
     assert PHI3 not in (twice, empty)
-    with pytest.raises(UserError, match=r"must mark the last answer \({% generation %}\); it does not"):
+    with refuses("template.marks"):
         learnt(Format(empty, "<|endoftext|>", MARKED["phi3"].special), one)

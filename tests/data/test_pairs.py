@@ -28,6 +28,7 @@ from hetero_mpi.model.layer.comparison import Comparison
 from hetero_mpi.model.layer.loss import summed_loss, target_losses
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 
 ASKED = {"role": "user", "content": "grass"}
 
@@ -110,7 +111,7 @@ def test_a_pair_whose_last_answer_is_not_learnt_is_left_out(tmp_path: Path) -> N
 def test_a_bad_pair_counts_once() -> None:
     bad = BadRecords(1)
     for _ in range(2):
-        bad.add("pairs.jsonl, line 3", BadRecord("the template refused it"))
+        bad.add("pairs.jsonl, line 3", BadRecord("template.refused", "the template refused it"))
     bad.check("data.records")
     assert len(bad.problems) == 1
 
@@ -188,7 +189,7 @@ def test_the_longer_answer_is_cut_first(tokenizer: PreTrainedTokenizerFast, tmp_
         found[1] += 1  # a row's last label stands behind its tokens
         assert tuple(found) == sizes
         assert "1 pairs are longer than a sequence" in dataset.notes[1]
-    with pytest.raises(UserError, match="all 1 pairs are cut before their first answer"):
+    with refuses("records.all_cut"):
         built(tokenizer, tmp_path, 12, PLAIN)
 
 
@@ -350,7 +351,7 @@ def test_mismatched_answers_are_those_of_another_prompt(tmp_path: Path, tokenize
         f"in 5 sequences ({100 * _used(dataset) / (5 * 61):.0f} % full); {learnt} tokens are learnt" in dataset.notes[0]
     )
 
-    with pytest.raises(UserError, match=r"two prompts at least .* its 2 records have one. Add records"):
+    with refuses("records.too_few_prompts"):
         build_record_sequences([("data.records", records)], made, evaluation=records[:2])
 
 
@@ -366,7 +367,7 @@ def _used(dataset: Dataset) -> int:
 )
 def test_labels_that_say_nothing_are_named(tmp_path: Path, label: Any, told: str) -> None:
     (tmp_path / "labels.jsonl").write_text(json.dumps(labelled("grass", "green", label)))
-    with pytest.raises(UserError, match=f"line 1: 'label' must be true .*{told}"):
+    with refuses("record.label"):
         read_records([str(tmp_path / "labels.jsonl")], preference="labels")
 
 

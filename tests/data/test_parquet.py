@@ -13,6 +13,7 @@ from hetero_mpi.data.record_files import values_of
 from hetero_mpi.data.records import read_records
 from hetero_mpi.util.errors import UserError
 from tests.data.test_tools import CALLING, HALVES, TWICE, answer, call, user
+from tests.support.errors import refuses
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -112,18 +113,18 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (whole[:-20], whole[:40], b"{}", whole[:60] + b"\xff" * 40 + whole[100:]):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=r"a.parquet: damaged, or no parquet file: .*Get it again"):
+        with refuses("records.damaged"):
             read_records([str(path)])
     path.write_bytes(b"")
-    with pytest.raises(UserError, match=r"a.parquet: the file of records is empty"):
+    with refuses("records.empty"):
         read_records([str(path)])
     pq.write_table(pa.table({"prompt": pa.array([], pa.string()), "completion": pa.array([], pa.string())}), path)
-    with pytest.raises(UserError, match=r"a.parquet: the file holds no records: it has no rows"):
+    with refuses("records.empty"):
         read_records([str(path)])
 
 
 def test_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, path = both(tmp_path, PAIRS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"`pip install pyarrow` \(or `pip install 'hetero_mpi\[parquet\]'`\)"):
+    with refuses("records.package_missing"):
         read_records([str(path)])

@@ -20,6 +20,7 @@ from hetero_mpi.job.load import load_job
 from hetero_mpi.train.setup.data_setup import Material, prepare
 from hetero_mpi.util.errors import UserError
 from tests.data.test_hub_records import put
+from tests.support.errors import refuses
 from tests.support.jobs import SMALLEST
 
 JOB = (
@@ -147,7 +148,7 @@ def test_keys_with_other_names(tmp_path: Path, name: str) -> None:
     ).job.data.keys
     (record,) = read_records([str(tmp_path / "d.jsonl")], preference="labels", keys=OwnKeys(named or {})).records
     assert not record.desirable
-    with pytest.raises(UserError, match="system is read from 'sys', and no record has that key"):
+    with refuses("records.key_missing"):
         wrong = OwnKeys({"system": "sys"})
         read_records([str(tmp_path / "b.jsonl")], keys=wrong)
         wrong.check()

@@ -19,7 +19,7 @@ from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, began_with, scale_of
-from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.family_configs import tiny_keys
 
 CHAIN = TransformersChain(read_config({**tiny_keys("llama"), "tie_word_embeddings": False}))
@@ -105,11 +105,11 @@ def test_it_begins_as_in_peft_and_opens_beside_the_weights_as_they_were(
 def test_what_has_no_such_parts_is_refused(start: str) -> None:
     plain = plain_model()
     table = AdapterTable(method="lora", rank=17, start=start)
-    with pytest.raises(UserError, match=r"rank 17 cannot begin with so many parts of .*k_proj, which has 16: lower"):
+    with refuses("adapter.rank"):
         adapter_tuning(CHAIN, table, False, True)
     adapter_tuning(CHAIN, table.model_copy(update={"rank_pattern": {"[kv]_proj": 16}}), False, True)
     plain.get_parameter("model.layers.1.mlp.up_proj.weight").data[0, 0] = float("inf")
-    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight holds numbers that are not finite"):
+    with refuses("adapter.not_finite"):
         begun(plain, start=start)
 
 

@@ -20,6 +20,7 @@ from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import DirectoryContents, ModelFiles
 from hetero_mpi.model.files.shard_cache import ShardCache
 from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(40_000, dtype=torch.float32).reshape(200, 200),
@@ -113,7 +114,7 @@ def test_a_cache_that_cannot_be_used_is_a_clear_error(contents: DirectoryContent
     with pytest.raises(UserError, match="shard_cache"):
         ShardCache(tmp_path / "file", contents.identity)
     cache = ShardCache(tmp_path / "cache", contents.identity)
-    with pytest.raises(UserError, match=r"is to keep 1,000,000,000,000,000,000 bytes, and [\d,]+ bytes are free there"):
+    with refuses("shard_cache.full"):
         cache.prepare(10**18)
     shutil.rmtree(cache.directory)
     cache.directory.write_text("")
@@ -155,7 +156,7 @@ def test_where_was_looked_is_said(home: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=pattern):
             hub.obtain("org/absent", tmp_path / "org" / "absent", download, print)
     (put(home, "org/half") / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"neither model\.safetensors nor .* is here.*HF_HUB_OFFLINE"):
+    with refuses("export.custom_model"):
         hub.obtain("org/half", tmp_path / "org" / "half", True, print)
 
 

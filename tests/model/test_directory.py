@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_mpi.model.files.model_directory import LayersWriter, ModelDirectoryWriter
 from hetero_mpi.model.files.model_files import WEIGHTS
-from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 
 SMALL = {
     "hidden_size": 32,
@@ -184,7 +184,7 @@ def test_an_interrupted_replacement_is_undone(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_no_model_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
-    with pytest.raises(UserError, match="is not a model directory"):
+    with refuses("model.undecodable"):
         ModelDirectoryWriter(build("llama", device="meta"), tmp_path, 10**9)
 
 
@@ -205,7 +205,7 @@ def test_a_full_disk_is_a_plain_error_and_leaves_nothing(tmp_path: Path) -> None
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # Python ignores the signal; writing fails instead
     try:
-        with pytest.raises(UserError, match=r"could not be written .* make room"):
+        with refuses("directory.unwritable"):
             export(build("llama"), tmp_path / "model", 10**9)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -230,7 +230,7 @@ def test_layers_of_a_model_of_ones_own_become_one_file(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(UserError, match=r"model.safetensors could not be written .* make room"):
+        with refuses("directory.unwritable"):
             write(state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -23,9 +23,9 @@ from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.util.errors import UserError
 from tests.model.test_all_families import UNLIKE
 from tests.model.test_split_backward import NormalStart, chain_of
+from tests.support.errors import refuses
 from tests.support.family_configs import VOCABULARY, dropout_rates
 from tests.support.mpi import ROOT
 from tests.support.stages import stage_of, streamed_stage_of
@@ -174,7 +174,7 @@ def test_files_that_memory_does_not_keep_are_read_ahead(tmp_path: Path, monkeypa
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     chain = chain_of("llama")
-    with pytest.raises(UserError, match=r"streamed layers cannot be kept there.*shard_cache"):
+    with refuses("offload.unwritable"):
         build(chain, (True,), adapter_tuning(chain, LORA, False, True), "fp32", tmp_path / "file")
 
 

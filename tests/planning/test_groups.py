@@ -16,6 +16,7 @@ from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
 
 HEADS, LAYERS = 8, 6
@@ -58,7 +59,7 @@ def test_members_that_compute_in_different_orders_deadlock() -> None:
     schedule = schedule_of(plan, model)
     backwards = [Action(op, 0, m) for m in range(4) for op in (Op.RECV_B, Op.B)]
     computed = [Action(Op.F, 0, m) for m in range(4)] + backwards
-    with pytest.raises(UserError, match=r"deadlocks: .*rank 1 waits at 0F2"):
+    with refuses("schedule.deadlock"):
         validate({**schedule, 1: (*computed, Action(Op.STEP, 0))}, plan, model)
     assert stuck_at(schedule) == {}
 

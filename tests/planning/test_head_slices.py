@@ -16,6 +16,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.report.plan_text import stage_table
 from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
 LOGITS = 20_000.0
@@ -87,7 +88,7 @@ def test_the_planner_slices_heads_where_nothing_fits_otherwise() -> None:
     assert complete_plan(found.plan, narrow, request).predicted_step_s == found.predicted_step_s
     unsliced = replace(narrow.model.layers[-1], logits_bytes_per_token=0.0)
     model = replace(narrow.model, layers=(*narrow.model.layers[:-1], unsliced))
-    with pytest.raises(UserError, match="does not fit in memory"):
+    with refuses("memory.exceeded"):
         make_plan(replace(narrow, model=model), request)
 
 

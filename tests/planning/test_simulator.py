@@ -25,7 +25,7 @@ from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
 from hetero_mpi.planning.types.request import with_shared_nics
-from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_plan, with_split
 
 
@@ -226,7 +226,7 @@ def test_a_sum_waits_for_the_heads_share_of_a_tied_matrix() -> None:
 
 
 def test_a_plan_that_deadlocks_is_refused_with_the_stuck_rows() -> None:
-    with pytest.raises(UserError, match=r"(?s)the schedule deadlocks: .*> rank 1 .*\[1RECV_F1\]"):
+    with refuses("schedule.deadlock"):
         simulate(make_plan_of((0, 2, 4), (0, 1), 3, warm_up=(0, 1)), make_profile())
 
 

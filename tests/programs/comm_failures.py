@@ -44,20 +44,20 @@ def user_error_together(world: World) -> int:
     """A problem of one rank inside ``together``."""
     with world.together("reading the job"):
         if world.rank == 1:
-            raise UserError("the job file has no [model]")
+            raise UserError("test.fault", "the job file has no [model]")
     return 0
 
 
 def user_error_everywhere(world: World) -> int:
     """Every rank finds the same problem for itself, unmarked."""
-    raise UserError("the plan does not fit")
+    raise UserError("test.fault", "the plan does not fit")
 
 
 def user_error_alone(world: World) -> int:
     """One rank finds a problem while the others wait for it."""
     world.doing = "reading shards"
     if world.rank == 1:
-        raise UserError("shard 3 is truncated")
+        raise UserError("test.fault", "shard 3 is truncated")
     world.barrier()
     return 0
 

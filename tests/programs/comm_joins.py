@@ -21,7 +21,7 @@ KINDS: dict[str, Callable[[], object]] = {
     "hang": lambda: time.sleep(100),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "OSError": lambda: OSError("the bridge is up"),
-    "UserError": lambda: UserError("the bridge is up"),
+    "UserError": lambda: UserError("test.fault", "the bridge is up"),
     "SystemExit": lambda: SystemExit(0),
 }
 

@@ -63,7 +63,7 @@ def check_leading(world: World) -> None:
     try:
         with world.led("something hard"):
             if world.rank == 0:
-                raise UserError("the disk is full")
+                raise UserError("test.fault", "the disk is full")
     except CollectiveUserError as error:
         caught = error
     assert str(caught) == "the disk is full" and caught is not None and caught.exit_code == UserError.exit_code
@@ -93,7 +93,7 @@ def in_block(world: World, problem: str | None) -> None:
     """``agree``, by way of ``together``."""
     with world.together("something hard"):
         if problem is not None:
-            raise UserError(problem)
+            raise UserError("test.fault", problem)
 
 
 def main(world: World) -> int:

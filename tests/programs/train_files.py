@@ -70,7 +70,7 @@ def failing_at_the_second_layer() -> Iterator[None]:
         nonlocal calls
         calls += 1
         if calls == 2:
-            raise UserError("this layer cannot be converted")
+            raise UserError("test.fault", "this layer cannot be converted")
         fill(start, *arguments)
 
     with mock.patch.object(FileStart, "fill", failing):

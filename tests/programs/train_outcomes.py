@@ -75,7 +75,7 @@ def loading_fails(world: World, entry: dict[str, Any]) -> Iterator[None]:
     if world.rank != entry["rank"]:
         yield
         return
-    with mock.patch.object(stage_builder, "Stage", side_effect=UserError("the shelf is full: make room")):
+    with mock.patch.object(stage_builder, "Stage", side_effect=UserError("test.fault", "the shelf is full: make room")):
         yield
 
 

@@ -23,6 +23,7 @@ from hetero_mpi.rundir.logs import LOGGER, say, setup_logging
 from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, read_metrics, rewards_text
 from hetero_mpi.rundir.run_directory import claim
 from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.past_runs import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -195,7 +196,7 @@ def test_a_run_directory_serves_one_run_at_a_time(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="must be a directory this user can write to"), claim(tmp_path / "file" / "a"):
+    with refuses("run.unwritable"), claim(tmp_path / "file" / "a"):
         pass
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.rundir.run_directory import holds_run, own_event, refuse_files_of_run, set_run_aside
-from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.past_runs import cluster, make_run, planned
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def test_a_run_that_is_read_is_not_set_aside(tmp_path: Path) -> None:
     profile = cluster(2)
     run = make_run(tmp_path / "a", planned(profile), profile)
     before = files_under(run)
-    with pytest.raises(UserError, match=r"this one reads .*/model there: choose another directory with --run-dir"):
+    with refuses("run.files_in_use"):
         refuse_files_of_run(run, [run / "model"])
     assert files_under(run) == before
 

@@ -22,7 +22,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.checkpoint import checkpoint_path
-from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.jobs import GLOBAL_BATCH, Workshop
 from tests.support.mpi import on_ranks
 from tests.support.training_cases import tokenizer_directory
@@ -113,26 +113,26 @@ def test_records_without_weights_have_none_and_odd_ones_are_refused(tokenizer: P
     assert dataset_of(path, tokenizer, False, False, 0.0).weights is None
     for weight in ("2", -1, float("inf"), [1], 1001):
         path.write_text(json.dumps({"prompt": "a", "completion": "b", "weight": weight}) + "\n")
-        with pytest.raises(UserError, match="'weight' must be a number from 0 to 1,000"):
+        with refuses("record.weight"):
             read_records([str(path)])
     pair = {"prompt": "a", "chosen": [{"role": "assistant", "content": "b", "weight": 0.5}], "rejected": "c"}
     path.write_text(json.dumps(pair) + "\n")
-    with pytest.raises(UserError, match="weights other than 0 and 1 are not computed where answers"):
+    with refuses("record.weight_in_preference"):
         read_records([str(path)], preference="pairs")
     whole: dict[str, Any] = {"prompt": "a", "chosen": "b", "rejected": "c"}
     for values, compared in ((whole, "pairs"), ({"prompt": "a", "completion": "b", "label": True}, "labels")):
         path.write_text(json.dumps({**values, "weight": 2}) + "\n")
-        with pytest.raises(UserError, match="weights other than 0 and 1 are not computed where answers"):
+        with refuses("record.weight_in_preference"):
             read_records([str(path)], preference=compared)  # type: ignore[arg-type]
         lines = [json.dumps({**values, "weight": weight}) for weight in (0, 1)]
         path.write_text("\n".join(lines) + "\n")
         found = read_records([str(path)], preference=compared)  # type: ignore[arg-type]
         assert len(found.untrained) == 1 and len(found.records) == (2 if compared == "pairs" else 1)
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "weight": 1e-300}) + "\n")
-    with pytest.raises(UserError, match="'weight' must be 0, or at least 1e-06; it is 1e-300"):
+    with refuses("record.weight"):
         read_records([str(path)])
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "weight": 0}) + "\n")
-    with pytest.raises(UserError, match="none of its 1 records has one"):
+    with refuses("records.nothing_to_learn"):
         read_records([str(path)])
 
 

@@ -12,8 +12,8 @@ from hetero_mpi.device.accelerators import open_backend, usable, visible_devices
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.device_probe import devices_seen
 from hetero_mpi.device.shortage import has_kernels
-from hetero_mpi.util.errors import UserError
 from tests.stand_in_gpu.backend import StandIn
+from tests.support.errors import refuses
 
 
 @pytest.mark.parametrize("shared, repeated, shares", [(1, 1, True), (0, 2, False), (0, 0, True)])
@@ -48,7 +48,7 @@ def test_a_device_without_kernels_is_nobodys(standin: Any, monkeypatch: pytest.M
     assert usable("cuda") == (1,) and list(visible_devices("auto")[1]) == [1]
     assert devices_seen()["errors"] == {"cuda:0": "it is too old for this torch"}
     assert open_backend("auto", None).name == "cpu"
-    with pytest.raises(UserError, match="'cuda' cannot be used: it is too old for this torch"):
+    with refuses("device.unusable"):
         open_backend("cuda", 0)
     monkeypatch.setattr(StandIn, "only_by_name", classmethod(lambda cls: {1}))
     assert visible_devices("cuda") == ("cuda", {})

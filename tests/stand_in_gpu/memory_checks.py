@@ -22,8 +22,8 @@ from hetero_mpi.profiling.device import DeviceBenchmark
 from hetero_mpi.profiling.host_profiles import measure_memory
 from hetero_mpi.state.redistribute import Parcel
 from hetero_mpi.state.saving import Snapshot
-from hetero_mpi.util.errors import UserError
 from tests.stand_in_gpu.fixtures import CHAIN, LARGE, measured, subject
+from tests.support.errors import refuses
 from tests.support.stages import stage_of
 
 
@@ -54,7 +54,7 @@ def test_other_errors_of_a_device_end_the_profiling(standin: Any, gpu: Backend) 
 
 def test_no_memory_for_one_layer_is_an_error_that_says_so(standin: Any, gpu: Backend) -> None:
     standin.set_limit(1, standin.used(1) + (1 << 20), "CUDA out of memory.")
-    with pytest.raises(UserError, match="no memory left for one layer with 1 sequences of 16 tokens"):
+    with refuses("memory.exceeded"):
         measured(gpu)
 
 

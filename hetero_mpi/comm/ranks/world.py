@@ -16,7 +16,7 @@ import numpy as np
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.ranks.collectives import DROWSY_S, Collectives, decode, encode
-from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.errors import Problem, UserError
 
 T = TypeVar("T")
 RELEASE_POLL_S = 0.05
@@ -27,13 +27,9 @@ _RELEASE_TAG, _ASK_TAG = 1, 2
 class CollectiveUserError(UserError):
     """A user error that every rank raises at the same point. One rank prints it, and all end cleanly."""
 
-    def __init__(self, message: str, exit_code: int = UserError.exit_code) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
 
 Outcome = list[Any] | None
-"""The outcome of a block on a rank, as it is sent: the error's text and exit code, or None."""
+"""The outcome of a block on a rank, as it is sent: the error's kind, text, exit code and problems, or None."""
 
 
 @dataclass
@@ -122,17 +118,20 @@ class World(Collectives):
         remedy = self.activity.resume_text()
         return f"{text}\n{remedy}" if remedy and "--resume" not in text else text
 
-    def agree(self, problem: str | None) -> None:
+    def agree(self, problem: UserError | None) -> None:
         """If any rank has a problem, every rank raises it. Raises CollectiveUserError: each distinct problem once, with its ranks
         and hosts.
         """
-        _raise(self._gathered([problem, UserError.exit_code] if problem is not None else None))
+        _raise(self._gathered(_outcome(problem)))
 
     def _gathered(self, own: Outcome) -> Outcome:
-        """All ranks' problems as one, with the first one's exit code; the same on every rank."""
+        """All ranks' problems as one, of the first one's kind; the same on every rank."""
         outcomes = self.all_gather_json(own)
-        text = describe_problems([each[0] if each else None for each in outcomes], self.hosts, self.numbers)
-        return None if text is None else [text, next(each[1] for each in outcomes if each)]
+        text = describe_problems([each[1] if each else None for each in outcomes], self.hosts, self.numbers)
+        if text is None:
+            return None
+        kind, _, code, problems = next(each for each in outcomes if each)
+        return [kind, text, code, problems]
 
     def leaves_together(self, error: BaseException | None) -> bool:
         """Whether all ranks leave a block in which this rank has met ``error`` (None: none). Not collective."""
@@ -253,12 +252,18 @@ class World(Collectives):
 
 
 def _outcome(problem: UserError | None) -> Outcome:
-    return [str(problem), problem.exit_code] if problem is not None else None
+    if problem is None:
+        return None
+    return [problem.kind, str(problem), problem.exit_code, [[one.kind, one.text] for one in problem.problems]]
 
 
 def _raise(outcome: Outcome, cause: UserError | None = None) -> None:
     if outcome is not None:
-        raise CollectiveUserError(*outcome) from cause
+        kind, text, code, problems = outcome
+        values = cause.values if cause is not None else {}
+        raise CollectiveUserError(
+            kind, text, exit_code=code, problems=[Problem(*one) for one in problems], **values
+        ) from cause
 
 
 def describe_problems(problems: Sequence[str | None], hosts: Sequence[str], numbers: Sequence[int] = ()) -> str | None:

@@ -98,11 +98,11 @@ def evaluate(world: World, options: EvaluateOptions) -> int:
 def _check(options: EvaluateOptions) -> None:
     for name, value in (("--limit", options.limit), ("--parallel", options.parallel)):
         if value is not None and value < 1:
-            raise UserError(f"{name} {value}: must be 1 or more")
+            raise UserError("options.value", f"{name} {value}: must be 1 or more")
     if (place := result_directory(options)) is not None:
         there = next(one for one in (place, *place.absolute().parents) if one.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise UserError(f"{place}: nothing can be written there; {_ELSEWHERE}")
+            raise UserError("file.unwritable", f"{place}: nothing can be written there; {_ELSEWHERE}")
 
 
 def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText]]:
@@ -112,12 +112,14 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
         found = {name: set_of_files(opened, loaded, files, limit) for name, files in named(options.data).items()}
         if empty := [name for name, texts in found.items() if not texts]:
             raise UserError(
-                f"--data {empty[0]}: its first {limit:,} sequences have no token to be found; raise --limit"
+                "evaluate.nothing_to_score",
+                f"--data {empty[0]}: its first {limit:,} sequences have no token to be found; raise --limit",
             )
         return found
     if loaded is None:
         raise UserError(
-            f"{source} is no run, which would have held data out: name a set by --data NAME=FILE, or --tasks"
+            "evaluate.no_data",
+            f"{source} is no run, which would have held data out: name a set by --data NAME=FILE, or --tasks",
         )
     return {OWN: own_set(loaded, limit)}
 
@@ -150,7 +152,8 @@ def _groups(tasks: Sequence[Task], room: Sequence[CacheRoom], parallel: int) -> 
             group = {}
         if any(one.needed_bytes(lengths[-1:]) > one.free_bytes for one in full):
             raise CollectiveUserError(
-                f"rank {full[0].rank} has no memory for a sequence of {lengths[-1]:,} tokens beside the model"
+                "memory.exceeded",
+                f"rank {full[0].rank} has no memory for a sequence of {lengths[-1]:,} tokens beside the model",
             )
         group[number] = task
     if group:
@@ -167,7 +170,7 @@ def _result(texts: Sequence[ScoredText], told: Sequence[Sequence[Scored]]) -> Se
     weights, likelihoods, right = zip(*found, strict=True)
     loss = -math.fsum(likelihoods) / (math.fsum(weights) or 1.0)
     if math.isnan(loss):
-        raise UserError(NOT_A_NUMBER_TEXT)
+        raise UserError("numbers.not_finite", NOT_A_NUMBER_TEXT)
     return SetResult(loss, math.exp(min(loss, 100.0)), sum(right) / len(found), len(found), len(texts))
 
 

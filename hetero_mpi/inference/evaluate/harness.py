@@ -33,12 +33,15 @@ class Harness:
     def __init__(self, tasks: str, limit: int | None, place: Path | None, parallel: int, further: str) -> None:
         if find_spec("lm_eval") is None:
             raise UserError(
-                f'--tasks needs lm-evaluation-harness: {sys.executable} -m pip install "lm-eval[api]>=0.4.9"'
+                "evaluate.package_missing",
+                f'--tasks needs lm-evaluation-harness: {sys.executable} -m pip install "lm-eval[api]>=0.4.9"',
             )
         try:
             self._further = shlex.split(further)
         except ValueError as error:
-            raise UserError(f"--lm-eval-args {further}: {error}; words are as in a shell") from None
+            raise UserError(
+                "evaluate.arguments", f"--lm-eval-args {further}: {error}; words are as in a shell"
+            ) from None
         self._tasks, self._limit, self._parallel = tasks, limit, parallel
         self._output = place / FOLDER if place is not None else None
         self._folder = tempfile.TemporaryDirectory(prefix="hetero-mpi-lm-eval-")

@@ -46,12 +46,16 @@ def job_of_run(source: Path) -> LoadedJob | None:
 def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
     """The sequences that a run held out, at most ``limit``. Raises UserError: there are none, or its data have gone."""
     if loaded.job.model.factory is not None or loaded.job.train.preference != "none":
-        raise UserError("the run's own held-out data are no text with one loss; name a set by --data, or --tasks")
+        raise UserError(
+            "evaluate.no_data",
+            "the run's own held-out data are no text with one loss; name a set by --data, or --tasks",
+        )
     dataset = prepare(loaded).dataset
     batch = next(dataset.held_out_batches(limit, limit), None)
     if batch is None:
         raise UserError(
-            "the run held nothing out (data.held_out, data.evaluation); name a set by --data NAME=FILE, or --tasks"
+            "evaluate.no_data",
+            "the run held nothing out (data.held_out, data.evaluation); name a set by --data NAME=FILE, or --tasks",
         )
     weights = None if batch.weighed is None else batch.weighed.weights
     return list(_texts(Rows(batch.tokens, batch.targets, positions=batch.positions, weights=weights)))
@@ -98,8 +102,10 @@ def named(words: Sequence[str]) -> dict[str, str]:
         name, is_, rest = word.partition("=")
         own = (name, rest) if is_ and "/" not in name else (Path(word).stem, word)
         if not all(own):
-            raise UserError(f"--data {word}: must be NAME=FILES, or files")
+            raise UserError("evaluate.set", f"--data {word}: must be NAME=FILES, or files")
         if own[0] in found:
-            raise UserError(f"--data {word}: there is a set {own[0]!r} already; name it by --data NAME={own[1]}")
+            raise UserError(
+                "evaluate.set", f"--data {word}: there is a set {own[0]!r} already; name it by --data NAME={own[1]}"
+            )
         found[own[0]] = own[1]
     return found

@@ -58,7 +58,9 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
         if content:
             entries.append(_parse_line(content, f"{path}, line {number}"))
     if not entries:
-        raise UserError(f"The host file {path} names no host: write one per line, such as `rtx slots=2`.")
+        raise UserError(
+            "hosts.empty", f"The host file {path} names no host: write one per line, such as `rtx slots=2`."
+        )
     return tuple(entries)
 
 
@@ -70,21 +72,27 @@ def _text(path: str | Path) -> str:
         wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         return content.decode("utf-16" if wide else "utf-8-sig")
     except OSError as error:
-        raise UserError(f"The host file {path} cannot be read ({error.strerror}): check `--hostfile`.") from error
+        raise UserError(
+            "hosts.unreadable", f"The host file {path} cannot be read ({error.strerror}): check `--hostfile`."
+        ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"The host file {path} must be text in UTF-8 ({error}): check `--hostfile`.") from error
+        raise UserError(
+            "hosts.encoding", f"The host file {path} must be text in UTF-8 ({error}): check `--hostfile`."
+        ) from error
 
 
 def _parse_line(content: str, place: str) -> HostEntry:
     first, *options = re.sub(r"\s*=\s*", "=", content).split()
     if _IPV6.fullmatch(first):
         raise UserError(
-            f"{place}: `{first}` is an IPv6 address, and ranks find each other by IPv4: write the machine's name or IPv4 address."
+            "hosts.ipv6",
+            f"{place}: `{first}` is an IPv6 address, and ranks find each other by IPv4: write the machine's name or IPv4 address.",
         )
     found = _HOST.fullmatch(first)
     if found is None:
         raise UserError(
-            f"{place}: `{first}` is not understood: each line is one machine, by its name or IPv4 address, such as `rtx slots=2`."
+            "hosts.line",
+            f"{place}: `{first}` is not understood: each line is one machine, by its name or IPv4 address, such as `rtx slots=2`.",
         )
     name, count = found[1], found[2]
     said = [_slots(count, place)] if count is not None else []
@@ -97,16 +105,21 @@ def _parse_line(content: str, place: str) -> HostEntry:
         elif key not in _HYDRA or not value:
             hint = "; another port stands in ~/.ssh/config" if key == "port" else ""
             raise UserError(
-                f"{place}: `{option}` of `{content}` is not understood: write `{name} slots=2` or `{name}:2`{hint}."
+                "hosts.option",
+                f"{place}: `{option}` of `{content}` is not understood: write `{name} slots=2` or `{name}:2`{hint}.",
             )
     if len(set(said)) > 1:
-        raise UserError(f"{place}: `{content}` gives two numbers of ranks, {said[0]} and {said[1]}: write one.")
+        raise UserError(
+            "hosts.two_counts", f"{place}: `{content}` gives two numbers of ranks, {said[0]} and {said[1]}: write one."
+        )
     return HostEntry(name, said[0] if said else None)
 
 
 def _slots(text: str, place: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        raise UserError(f"{place}: the number of ranks must be a positive whole number, not `{text[:40]}`.")
+        raise UserError(
+            "hosts.slots", f"{place}: the number of ranks must be a positive whole number, not `{text[:40]}`."
+        )
     return int(text)
 
 
@@ -130,8 +143,9 @@ def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> N
     known = [count for count in slots if count is not None]
     if len(known) == len(slots) and sum(known) < ranks:
         raise UserError(
+            "hosts.too_many_ranks",
             f"-np {ranks} asks for more ranks than the {sum(known)} slots in {path}: "
-            f"raise `slots=` of a host there, or start with -np {sum(known)}."
+            f"raise `slots=` of a host there, or start with -np {sum(known)}.",
         )
 
 

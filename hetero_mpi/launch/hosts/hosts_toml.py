@@ -106,7 +106,7 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
         if not rules:
             found.append(Host.model_validate(kept))
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError("hosts.invalid", "\n".join(problems))
     return tuple(found)
 
 
@@ -116,12 +116,16 @@ def tables_of(path: Path) -> dict[str, Any]:
     try:
         return toml.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise UserError(f"The hosts file {path} cannot be read ({error.strerror}): check `--hosts`.") from None
+        raise UserError(
+            "hosts.unreadable", f"The hosts file {path} cannot be read ({error.strerror}): check `--hosts`."
+        ) from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: a hosts file must be TOML in UTF-8; this one is not UTF-8") from None
+        raise UserError(
+            "hosts.encoding", f"{path}: a hosts file must be TOML in UTF-8; this one is not UTF-8"
+        ) from None
     except toml.TomlError as error:
         hint = "" if path.suffix == ".toml" else " (`name slots=2` lines are for --hostfile)"
-        raise UserError(f"{path}: a hosts file must be TOML: {error}{hint}") from None
+        raise UserError("hosts.toml", f"{path}: a hosts file must be TOML: {error}{hint}") from None
 
 
 def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -159,7 +163,7 @@ def ranks_of(hosts: Sequence[Host], ranks: int | None, path: str | Path) -> list
     :raises UserError: more ranks than slots, or fewer than one.
     """
     if ranks is not None and ranks < 1:
-        raise UserError(f"-np must be at least 1, not {ranks}.")
+        raise UserError("launch.ranks", f"-np must be at least 1, not {ranks}.")
     left = sum(host.slots for host in hosts) if ranks is None else ranks
     check_slots([HostEntry(host.address, host.slots) for host in hosts], left, path)
     shares = []

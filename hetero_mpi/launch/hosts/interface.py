@@ -53,7 +53,8 @@ def resolve(name: str) -> str:
         return str(socket.getaddrinfo(name.rpartition("@")[2], None, family=socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise UserError(
-            f"The host `{name}` of the host file has no address ({error}): check the name, or write its IP address."
+            "hosts.no_address",
+            f"The host `{name}` of the host file has no address ({error}): check the name, or write its IP address.",
         ) from error
 
 

@@ -75,13 +75,15 @@ def read_mesh(path: str | Path) -> Mesh | None:
     if values is None:
         return None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: mesh = {as_toml(values)}: must be a table; write [mesh] and its keys below it")
+        raise UserError(
+            "mesh.invalid", f"{path}: mesh = {as_toml(values)}: must be a table; write [mesh] and its keys below it"
+        )
     problems = [
         f"{path}: [mesh] {key}{' = ' + as_toml(values[key]) if key in values else ''}: {rule}"
         for key, rule in _broken(values).items()
     ]
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError("mesh.invalid", "\n".join(problems))
     return Mesh.model_validate(values)
 
 
@@ -119,7 +121,7 @@ def members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[MeshHo
         name = _file_name(host.title, [member.name for member in found])
         found.append(MeshHost(name, host.address, address, None if endpoint == UNREACHABLE else endpoint))
     if problems:
-        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+        raise UserError("mesh.invalid", "\n".join(f"{path}: {problem}" for problem in problems))
     return tuple(found)
 
 
@@ -231,14 +233,16 @@ def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]
     outside = [host.address for host in hosts if not mesh.holds(host.address)]
     if outside:
         raise UserError(
+            "mesh.outside",
             f"The hosts file has a [mesh], but {', '.join(outside)} would be reached outside of its network {mesh.network}: "
-            "launch with the hosts.toml that `mesh init` writes, or remove [mesh] to go without."
+            "launch with the hosts.toml that `mesh init` writes, or remove [mesh] to go without.",
         )
     own = mesh.own(local)
     if own is None:
         raise UserError(
+            "mesh.down",
             f"The hosts file has a [mesh], but no interface of this machine has an address in {mesh.network}: start it here with "
-            f"`sudo wg-quick up {mesh.interface}`. Nothing was started, as messages would not go through the mesh."
+            f"`sudo wg-quick up {mesh.interface}`. Nothing was started, as messages would not go through the mesh.",
         )
     return own
 
@@ -284,11 +288,12 @@ def _private_key(path: Path) -> str:
 def _wg(command: str, given: str = "") -> str:
     if shutil.which("wg") is None:
         raise UserError(
-            "`wg` was not found: install WireGuard's tools (`apt install wireguard-tools`, `brew install wireguard-tools`)."
+            "mesh.tools_missing",
+            "`wg` was not found: install WireGuard's tools (`apt install wireguard-tools`, `brew install wireguard-tools`).",
         )
     answer = subprocess.run(["wg", command], input=given, capture_output=True, text=True)
     if answer.returncode != 0:
-        raise UserError(f"`wg {command}` failed: {answer.stderr.strip()}")
+        raise UserError("mesh.command_failed", f"`wg {command}` failed: {answer.stderr.strip()}")
     return answer.stdout.strip()
 
 

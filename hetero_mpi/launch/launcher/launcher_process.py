@@ -229,15 +229,19 @@ def check_temporary_folder() -> None:
         free = free_bytes(folder)
     except OSError as error:
         raise UserError(
-            f"{folder}, the folder for temporary files, cannot be used ({error.strerror}): {way_out}"
+            "launch.temporary_folder",
+            f"{folder}, the folder for temporary files, cannot be used ({error.strerror}): {way_out}",
         ) from None
     if free < _NEEDED_BYTES:
         raise UserError(
+            "launch.temporary_folder",
             f"{folder}, the folder for temporary files, has {free / 1e6:.1f} MB of room, and the launcher needs "
-            f"{_NEEDED_BYTES / 1e6:.0f} MB: {way_out}"
+            f"{_NEEDED_BYTES / 1e6:.0f} MB: {way_out}",
         )
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{folder}, the folder for temporary files, cannot be written: {way_out}")
+        raise UserError(
+            "launch.temporary_folder", f"{folder}, the folder for temporary files, cannot be written: {way_out}"
+        )
 
 
 class ErrorStream:

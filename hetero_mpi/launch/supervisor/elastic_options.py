@@ -34,15 +34,21 @@ class ElasticOptions:
         """Check the options. Raises UserError: a number out of range, or a machine where this does not work."""
         if "SLURM_JOB_ID" in os.environ:
             raise UserError(
+                "elastic.slurm",
                 "--elastic does not work inside a SLURM job: SLURM ends the whole allocation when it loses a node, this "
-                "process too. Let it come back instead, with `#SBATCH --requeue` and `train --resume`: see docs/recovery.md."
+                "process too. Let it come back instead, with `#SBATCH --requeue` and `train --resume`: see docs/recovery.md.",
             )
         if not 1 <= self.min_ranks <= self.ranks:
-            raise UserError(f"--min-ranks must be from 1 to -np {self.ranks}, not {self.min_ranks}.")
+            raise UserError(
+                "elastic.min_ranks", f"--min-ranks must be from 1 to -np {self.ranks}, not {self.min_ranks}."
+            )
         if self.max_restarts < 0:
-            raise UserError(f"--max-restarts must be at least 0, not {self.max_restarts}.")
+            raise UserError("elastic.max_restarts", f"--max-restarts must be at least 0, not {self.max_restarts}.")
         if not 2 <= self.heartbeat_timeout_s <= 3600:
-            raise UserError(f"--heartbeat-timeout must be from 2 to 3600 seconds, not {self.heartbeat_timeout_s:g}.")
+            raise UserError(
+                "elastic.heartbeat",
+                f"--heartbeat-timeout must be from 2 to 3600 seconds, not {self.heartbeat_timeout_s:g}.",
+            )
 
     def hosts(self) -> tuple[HostEntry, ...]:
         """All hosts that may take part, with their slots.
@@ -55,8 +61,9 @@ class ElasticOptions:
         listed = [HostEntry(host.address, host.slots) for host in self.entries()] or read_hostfile(path)
         if unknown := [entry.name for entry in listed if entry.slots is None]:
             raise UserError(
+                "elastic.slots",
                 f"--elastic must know how many ranks fit on the hosts that are left: write `{unknown[0]} slots=1` "
-                f"(or more) for {unknown[0]} in {path}."
+                f"(or more) for {unknown[0]} in {path}.",
             )
         entries = tuple(HostEntry(name, slots) for name, slots in slots_by_host(listed).items())
         check_slots(entries, self.ranks, path)

@@ -63,8 +63,9 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
         by_tensors = key in ("modules_to_save", "tokens_in")
         if not by_tensors and (getattr(adapter, key) or None) != (value or None):
             raise UserError(
+                "adapter.setting_differs",
                 f"{directory}: the adapter has {key} = {as_toml(value)}, the job says [adapter] {key} = "
-                f"{as_toml(getattr(adapter, key))}; make them equal"
+                f"{as_toml(getattr(adapter, key))}; make them equal",
             )
     shapes = {name: stored.shape for name, stored in found.tensors.items()}
     if tuning.written.tied is not None:
@@ -72,21 +73,24 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
         both = head in shapes and embedding in shapes
         if not both or not torch.equal(found.tensor(head), found.tensor(embedding)):
             raise UserError(
+                "adapter.tied_ends",
                 f"{directory}: this adapter has an embedding and a head of its own, and the model one matrix for both: train it "
-                f"with peft's ensure_weight_tying = True, or merge it into its base (merge_and_unload)"
+                f"with peft's ensure_weight_tying = True, or merge it into its base (merge_and_unload)",
             )
         del shapes[head]
     if set(shapes) != set(tuning.trainable):
         odd = sorted(set(shapes) ^ set(tuning.trainable))[0]
         where = "the adapter but not by this job" if odd in shapes else "this job but not by the adapter"
         raise UserError(
+            "adapter.targets_differ",
             f"{directory}: {odd} is trained by {where}; set [adapter] targets, layers, parameters, modules_to_save and tokens "
-            f"as the adapter has them"
+            f"as the adapter has them",
         )
     for name, shape in shapes.items():
         if shape != tuning.trainable[name].shape:
             raise UserError(
-                f"{directory}: {name} has shape {shape}, this model needs {tuning.trainable[name].shape}: another model's adapter"
+                "adapter.shape",
+                f"{directory}: {name} has shape {shape}, this model needs {tuning.trainable[name].shape}: another model's adapter",
             )
 
 
@@ -137,7 +141,9 @@ class _Found:
         try:
             stored = read_header(directory / WEIGHTS)
         except OSError as error:
-            raise UserError(f"{directory / WEIGHTS}: missing or damaged ({error}); save the adapter again") from None
+            raise UserError(
+                "adapter.damaged", f"{directory / WEIGHTS}: missing or damaged ({error}); save the adapter again"
+            ) from None
         named = {name.removeprefix(FILE_PREFIX): one for name, one in stored.items()}
         # Where the vocabulary has grown, peft writes embedding and head once more, and what it trains over.
         tensors = {name: one for name, one in named.items() if not any(part in name for part in _TWICE)}
@@ -145,7 +151,10 @@ class _Found:
         for name in [name for name in tensors if name.endswith(_UNDER_ROWS)]:
             module = name.removesuffix(_UNDER_ROWS)
             if module + ROWS not in tensors:
-                raise UserError(f"{directory}: {name} has no rows of tokens beside it ({module}{ROWS}), {UNKNOWN}")
+                raise UserError(
+                    "adapter.unsupported",
+                    f"{directory}: {name} has no rows of tokens beside it ({module}{ROWS}), {UNKNOWN}",
+                )
             rows[f"{module}.weight"], tensors[f"{module}.weight"] = tensors.pop(module + ROWS), tensors.pop(name)
         holders = tuple(f".{name.rpartition('.')[0]}" for name in config.target_parameters or [])
         names = sorted(name.removesuffix(_A) for name in tensors if name.endswith(_A))
@@ -153,13 +162,16 @@ class _Found:
         for name in modules:
             if not config.reaches(name):
                 raise UserError(
+                    "adapter.unreached_tensors",
                     f"{directory}: there are tensors of {name}, which the targets in {CONFIG} do not reach: peft would leave them "
-                    f"out; correct target_modules there, or save the adapter again"
+                    f"out; correct target_modules there, or save the adapter again",
                 )
         found = cls(config, modules, tensors, rows)
         found._check_whole(directory)
         if len({tuple(sorted(found._tokens(name))) for name in tensors if name.endswith(ROWS)}) > 1:
-            raise UserError(f"{directory}: trainable_token_indices of embedding and head differ, {UNKNOWN}")
+            raise UserError(
+                "adapter.unsupported", f"{directory}: trainable_token_indices of embedding and head differ, {UNKNOWN}"
+            )
         return found
 
     def _check_whole(self, directory: Path) -> None:
@@ -183,18 +195,23 @@ class _Found:
         for key, ends in missing.items():
             if ends:
                 raise UserError(
+                    "adapter.tensors_missing",
                     f"{directory}: {CONFIG} has {key} = {as_toml(getattr(self.config, key))}, and {WEIGHTS} no tensors of "
-                    f"{ends[0] or 'them'}: it is damaged, or of another adapter; save the adapter again"
+                    f"{ends[0] or 'them'}: it is damaged, or of another adapter; save the adapter again",
                 )
         twice = next((tokens for tokens in by_end.values() if len({*tokens}) < len(tokens)), None)
         if twice is not None:
-            raise UserError(f"{directory}: trainable_token_indices = {as_toml(twice)} name a token twice, {UNKNOWN}")
+            raise UserError(
+                "adapter.unsupported",
+                f"{directory}: trainable_token_indices = {as_toml(twice)} name a token twice, {UNKNOWN}",
+            )
         for name, stored in self.rows.items():
             tokens, shape = self._tokens(name), self.tensors[name].shape
             if stored.shape != (len(tokens), *shape[1:]) or max(tokens, default=0) >= shape[0]:
                 raise UserError(
+                    "adapter.shape",
                     f"{directory}: {name} has shape {shape} and its rows of tokens {stored.shape}, which trainable_token_indices = "
-                    f"{as_toml(tokens)} do not fit; save the adapter again"
+                    f"{as_toml(tokens)} do not fit; save the adapter again",
                 )
 
     def tensor(self, name: str) -> torch.Tensor:

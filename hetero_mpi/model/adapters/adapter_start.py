@@ -40,8 +40,9 @@ class ReducedStart:
             a, b = (f"{name}.lora_{side}.weight" for side in "AB")
             if not weight.isfinite().all():
                 raise UserError(
+                    "adapter.not_finite",
                     f"{name}.weight holds numbers that are not finite, and [adapter] start = {as_toml(self._adapter.start)} takes "
-                    f'it apart: get the model\'s files again, or set start = "default"'
+                    f'it apart: get the model\'s files again, or set start = "default"',
                 )
             with torch.no_grad(), seeded(self._seed, name), one_thread():
                 rank = self._tuning.trainable[a].shape[0]

@@ -63,8 +63,9 @@ def adapted(whole: PreTrainedModel, adapter: AdapterTable) -> Adapted:
             add_adapters(lora_config(adapter, targets, experts, adapter.layers), whole)
     except (ValueError, RuntimeError) as error:
         raise UserError(
+            "adapter.targets",
             f"[adapter] targets = {as_toml(adapter.targets)} cannot be adapted by peft: {error}; the linear layers of this model "
-            f'are {", ".join(linears)}; name some of them, or use "all-linear"'
+            f'are {", ".join(linears)}; name some of them, or use "all-linear"',
         ) from error
     shapes = {
         name_in_file(name): tuple(parameter.shape)
@@ -78,9 +79,10 @@ def adapted(whole: PreTrainedModel, adapter: AdapterTable) -> Adapted:
     others = [name for name in modules if name not in linear_names]
     if others:
         raise UserError(
+            "adapter.targets",
             f"[adapter] targets = {adapter.targets!r} reach {others[0]}, which is no linear layer: in this family peft adapts the "
             f'fused experts in place of layers like gate_proj; name others instead, such as ["q_proj", "v_proj"], and the experts '
-            f"in [adapter] parameters"
+            f"in [adapter] parameters",
         )
     _check_patterns(adapter, [*modules, *parameters])
     return Adapted(modules, parameters, shapes)
@@ -100,17 +102,21 @@ def _check_targets(whole: PreTrainedModel, targets: list[str], layers: list[int]
     missing = [layer for layer in layers or [] if layer not in indices]
     if missing:
         raise UserError(
-            f"[adapter] layers: this model has no block {missing[0]}; the first is 0, the last {max(indices)}"
+            "adapter.layers",
+            f"[adapter] layers: this model has no block {missing[0]}; the first is 0, the last {max(indices)}",
         )
     for target, names in reached.items():
         where = f" in blocks {as_toml(layers)}" if layers is not None else ""
         if not names:
-            raise UserError(f"[adapter] targets: {target} matches no module of this model{where}; {offered}")
+            raise UserError(
+                "adapter.targets", f"[adapter] targets: {target} matches no module of this model{where}; {offered}"
+            )
         for module in map(whole.get_submodule, names):
             if not isinstance(module, nn.Linear):
                 kind = "an embedding" if isinstance(module, nn.Embedding) else f"a {type(module).__name__}"
                 raise UserError(
-                    f"[adapter] targets: {target} is {kind}, and hetero_mpi adapts linear layers only; {offered}"
+                    "adapter.targets",
+                    f"[adapter] targets: {target} is {kind}, and hetero_mpi adapts linear layers only; {offered}",
                 )
 
 
@@ -120,8 +126,9 @@ def _check_patterns(adapter: AdapterTable, names: list[str]) -> None:
         for pattern in getattr(adapter, key) or {}:
             if not any(of_pattern({pattern: True}, name, False) for name in names):
                 raise UserError(
+                    "adapter.pattern",
                     f"[adapter] {key}: {as_toml(pattern)} matches no adapted layer; write the end of its name, such as "
-                    f"{as_toml(names[0].rpartition('.')[2])} or {as_toml(names[0])}"
+                    f"{as_toml(names[0].rpartition('.')[2])} or {as_toml(names[0])}",
                 )
 
 
@@ -136,8 +143,9 @@ def _matched_experts(whole: PreTrainedModel, adapter: AdapterTable) -> list[str]
             offered = sorted({".".join(name.split(".")[-2:]) for name in known})
             what = f"those of this model are {', '.join(offered)}" if offered else "this model has none"
             raise UserError(
+                "adapter.parameters",
                 f"[adapter] parameters: {wanted} matches no parameter of fused experts; {what}; linear layers belong into "
-                f"[adapter] targets"
+                f"[adapter] targets",
             )
     return [name for name in known if any(f".{name}".endswith(f".{wanted}") for wanted in adapter.parameters)]
 
@@ -170,20 +178,25 @@ def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, d
     :raises UserError: the adapter's targets match nothing, or lie outside the blocks; or the family cannot be packed.
     """
     if nf4 and chain.name in _UNPACKABLE:
-        raise UserError(f'[model] quantization = "nf4": {chain.name} {_UNPACKABLE[chain.name]}; set it to "none"')
+        raise UserError(
+            "model.quantization",
+            f'[model] quantization = "nf4": {chain.name} {_UNPACKABLE[chain.name]}; set it to "none"',
+        )
     found = adapted(build_on_meta(chain.config), adapter)
     outside = [name for name in found.modules if not name.startswith(f"{chain.blocks_name}.")]
     if outside:
         raise UserError(
+            "adapter.targets",
             f"[adapter] targets = {as_toml(adapter.targets)} match {outside[0]}, which is not inside a block; "
-            f"adapt linear layers of blocks only"
+            f"adapt linear layers of blocks only",
         )
     for name, shape in found.shapes.items() if adapter.start != "default" else ():
         rank, width = shape if ".lora_A." in name else reversed(shape)
         if rank > width:
             raise UserError(
+                "adapter.rank",
                 f"[adapter] start = {as_toml(adapter.start)}: an adapter of rank {rank} cannot begin with so many parts of "
-                f"{name.rpartition('.lora_')[0]}, which has {width}: lower the rank, or give such layers another by rank_pattern"
+                f"{name.rpartition('.lora_')[0]}, which has {width}: lower the rank, or give such layers another by rank_pattern",
             )
     written, ids = (
         peft_targets(chain.model, adapter, found),
@@ -230,7 +243,10 @@ def _saved(chain: TransformersChain, adapter: AdapterTable, found: Adapted, nf4:
             reason = f"reaches {names[0]}, which has nothing that is trained"
         if reason is not None:
             ends = ", ".join(module.rpartition(".")[2] for module in _ends(chain).values())
-            raise UserError(f"[adapter] modules_to_save: {wanted} {reason}; such modules are {ends} and norms")
+            raise UserError(
+                "adapter.modules_to_save",
+                f"[adapter] modules_to_save: {wanted} {reason}; such modules are {ends} and norms",
+            )
         saved |= {heads.get(name, name) for name in own}
     return saved
 
@@ -246,7 +262,8 @@ def _with_rows(chain: TransformersChain, adapter: AdapterTable, tokens: list[int
     """Names of the modules that have trained rows of tokens. A tied head's are the embedding's."""
     if max(tokens, default=-1) >= chain.config.vocab_size:
         raise UserError(
-            f"[adapter] tokens: {max(tokens)} is no token of this model, which has {chain.config.vocab_size:,} (vocab_size)"
+            "adapter.tokens",
+            f"[adapter] tokens: {max(tokens)} is no token of this model, which has {chain.config.vocab_size:,} (vocab_size)",
         )
     ends, wanted = _ends(chain), "embedding" if chain.tied is not None else adapter.tokens_in
     return [name for end, name in ends.items() if tokens and wanted in (None, "both", end)]

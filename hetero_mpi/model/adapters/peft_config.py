@@ -83,17 +83,19 @@ def read_peft_config(directory: Path) -> PeftConfig:
         key = str(first["loc"][0])
         value = as_toml(keys[key]) if key in keys else "missing"
         raise UserError(
+            "adapter.config_value",
             f"{path}: {key} is {value}: {first['msg']}. hetero_mpi reads LoRA adapters as peft saves them; correct the value, or "
-            f"save the adapter again"
+            f"save the adapter again",
         ) from None
     for key, value in (found.model_extra or {}).items():
         if key not in _SILENT and not any(value == empty and type(value) is type(empty) for empty in _NOTHING):
-            raise UserError(f"{path}: {key} = {as_toml(value)}, {UNKNOWN}")
+            raise UserError("adapter.unsupported", f"{path}: {key} = {as_toml(value)}, {UNKNOWN}")
     start = found.init_lora_weights
     if not any(start == known and type(start) is type(known) for known in _STARTS):
         raise UserError(
+            "adapter.unsupported",
             f"{path}: init_lora_weights = {as_toml(start)} may have changed the base weights, which the adapter then needs in that "
-            f"form, {UNKNOWN}, or let peft convert it (save_pretrained with path_initial_model_for_weight_conversion)"
+            f"form, {UNKNOWN}, or let peft convert it (save_pretrained with path_initial_model_for_weight_conversion)",
         )
     return found
 

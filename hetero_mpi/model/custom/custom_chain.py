@@ -148,14 +148,16 @@ class CustomChain(LayerChain):
         difference = shape.differences(layer)
         if difference is not None:
             raise UserError(
+                "custom.builder_differs",
                 f"{self.name}: layer {shape.name!r} {difference} when rank 0 looked at it: a builder gives the same layer whenever "
-                f"and wherever it is called"
+                f"and wherever it is called",
             )
         other = unlike(shape.start, sampled(layer))
         if other is not None:
             raise UserError(
+                "custom.builder_differs",
                 f"{self.name}: layer {shape.name!r} starts from other values here than on rank 0 ({other}): a builder gives the "
-                f"same values on every rank. {REMEDY}"
+                f"same values on every rank. {REMEDY}",
             )
         return layer
 
@@ -214,20 +216,29 @@ def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
         try:
             layer = builder()
         except Exception as error:  # the user's code may raise anything
-            raise UserError(f"layer {name!r} cannot be built: {type(error).__name__}: {error}") from error
+            raise UserError(
+                "custom.builder_failed", f"layer {name!r} cannot be built: {type(error).__name__}: {error}"
+            ) from error
     if not isinstance(layer, nn.Module):
-        raise UserError(f"the builder of layer {name!r} gives a {type(layer).__name__}: it must give a torch.nn.Module")
+        raise UserError(
+            "custom.builder_result",
+            f"the builder of layer {name!r} gives a {type(layer).__name__}: it must give a torch.nn.Module",
+        )
     for inner, tensor in layer.named_parameters():
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             raise UserError(
+                "custom.builder_result",
                 f"layer {name!r}: parameter {inner} is {tensor.dtype} on {tensor.device}: build layers in fp32 on the CPU; "
-                f"they are brought to each rank's device"
+                f"they are brought to each rank's device",
             )
     shared = {inner for inner, _ in layer.named_parameters(remove_duplicate=False)} - {
         inner for inner, _ in layer.named_parameters()
     }
     if shared:
-        raise UserError(f"layer {name!r} has one parameter under two names ({sorted(shared)[0]}): give it one name")
+        raise UserError(
+            "custom.shared_parameter",
+            f"layer {name!r} has one parameter under two names ({sorted(shared)[0]}): give it one name",
+        )
     return layer
 
 

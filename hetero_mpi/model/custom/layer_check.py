@@ -52,16 +52,23 @@ def checked_layers(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> 
 def _check_names(model: LayeredModel) -> None:
     layers = model.named_layers()
     if len(layers) < 2:
-        raise UserError(f"LayeredModel.layers has {len(layers)} layer(s): a chain that can be cut has at least two")
+        raise UserError(
+            "custom.too_few_layers",
+            f"LayeredModel.layers has {len(layers)} layer(s): a chain that can be cut has at least two",
+        )
     taken = nn.Sequential()
     for name, builder in layers.items():
         if not isinstance(name, str) or not name or "." in name or hasattr(taken, name):
-            raise UserError(f"LayeredModel.layers: {name!r} cannot be the name of a layer: choose a word without dots")
+            raise UserError(
+                "custom.layer_name",
+                f"LayeredModel.layers: {name!r} cannot be the name of a layer: choose a word without dots",
+            )
         if isinstance(builder, nn.Module) or not callable(builder):
             raise UserError(
+                "custom.builder_result",
                 f"LayeredModel.layers: layer {name!r} is a {type(builder).__name__}: give a function that builds it, such as "
                 f"lambda: torch.nn.Linear(8, 8), so that each rank builds only its own layers; or hand over a model that is there "
-                f"already as a whole, as one torch.nn.Sequential"
+                f"already as a whole, as one torch.nn.Sequential",
             )
 
 
@@ -77,14 +84,16 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
                 if parameter.data_ptr() in addresses:
                     raise shared(name, second, inner)
         raise UserError(
+            "custom.builder_repeats",
             f"layer {name!r} was built outside its builder: parameter {outside} is the same tensor at every call, so each process "
-            f"would start from weights of its own. {REMEDY}"
+            f"would start from weights of its own. {REMEDY}",
         )
     drawn = unlike(sampled(one), sampled(other))
     if drawn is not None:
         raise UserError(
+            "custom.builder_repeats",
             f"layer {name!r} starts from other values at every call of its builder ({drawn}): runs could not be repeated, and "
-            f"ranks would differ. {REMEDY}"
+            f"ranks would differ. {REMEDY}",
         )
 
 
@@ -93,8 +102,9 @@ def _look(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -
     layer = build_layer(name, builder, seed)
     if any(isinstance(module, _BatchNorm) for module in layer.modules()):
         raise UserError(
+            "custom.batch_dependent",
             f"layer {name!r} normalises over the batch: its result would depend on the size of the micro-batches, which the "
-            f"plan decides. Use torch.nn.GroupNorm, LayerNorm or InstanceNorm2d instead"
+            f"plan decides. Use torch.nn.GroupNorm, LayerNorm or InstanceNorm2d instead",
         )
     buffers = {inner: buffer.clone() for inner, buffer in layer.named_buffers()}
     given = x.clone()
@@ -102,14 +112,16 @@ def _look(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -
     y, draws = _run(name, layer, given, seed)
     if given._version != version:
         raise UserError(
+            "custom.in_place",
             f"layer {name!r} changes its input in place: the tensor may have come from another rank. Its first operation must "
-            f"make a new one (inplace=False)"
+            f"make a new one (inplace=False)",
         )
     _check_output(name, y, last)
     if any(not torch.equal(buffer, buffers[inner]) for inner, buffer in layer.named_buffers()):
         raise UserError(
+            "custom.buffers",
             f"layer {name!r} changes its buffers in forward: every rank would have its own statistics. Leave them constant "
-            f"(track_running_stats=False), or make them parameters"
+            f"(track_running_stats=False), or make them parameters",
         )
     if draws:
         layer.eval()
@@ -117,8 +129,9 @@ def _look(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -
     alone, _ = _run(name, layer, x[:1].clone(), seed)
     if not _alike(alone, y[:1]):
         raise UserError(
+            "custom.batch_dependent",
             f"layer {name!r} makes something else of a sample when another one is beside it: its result would depend on the size "
-            f"of the micro-batches, which the plan decides. Each sample must be computed by itself"
+            f"of the micro-batches, which the plan decides. Each sample must be computed by itself",
         )
     shape = LayerShape(
         name,
@@ -142,20 +155,27 @@ def _run(name: str, layer: Callable[[torch.Tensor], Any], x: torch.Tensor, seed:
             y = layer(x)
         except Exception as error:  # the user's code may raise anything
             raise UserError(
-                f"layer {name!r} fails on an input of shape {tuple(x.shape)} ({x.dtype}): {type(error).__name__}: {error}"
+                "custom.layer_failed",
+                f"layer {name!r} fails on an input of shape {tuple(x.shape)} ({x.dtype}): {type(error).__name__}: {error}",
             ) from error
         return y, not torch.equal(before, torch.default_generator.get_state())
 
 
 def _check_output(name: str, y: Any, last: bool) -> None:
     if not isinstance(y, torch.Tensor):
-        raise UserError(f"layer {name!r} gives a {type(y).__name__}: every layer takes one tensor and gives one tensor")
+        raise UserError(
+            "custom.layer_output",
+            f"layer {name!r} gives a {type(y).__name__}: every layer takes one tensor and gives one tensor",
+        )
     if y.ndim == 0 or len(y) != 2:
         raise UserError(
-            f"layer {name!r} makes a tensor of shape {tuple(y.shape)} of two samples: the first dimension must count samples"
+            "custom.layer_output",
+            f"layer {name!r} makes a tensor of shape {tuple(y.shape)} of two samples: the first dimension must count samples",
         )
     if not last and y.dtype != torch.float32:
-        raise UserError(f"layer {name!r} gives {y.dtype}: tensors between layers are torch.float32")
+        raise UserError(
+            "custom.layer_output", f"layer {name!r} gives {y.dtype}: tensors between layers are torch.float32"
+        )
 
 
 def _check_loss(model: LayeredModel, outputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -166,17 +186,20 @@ def _check_loss(model: LayeredModel, outputs: torch.Tensor, targets: torch.Tenso
             )
         except Exception as error:  # as above
             raise UserError(
+                "custom.loss",
                 f"LayeredModel.loss fails on outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} "
-                f"({targets.dtype}): {type(error).__name__}: {error}"
+                f"({targets.dtype}): {type(error).__name__}: {error}",
             ) from error
     if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
         raise UserError(
-            'LayeredModel.loss must give a scalar tensor: the sum of the samples\' losses (reduction="sum")'
+            "custom.loss",
+            'LayeredModel.loss must give a scalar tensor: the sum of the samples\' losses (reduction="sum")',
         )
     if not _alike(total, single[0] + single[1]):
         raise UserError(
+            "custom.loss",
             f"LayeredModel.loss must be the sum of the samples' losses: it is {float(total):.6g} for two samples and "
-            f'{float(single[0]):.6g} and {float(single[1]):.6g} for each alone; use reduction="sum"'
+            f'{float(single[0]):.6g} and {float(single[1]):.6g} for each alone; use reduction="sum"',
         )
 
 

@@ -99,6 +99,7 @@ def check_not_shared(model: LayeredModel) -> None:
 
 def shared(one: str, other: str, parameter: str) -> UserError:
     return UserError(
+        "custom.shared_parameter",
         f"layers {one!r} and {other!r} share a parameter ({parameter} of {other!r}): each would train a copy of its own. "
-        f"Put all that uses it into one layer, or give each a parameter of its own"
+        f"Put all that uses it into one layer, or give each a parameter of its own",
     )

@@ -82,7 +82,7 @@ def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -
         return directory
     if not download or constants.HF_HUB_OFFLINE:
         rule = "[model] download = false" if not download else "HF_HUB_OFFLINE is set, so nothing is fetched"
-        raise UserError(_not_here(name, path, f"{reason}; {rule}"))
+        raise UserError("model.missing", _not_here(name, path, f"{reason}; {rule}"))
     tell(f"fetching {name} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     try:
         source_files.reach_hub(tell)
@@ -90,11 +90,14 @@ def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -
         directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
         raise UserError(
-            _not_here(name, path, f"{reason}; {source_files.why_not(name, 'model', 'model.path', error)}")
+            "model.missing",
+            _not_here(name, path, f"{reason}; {source_files.why_not(name, 'model', 'model.path', error)}"),
         ) from None
     damage = _damage(directory)  # without a network, what is there may come back as it was
     if damage is not None:
-        raise UserError(_not_here(name, path, f"{damage}; nothing better came from {constants.ENDPOINT}"))
+        raise UserError(
+            "model.missing", _not_here(name, path, f"{damage}; nothing better came from {constants.ENDPOINT}")
+        )
     return directory
 
 

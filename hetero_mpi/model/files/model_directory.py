@@ -94,8 +94,9 @@ class WholeDirectory:
 
     def _error(self, error: Exception) -> UserError:
         return UserError(
+            "directory.unwritable",
             f"the {self._kind} {self.directory} could not be written ({error}), and what was there before is untouched: make room "
-            "there, or choose another place"
+            "there, or choose another place",
         )
 
     def _complete(self) -> None:
@@ -110,8 +111,9 @@ class WholeDirectory:
         filled = not self.directory.is_dir() or any(self.directory.iterdir())
         if filled and not (self.directory / self._marker).is_file():
             raise UserError(
+                "directory.not_replaceable",
                 f"{self.directory} exists and is not a {self._kind} (it has no {self._marker}): it is not replaced. "
-                "Move it away or choose another place."
+                "Move it away or choose another place.",
             )
 
     def _keep_other_files(self) -> None:
@@ -303,5 +305,6 @@ class LayersWriter:
 
     def _error(self, error: OSError) -> UserError:
         return UserError(
-            f"{self.path / WEIGHTS} could not be written ({error}): make room there, or choose another place"
+            "directory.unwritable",
+            f"{self.path / WEIGHTS} could not be written ({error}): make room there, or choose another place",
         )

@@ -145,7 +145,7 @@ class ModelFiles:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         if not self.directory.is_dir():
-            raise UserError(_no_directory(self.directory))
+            raise UserError("model.missing", _no_directory(self.directory))
         self.config: dict[str, Any] = read_json(
             self.directory / "config.json",
             "A Hugging Face model directory holds config.json and *.safetensors.",
@@ -163,8 +163,9 @@ class ModelFiles:
         missing = sorted(set(index or ()) - set(found))
         if missing:
             raise UserError(
+                "model.files_missing",
                 f"{self.directory / INDEX}: {len(missing)} of its {len(index or ())} tensors are not in the files that "
-                f"it names, e.g. {', '.join(missing[:3])}. They are of different models: download them again."
+                f"it names, e.g. {', '.join(missing[:3])}. They are of different models: download them again.",
             )
         return found
 
@@ -180,20 +181,22 @@ class ModelFiles:
             return None
         path = self.directory / INDEX
         if not path.is_file():
-            raise UserError(self._no_weights())
+            raise UserError("model.no_weights", self._no_weights())
         weight_map = read_json(path, AGAIN).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{path}: the index has no weight_map (tensor name -> file name). {AGAIN}")
+            raise UserError("model.index", f"{path}: the index has no weight_map (tensor name -> file name). {AGAIN}")
         for name, file in weight_map.items():
             if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
                 raise UserError(
-                    f"{path}: {name!r} is said to be in {file!r}, which is not the name of a safetensors file here. {AGAIN}"
+                    "model.index",
+                    f"{path}: {name!r} is said to be in {file!r}, which is not the name of a safetensors file here. {AGAIN}",
                 )
         absent = sorted({file for file in weight_map.values() if not (self.directory / file).is_file()})
         if absent:
             raise UserError(
+                "model.files_missing",
                 f"{self.directory}: {len(absent)} of the {len(set(weight_map.values()))} files in {INDEX} are missing: "
-                f"{', '.join(absent)}. Download them into this directory."
+                f"{', '.join(absent)}. Download them into this directory.",
             )
         return weight_map
 
@@ -243,7 +246,7 @@ def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
             with safe_open(file, "pt", backend="pread") as opened:
                 found |= {name: opened.get_tensor(one.name) for name, one in stored.items() if one.file == file}
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{file}: cannot be read any more ({error}). {AGAIN}") from None
+            raise UserError("model.unreadable", f"{file}: cannot be read any more ({error}). {AGAIN}") from None
     return {name: found[name] for name in stored}
 
 
@@ -280,11 +283,13 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     except FileNotFoundError:
         beside = os.listdir(path.parent) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, n=3)
-        raise UserError(f"{path} does not exist{_or_near(near)}. {remedy}") from None
+        raise UserError("model.file_missing", f"{path} does not exist{_or_near(near)}. {remedy}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}). {AGAIN}") from None
+        raise UserError("model.json", f"{path} cannot be read as JSON ({error}). {AGAIN}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds {type(content).__name__}, not an object of keys and values. {AGAIN}")
+        raise UserError(
+            "model.json", f"{path} holds {type(content).__name__}, not an object of keys and values. {AGAIN}"
+        )
     return content
 
 
@@ -316,10 +321,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             listed = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
     except SafetensorError as error:
         size, said = path.stat().st_size, str(error).removeprefix("Error while deserializing header: ")
-        raise UserError(f"{path}: truncated, damaged, or no safetensors file ({said}; {size} bytes). {AGAIN}") from None
+        raise UserError(
+            "model.damaged", f"{path}: truncated, damaged, or no safetensors file ({said}; {size} bytes). {AGAIN}"
+        ) from None
     if strange := sorted({dtype for dtype, _ in listed.values()} - _DTYPES.keys()):
         raise UserError(
-            f"{path}: tensors of dtype {', '.join(strange)} are not read here. Take another copy of the model."
+            "model.dtype",
+            f"{path}: tensors of dtype {', '.join(strange)} are not read here. Take another copy of the model.",
         )
     return {name: StoredTensor(path, name, _DTYPES[dtype][0], shape) for name, (dtype, shape) in listed.items()}
 

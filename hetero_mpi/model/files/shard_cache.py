@@ -73,8 +73,9 @@ class ShardCache:
         free = free_bytes(self.directory)
         if free < coming_bytes + SPARE_BYTES:
             raise UserError(
+                "shard_cache.full",
                 f"the shard cache {self.directory} is to keep {coming_bytes:,} bytes, and {free:,} bytes are free there: "
-                f"delete what is old in {self.directory.parent}, or set another [model] shard_cache"
+                f"delete what is old in {self.directory.parent}, or set another [model] shard_cache",
             )
 
     def keep(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:

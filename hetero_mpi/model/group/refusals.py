@@ -55,7 +55,9 @@ def require_divisible(chain: LayerChain, tuning: Trained, plan: Plan) -> None:
     for number, _, stage in plan.numbered:
         reason = refusal(chain, tuning, stage.shares, stage.experts) if stage.grouped else None
         if reason is not None:
-            raise UserError(f"plan: stage {number} of ranks {', '.join(map(str, stage.ranks))}: {reason}")
+            raise UserError(
+                "plan.indivisible", f"plan: stage {number} of ranks {', '.join(map(str, stage.ranks))}: {reason}"
+            )
 
 
 def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:

@@ -40,8 +40,9 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # what is raised depends on where in the model the values meet
         raise UserError(
+            "model.configuration",
             f"transformers builds no {config.model_type} model of this configuration ({type(error).__name__}: {error}); correct "
-            f"the values in config.json, or in [model.config]"
+            f"the values in config.json, or in [model.config]",
         ) from error
     _constants_to_parameters(model)
     return model
@@ -88,7 +89,8 @@ class TransformersChain(LayerChain):
         lists = [name for name in inner if isinstance(modules.get(name), nn.ModuleList)]
         if len(lists) != 1 or not outer:
             raise UserError(
-                f"the {self.name} family declares no pipeline plan in transformers that hetero_mpi can follow"
+                "model.no_pipeline_plan",
+                f"the {self.name} family declares no pipeline plan in transformers that hetero_mpi can follow",
             )
         self._layer_norms = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.LayerNorm))
         self.blocks_name = lists[0]
@@ -246,8 +248,9 @@ class TransformersChain(LayerChain):
             return None
         if len(pairs) > 1:
             raise UserError(
+                "model.tied",
                 f"hetero_mpi can tie the output projection to the embedding, but this {self.config.model_type} model ties "
-                f"{len(pairs)} pairs: {pairs}"
+                f"{len(pairs)} pairs: {pairs}",
             )
         return next(iter(pairs.items()))
 
@@ -257,7 +260,8 @@ class TransformersChain(LayerChain):
         strays = [name for name in (*self.parameters, *self.constants) if not name.startswith(known)]
         if strays:
             raise UserError(
-                f"parameters outside the pipeline plan of {self.config.model_type}: {', '.join(strays[:5])}"
+                "model.stray_parameters",
+                f"parameters outside the pipeline plan of {self.config.model_type}: {', '.join(strays[:5])}",
             )
 
     def _kinds(self) -> tuple[str, ...]:

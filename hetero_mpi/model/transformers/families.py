@@ -47,7 +47,8 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
     family = keys.get("model_type")
     if not isinstance(family, str):
         raise UserError(
-            f"a model configuration names its family in `model_type`; found {family!r}; proven are: {_names()}"
+            "model.family_missing",
+            f"a model configuration names its family in `model_type`; found {family!r}; proven are: {_names()}",
         )
     require_proven(family)
     arguments = {name: value for name, value in keys.items() if name not in ("model_type", "transformers_version")}
@@ -59,7 +60,8 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
         config = AutoConfig.for_model(family, **arguments)
     except Exception as error:  # transformers raises many kinds, all of them about the values given
         raise UserError(
-            f"transformers refuses this {family} configuration: {error}; correct the value it names"
+            "model.configuration",
+            f"transformers refuses this {family} configuration: {error}; correct the value it names",
         ) from error
     _refuse_settings(config)
     config.use_cache = False
@@ -86,7 +88,9 @@ def check_keys(keys: Mapping[str, Any]) -> None:
         if key not in _SAYS_NOTHING and not hasattr(known, key) and f'getattr(config, "{key}"' not in code:
             near = difflib.get_close_matches(key, [*known.to_dict(), *known.attribute_map], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"[model.config] {key}: no key of the {family} family's configuration{hint}")
+            raise UserError(
+                "model.configuration_key", f"[model.config] {key}: no key of the {family} family's configuration{hint}"
+            )
 
 
 def require_proven(family: str) -> None:
@@ -95,28 +99,32 @@ def require_proven(family: str) -> None:
         return
     if family in PROVEN_FAMILIES:
         raise UserError(
+            "model.family_unknown",
             f"model_type {family!r} is proven, but transformers {transformers.__version__}, which is installed here, does not know "
-            f"it: install a later version (docs/models.md names the one with which all families were tried)"
+            f"it: install a later version (docs/models.md names the one with which all families were tried)",
         )
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = difflib.get_close_matches(family, PROVEN_FAMILIES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise UserError(
-            f"model_type {family!r} is no causal language model that transformers knows{hint} Proven are: {_names()}"
+            "model.family_unknown",
+            f"model_type {family!r} is no causal language model that transformers knows{hint} Proven are: {_names()}",
         )
     if family not in REFUSED_FAMILIES and getattr(CONFIG_MAPPING[family], "base_model_pp_plan", None):
         raise UserError(
+            "model.family_untried",
             f"model_type {family!r} has not been tried: transformers {transformers.__version__} has a pipeline plan for it, but "
             f"nobody has compared its split run with the whole model yet, so it is refused. Try it in a checkout of hetero_mpi by "
             f"`OMP_NUM_THREADS=1 python -m tests.family_trial {family}`, and open an issue with the line that this prints; or take "
-            f"a proven one: {_names()}"
+            f"a proven one: {_names()}",
         )
     reason = (
         f"it {REFUSED_FAMILIES[family]}" if family in REFUSED_FAMILIES else "transformers has no pipeline plan for it"
     )
     raise UserError(
+        "model.family_refused",
         f"model_type {family!r} has not been shown to give the same numbers when split over ranks, so it is refused ({reason}); "
-        f"proven are: {_names()}"
+        f"proven are: {_names()}",
     )
 
 
@@ -125,25 +133,29 @@ def _refuse_settings(config: PreTrainedConfig) -> None:
     if quantized is not None:
         scheme = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise UserError(
+            "model.stored_quantized",
             f"the model's weights are stored quantised ({scheme}); hetero_mpi packs plain weights itself, the same bits for every "
-            f'device: give the unquantised model, and [model] quantization = "nf4" for 4 bits'
+            f'device: give the unquantised model, and [model] quantization = "nf4" for 4 bits',
         )
     if getattr(config, "output_router_logits", False) and config.model_type not in ROUTER_LOSS_FAMILIES:
         raise UserError(
+            "model.router_loss",
             f"output_router_logits = true asks for a loss of the routers, which is computed for {', '.join(ROUTER_LOSS_FAMILIES)}, "
-            f"but not for {config.model_type} (docs/models.md): set it to false"
+            f"but not for {config.model_type} (docs/models.md): set it to false",
         )
     outputs = getattr(config, "output_vocab_size", None)
     if outputs is not None:
         raise UserError(
+            "model.output_vocabulary",
             f"output_vocab_size = {outputs}: the output projection has rows for the first {outputs} of {config.vocab_size} tokens "
-            f"only, and hetero_mpi wants one for each: leave the key out, or take weights with all rows"
+            f"only, and hetero_mpi wants one for each: leave the key out, or take weights with all rows",
         )
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     if shared > 0:
         raise UserError(
+            "model.shared_keys",
             f"num_kv_shared_layers = {shared}: the last {shared} blocks use keys and values of earlier ones, which other ranks may "
-            f"hold; only {config.model_type} models without shared keys and values can be split"
+            f"hold; only {config.model_type} models without shared keys and values can be split",
         )
 
 

@@ -41,7 +41,9 @@ def read_generation(directory: Path | None) -> dict[str, Any] | None:
     for key, (types, rule) in _TYPES.items():
         value = keys.get(key)
         if value is not None and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
-            raise UserError(f"{path}: {key} = {value!r} must be {rule}; correct it, or remove the file")
+            raise UserError(
+                "generation.value", f"{path}: {key} = {value!r} must be {rule}; correct it, or remove the file"
+            )
     end_tokens(keys, path)
     return keys
 
@@ -55,7 +57,8 @@ def end_tokens(keys: Mapping[str, Any], path: Path | str) -> list[int]:
     tokens: Sequence[Any] = found if isinstance(found, list) else [] if found is None else [found]
     if any(type(token) is not int for token in tokens):
         raise UserError(
-            f"{path}: eos_token_id = {found!r} must be the number of a token, or a list of them; correct it"
+            "generation.value",
+            f"{path}: eos_token_id = {found!r} must be the number of a token, or a list of them; correct it",
         )
     return list(tokens)
 

@@ -52,7 +52,7 @@ def _forget(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def _require_value(tensor: torch.Tensor, lacking: str) -> None:
     if tensor.is_floating_point() and math.isnan(tensor.detach().sum().item()):
-        raise UserError(lacking)
+        raise UserError("model.no_initial_value", lacking)
 
 
 def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:

@@ -102,8 +102,9 @@ class _Fit:
         config = read_config(keys)
         if config.num_hidden_layers > len(files.names):  # building so many would take long, too
             raise UserError(
+                "model.blocks_differ",
                 f"{files.directory}: by config.json the model has {config.num_hidden_layers} blocks (num_hidden_layers), and the "
-                f"files hold {len(files.names)} tensors in all: correct config.json, or get the files again"
+                f"files hold {len(files.names)} tensors in all: correct config.json, or get the files again",
             )
         return cls(files, build_on_meta(config))
 
@@ -124,24 +125,28 @@ class _Fit:
         count, held = config.num_hidden_layers, self._blocks_held()
         if held is not None and held != count:
             raise UserError(
+                "model.blocks_differ",
                 f"{directory}: the files hold {held} blocks ({self.blocks}.0 to .{held - 1}), and by config.json the model has "
-                f"{count} (num_hidden_layers): correct config.json, or get the files again"
+                f"{count} (num_hidden_layers): correct config.json, or get the files again",
             )
         if self.shapes:
             name, (stored, wanted) = next(iter(self.shapes.items()))
             raise UserError(
+                "model.shapes_differ",
                 f"{directory}: {name} has shape {stored} in the files but {wanted} by config.json, and so for {len(self.shapes)} "
-                f"tensors: correct the sizes in config.json, or get the files again; they are of two models"
+                f"tensors: correct the sizes in config.json, or get the files again; they are of two models",
             )
         if self.missing:
             raise UserError(
+                "model.tensors_missing",
                 f"{directory}: the files lack {_some(self.missing)}, which a {config.model_type} model has by config.json: correct "
-                f"config.json, or get the files again"
+                f"config.json, or get the files again",
             )
         if self.foreign:
             raise UserError(
+                "model.foreign_tensors",
                 f"{directory}: the files hold {_some(self.foreign)}, which a {config.model_type} model lacks by config.json, and "
-                f"it would compute something else without: correct config.json, merge adapters, or unpack quantised weights"
+                f"it would compute something else without: correct config.json, merge adapters, or unpack quantised weights",
             )
 
     def unread_notes(self) -> list[str]:
@@ -209,8 +214,9 @@ def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
             keys["tie_word_embeddings"] = False
             if _Fit.of(fit.files, keys).tied:
                 raise UserError(
+                    "model.head_differs",
                     f"{fit.files.directory}: {head} in the files is another matrix than {embedding}, and a "
-                    f"{fit.model.config.model_type} model has one matrix for both"
+                    f"{fit.model.config.model_type} model has one matrix for both",
                 )
             return (
                 f"config.json says tie_word_embeddings = true, and {head} in the files is another matrix than {embedding}: the two "

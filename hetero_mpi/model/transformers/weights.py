@@ -93,12 +93,14 @@ class FileStart:
         if info.mismatched_keys:
             name, found, wanted = sorted(info.mismatched_keys)[0]
             raise UserError(
+                "model.shapes_differ",
                 f"{self.files.directory}: {name} has shape {tuple(found)} in the files but {tuple(wanted)} by config.json; "
-                f"the directory mixes two models"
+                f"the directory mixes two models",
             )
         if info.conversion_errors or info.error_msgs:
             raise UserError(
-                f"{self.files.directory}: {next(iter([*info.conversion_errors.values(), *info.error_msgs]))}"
+                "model.conversion",
+                f"{self.files.directory}: {next(iter([*info.conversion_errors.values(), *info.error_msgs]))}",
             )
         missing = [
             spec.name
@@ -106,7 +108,10 @@ class FileStart:
             if model.get_parameter_or_buffer(spec.name).device.type == "meta"
         ]
         if missing:
-            raise UserError(f"{self.files.directory}: the files lack {', '.join(missing[:5])} ({len(missing)} in all)")
+            raise UserError(
+                "model.tensors_missing",
+                f"{self.files.directory}: the files lack {', '.join(missing[:5])} ({len(missing)} in all)",
+            )
 
     def _assign(self, chain: TransformersChain) -> Mapping[int, list[str]]:
         keys: defaultdict[int, list[str]] = defaultdict(list)

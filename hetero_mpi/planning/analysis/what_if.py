@@ -188,7 +188,7 @@ def _fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
 def _decided(profile: ClusterProfile, request: PlanRequest) -> Decision:
     decision = _fastest(profile, request)
     if decision is None:
-        raise UserError("the model does not fit in memory")
+        raise UserError("memory.exceeded", "the model does not fit in memory")
     return decision
 
 

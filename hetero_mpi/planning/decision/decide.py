@@ -215,24 +215,30 @@ def check(profile: ClusterProfile, request: PlanRequest) -> None:
     bad = [b for b in request.micro_batch_choices if b < 1 or request.global_batch % b]
     if bad or not request.micro_batch_choices:
         raise UserError(
+            "plan.micro_batch",
             f"each micro-batch size must divide the global batch (global_batch: {request.global_batch}, "
-            f"micro-batch sizes: {list(request.micro_batch_choices)}); change train.micro_batch or train.global_batch"
+            f"micro-batch sizes: {list(request.micro_batch_choices)}); change train.micro_batch or train.global_batch",
         )
     usable = [device.rank for device in profile.devices if profile.model.dtype in device.dtypes]
     if not usable:
         offers = ", ".join(f"rank {device.rank}: {'/'.join(device.dtypes)}" for device in profile.devices)
-        raise UserError(f"no rank's device offers the job's dtype {profile.model.dtype} ({offers}); change train.dtype")
+        raise UserError(
+            "plan.dtype",
+            f"no rank's device offers the job's dtype {profile.model.dtype} ({offers}); change train.dtype",
+        )
     most = len(profile.model.layers) * min(request.max_pipelines, request.global_batch)
     if not request.allow_idle and len(profile.devices) > min(len(usable), most):
         raise UserError(
+            "plan.idle_ranks",
             f"plan.allow_idle = false asks for work on all {len(profile.devices)} ranks, but {len(usable)} offer "
             f"{profile.model.dtype} and {most} can be given something: a stage holds one of {len(profile.model.layers)} "
-            f"layers of the model; start fewer ranks"
+            f"layers of the model; start fewer ranks",
         )
     if request.schedule == "split" and not any(may_split(profile, device.rank) for device in profile.devices):
         raise UserError(
+            "plan.split_times",
             'schedule = "split": the profile has no times of a backward in two parts (input_s and weight_s of blocks '
-            "and head), which are measured where all weights are trained; profile again, or use another schedule"
+            "and head), which are measured where all weights are trained; profile again, or use another schedule",
         )
 
 

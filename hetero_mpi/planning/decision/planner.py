@@ -55,7 +55,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     elif profile is not plain:
         remarks = (f"memory: {_copies(plain, request)} are counted",)
     if decision is None:
-        raise UserError(explain_shortage(profile, request))
+        raise UserError("memory.exceeded", explain_shortage(profile, request))
     single = best_alone(plain, request)
     decision = or_alone(decision, single, plain, request, profile)
     if single is not None and single.step_s is not None and single.step_s < decision.step_s:
@@ -78,9 +78,10 @@ def _in_order(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     if plan is None:
         most = max(len(pipeline.stages) for pipeline in found.plan.pipelines)
         raise UserError(
+            "plan.schedule_impossible",
             f"schedule = {name!r}: the {most} ranks of a pipeline cannot hold two stages each of the chain's "
             f"{found.plan.layers} layers in that order and in their memory (streamed stages are not tried); "
-            f"take another schedule, or fewer ranks"
+            f"take another schedule, or fewer ranks",
         )
     full = complete_plan(plan, profile, nearest)
     alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"
@@ -103,7 +104,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     """
     problems = [*plan_problems(plan, profile), *batch_problems(plan, request)]
     if problems:
-        raise UserError("\n".join(f"plan: {problem}" for problem in problems))
+        raise UserError("plan.invalid", "\n".join(f"plan: {problem}" for problem in problems))
     validate(schedule_of(plan, profile.model), plan, profile.model)
     simulation = outlined(plan, profile)
     full = _figures(plan, profile, request, simulation)
@@ -112,7 +113,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
         *(_short(f"the ranks of host {one.host} need", one) for one in full.hosts),
     ]
     if any(short):
-        raise UserError("\n".join(filter(None, short)))
+        raise UserError("memory.exceeded", "\n".join(filter(None, short)))
     idle = (device.rank for device in profile.devices if not plan.of_rank(device.rank))
     together = grouped(plan, profile, simulation.step_s, None)
     told = ("given by hand", *together, busiest(plan, profile, simulation), *streamed_texts(plan, profile))

@@ -53,7 +53,7 @@ def decoded(kind: type[T], data: Any, path: str, problems: list[str]) -> T | Non
 def raise_all(where: str, problems: list[str]) -> None:
     """Raises a ``UserError`` with all ``problems``, each on a line that starts with ``where``; none: does nothing."""
     if problems:
-        raise UserError("\n".join(f"{where}: {problem}" for problem in problems))
+        raise UserError("file.invalid", "\n".join(f"{where}: {problem}" for problem in problems))
 
 
 def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:

@@ -40,11 +40,15 @@ class Curve:
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.seconds):
             raise UserError(
+                "profile.curve",
                 f"a curve needs at least one knot and as many seconds as tokens "
-                f"(tokens: {list(self.tokens)}, seconds: {list(self.seconds)})"
+                f"(tokens: {list(self.tokens)}, seconds: {list(self.seconds)})",
             )
         if any(low >= high for low, high in zip((0, *self.tokens), self.tokens, strict=False)):
-            raise UserError(f"the tokens of a curve are positive and strictly increasing (tokens: {list(self.tokens)})")
+            raise UserError(
+                "profile.curve",
+                f"the tokens of a curve are positive and strictly increasing (tokens: {list(self.tokens)})",
+            )
 
     @property
     def spread(self) -> tuple[float, ...]:
@@ -242,8 +246,9 @@ class ClusterProfile:
         between = self.host_link(*hosts)
         if between is None or source == destination:
             raise UserError(
+                "profile.link_missing",
                 f"every directed pair of ranks needs a link (missing: {source} -> {destination}); "
-                f"add a [[links]] table or measure the cluster again"
+                f"add a [[links]] table or measure the cluster again",
             )
         return LinkProfile(source, destination, between.latency_s, between.bytes_per_s, hosts[0] == hosts[1])
 

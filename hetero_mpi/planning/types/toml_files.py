@@ -60,7 +60,9 @@ def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterPr
         profile = decode(ClusterProfile, data, where)
     except UserError as error:
         # Whether ranks, links and kinds belong together cannot be said of a file with such problems; its numbers can be judged.
-        raise UserError("\n".join([str(error), *(f"{where}: {problem}" for problem in problems)])) from error
+        raise UserError(
+            "profile.invalid", "\n".join([str(error), *(f"{where}: {problem}" for problem in problems)])
+        ) from error
     raise_all(where, [*problems, *profile_problems(profile)])
     return profile
 
@@ -146,7 +148,8 @@ def report_from_dict(data: dict[str, Any], where: str = "plan") -> PlanReport:
     report = _plan_file(data, where)[1]
     if report is None:
         raise UserError(
-            f"{where}: has no table [report], with what is predicted of the plan: `plan --plan` works it out"
+            "plan.no_report",
+            f"{where}: has no table [report], with what is predicted of the plan: `plan --plan` works it out",
         )
     return report
 
@@ -268,15 +271,16 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return toml.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+        raise UserError("file.unreadable", f"{path}: cannot be read ({error.strerror}); check the path") from error
     except (toml.TomlError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a TOML file ({error}); correct it at that place") from error
+        raise UserError("file.toml", f"{path}: not a TOML file ({error}); correct it at that place") from error
 
 
 def _check_version(data: Any, expected: int, what: str, where: str) -> None:
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != expected:
         raise UserError(
+            "file.version",
             f"{where}: schema_version = {'(missing)' if found is None else found}: "
-            f"this program reads {what} files of version {expected}; make the {what} again"
+            f"this program reads {what} files of version {expected}; make the {what} again",
         )

@@ -106,7 +106,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         found.close()
         raise UserError(
-            f"--host {host} --port {port} cannot be had: {error}; name another (0: any free port)"
+            "serve.address", f"--host {host} --port {port} cannot be had: {error}; name another (0: any free port)"
         ) from None
     return found
 

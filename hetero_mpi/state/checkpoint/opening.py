@@ -43,7 +43,9 @@ def damage_named(path: Path, place: str = "") -> Iterator[None]:
     except Exception as error:
         where = f"dataset {place}: " if place else ""
         said = str(error) or type(error).__name__
-        raise CheckpointError(f"{path}: {where}damaged ({said}). Resume from an older checkpoint.") from error
+        raise CheckpointError(
+            "checkpoint.damaged", f"{path}: {where}damaged ({said}). Resume from an older checkpoint."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,23 @@ def open_file(path: Path) -> Any:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such checkpoint. Name one with --resume PATH.") from None
+        raise CheckpointError(
+            "checkpoint.missing", f"{path}: there is no such checkpoint. Name one with --resume PATH."
+        ) from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Check the path.") from None
+        raise CheckpointError(
+            "checkpoint.unreadable", f"{path}: cannot be read ({error.strerror}). Check the path."
+        ) from None
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path}: not a regular file, so not a checkpoint. Name one with --resume PATH.")
+        raise CheckpointError(
+            "checkpoint.not_a_file", f"{path}: not a regular file, so not a checkpoint. Name one with --resume PATH."
+        )
     if not os.access(path, os.R_OK):
-        raise CheckpointError(f"{path}: may not be read by this user. Change its permissions.")
+        raise CheckpointError("checkpoint.permission", f"{path}: may not be read by this user. Change its permissions.")
     if not h5py.is_hdf5(path):
-        raise CheckpointError(f"{path}: this is not an HDF5 file. Resume from another checkpoint.")
+        raise CheckpointError(
+            "checkpoint.not_hdf5", f"{path}: this is not an HDF5 file. Resume from another checkpoint."
+        )
     return h5py.File(path, "r", locking=False)  # whole files are never written again
 
 

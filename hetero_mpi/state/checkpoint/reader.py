@@ -112,7 +112,10 @@ class CheckpointReader:
     def told(self, key: str) -> Any:
         """An entry of the metadata. Raises CheckpointError where there is none."""
         if key not in self.metadata:
-            raise CheckpointError(f"{self.path}: {key} is missing from the metadata. Take another checkpoint.")
+            raise CheckpointError(
+                "checkpoint.metadata_missing",
+                f"{self.path}: {key} is missing from the metadata. Take another checkpoint.",
+            )
         return self.metadata[key]
 
     def names(self, kind: str) -> tuple[str, ...]:
@@ -177,7 +180,8 @@ class CheckpointReader:
             stored = opening.open_dataset(self._groups[kind], name, self._file_bytes)
         except LookupError:
             raise CheckpointError(
-                f"{self.path}: dataset {kind}/{name} is missing: the checkpoint is of another model."
+                "checkpoint.dataset_missing",
+                f"{self.path}: dataset {kind}/{name} is missing: the checkpoint is of another model.",
             ) from None
         if stored.dtype == TEXT:
             raise TypeError("a text instead of numbers")
@@ -193,17 +197,22 @@ class CheckpointReader:
     def _check_header(self) -> None:
         place = self._file.id
         if opening.attribute(place, "format") != FORMAT.encode():
-            raise CheckpointError(f"{self.path}: an HDF5 file, but not a checkpoint of hetero_mpi.")
+            raise CheckpointError(
+                "checkpoint.foreign_hdf5", f"{self.path}: an HDF5 file, but not a checkpoint of hetero_mpi."
+            )
         version = int(opening.attribute(place, "format_version"))
         program = f"hetero_mpi {opening.attribute(place, 'program_version').decode()}"
         self.writer = f"{program}, format {version}"
         if version > FORMAT_VERSION:
             raise CheckpointError(
+                "checkpoint.version",
                 f"{self.path}: format version {version}, written by {program}; this program reads versions "
-                f"up to {FORMAT_VERSION}. Install {program} or newer."
+                f"up to {FORMAT_VERSION}. Install {program} or newer.",
             )
         if opening.attribute(place, "finished") is None:
-            raise CheckpointError(f"{self.path}: the checkpoint was never finished. Resume from an older one.")
+            raise CheckpointError(
+                "checkpoint.unfinished", f"{self.path}: the checkpoint was never finished. Resume from an older one."
+            )
         opening.names(place)
         self._groups = {
             name: opening.open_group(place, name) for name in (*KINDS, METADATA) if version >= SINCE.get(name, 1)

@@ -140,8 +140,9 @@ class CheckpointWriter:
     def _refuse(self, kind: str, name: str, problem: str | None) -> None:
         if problem is not None:
             raise CheckpointError(
+                "checkpoint.not_finite",
                 f"{self.path}: the checkpoint was not written, as no run could go on from {kind}/{name}: {problem}; "
-                "checkpoints written before are untouched. A lower [train] learning_rate may help."
+                "checkpoints written before are untouched. A lower [train] learning_rate may help.",
             )
 
     def _discard(self, error: BaseException) -> None:
@@ -155,8 +156,9 @@ class CheckpointWriter:
 
     def _error(self, error: Exception) -> CheckpointError:
         return CheckpointError(
+            "checkpoint.unwritable",
             f"{self.path}: the checkpoint could not be written ({error}); checkpoints written before are untouched. "
-            "Free space or set output.run_dir to a directory that can be written, then resume."
+            "Free space or set output.run_dir to a directory that can be written, then resume.",
         )
 
 

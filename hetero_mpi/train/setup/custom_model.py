@@ -59,7 +59,8 @@ def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sampl
         own = digest, model.existing, list(model.named_layers())
         if own != (keys["digest"], keys["existing"], [shape.name for shape in shapes]):
             raise UserError(
-                f"{_key(loaded)}: the module here is not the one on rank 0: bring the same file to all machines"
+                "custom.module_differs",
+                f"{_key(loaded)}: the module here is not the one on rank 0: bring the same file to all machines",
             )
     builders = _existing(world, loaded, model, shapes) if model.existing else model.named_layers()
     seed = loaded.job.train.seed
@@ -86,7 +87,8 @@ def _existing(
             difference = shape.differences(modules[shape.name])
             if difference is not None:
                 raise UserError(
-                    f"{_key(loaded)}: layer {shape.name!r} {difference} on rank 0: the model has the same shapes everywhere"
+                    "custom.module_differs",
+                    f"{_key(loaded)}: layer {shape.name!r} {difference} on rank 0: the model has the same shapes everywhere",
                 )
     outlines = {name: outline(layer) for name, layer in modules.items()}
     own = [buffer for layer in modules.values() for _, buffer in layer.named_buffers()]
@@ -114,12 +116,13 @@ def _called(loaded: LoadedJob) -> tuple[LayeredModel, str]:
     module = _imported(loaded, name)
     factory = getattr(module, function, None)
     if not callable(factory):
-        raise UserError(f"{_key(loaded)}: {module.__file__} has no function {function}")
+        raise UserError("custom.factory", f"{_key(loaded)}: {module.__file__} has no function {function}")
     with seeded(loaded.job.train.seed, "factory"):
         model = _own_code(loaded, factory)
     if not isinstance(model, LayeredModel):
         raise UserError(
-            f"{_key(loaded)} gives a {type(model).__name__}: it must return a hetero_mpi.LayeredModel (docs/python.md)"
+            "custom.factory",
+            f"{_key(loaded)} gives a {type(model).__name__}: it must return a hetero_mpi.LayeredModel (docs/python.md)",
         )
     source = Path(module.__file__) if module.__file__ is not None else None
     return model, hashlib.sha256(source.read_bytes()).hexdigest() if source is not None else ""
@@ -136,26 +139,33 @@ def _imported(loaded: LoadedJob, name: str) -> ModuleType:
             module = _own_code(loaded, lambda: importlib.import_module(name))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise UserError(f"{_key(loaded)}: {error}; install it on every machine") from error
+            raise UserError("custom.import", f"{_key(loaded)}: {error}; install it on every machine") from error
         raise UserError(
+            "custom.import",
             f"{_key(loaded)}: there is no module {error.name} in {folder} nor on the Python path: "
-            f"put the file beside the job file, on every machine, or set PYTHONPATH"
+            f"put the file beside the job file, on every machine, or set PYTHONPATH",
         ) from None
     own = [path for path in (loaded.directory / f"{top}.py", loaded.directory / top / "__init__.py") if path.exists()]
     loaded_from = getattr(sys.modules[top], "__file__", None)
     if own and loaded_from is not None and Path(loaded_from).resolve() != own[0].resolve():
-        raise UserError(f"{_key(loaded)}: Python has another module {top} already, {loaded_from}: rename {own[0]}")
+        raise UserError(
+            "custom.import", f"{_key(loaded)}: Python has another module {top} already, {loaded_from}: rename {own[0]}"
+        )
     return module
 
 
 def _data(loaded: LoadedJob, what: str, give: Any) -> Any:
     if not callable(give):
-        raise UserError(f"LayeredModel.{what} is a {type(give).__name__}: give a function that returns the samples")
+        raise UserError(
+            "samples.factory",
+            f"LayeredModel.{what} is a {type(give).__name__}: give a function that returns the samples",
+        )
     data = _own_code(loaded, give)
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise UserError(
+            "samples.factory",
             f"LayeredModel.{what} gives a {type(data).__name__}: it must have a length and give a pair (input, target) under each "
-            f"number, as a list or a data set of torch does"
+            f"number, as a list or a data set of torch does",
         )
     return data
 
@@ -169,7 +179,8 @@ def _own_code(loaded: LoadedJob, call: Any) -> Any:
     except Exception as error:  # it may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
-            f"{_key(loaded)}: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+            "custom.factory_failed",
+            f"{_key(loaded)}: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})",
         ) from error
 
 

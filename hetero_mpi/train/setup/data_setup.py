@@ -235,15 +235,17 @@ def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
     why = LEAKING_FAMILIES.get(family)
     if loaded.job.train.preference != "none" and why is not None:
         raise UserError(
+            "data.isolation",
             f"{loaded.path}: [train] preference puts two records into one sequence, which must not see each other, and the "
-            f"{family} family cannot: it {why}. Take a model of another family (docs/models.md)"
+            f"{family} family cannot: it {why}. Take a model of another family (docs/models.md)",
         )
     if not data.packing or data.isolate is False or why is None:
         return data.packing, data.isolate is not False, []
     if data.isolate is True:
         raise UserError(
+            "data.isolation",
             f"{loaded.path}: [data] isolate = true keeps packed records from seeing each other, and the {family} family cannot: it "
-            f"{why}. Set packing = false (a sequence for each record), or isolate = false"
+            f"{why}. Set packing = false (a sequence for each record), or isolate = false",
         )
     note = (
         f"records are not packed, as packed ones would see each other: the {family} family {why}. "
@@ -334,8 +336,9 @@ def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
     length = loaded.job.data.sequence_length
     if positions is not None and length > positions:
         raise UserError(
+            "data.sequence_length",
             f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
-            f"(max_position_embeddings); shorten the sequences"
+            f"(max_position_embeddings); shorten the sequences",
         )
 
 

@@ -42,7 +42,10 @@ def _shares(train: TrainTable, tuning: Tuning, still: frozenset[str]) -> dict[st
         own = _named("learning_rates", pattern, tuning) - found.keys()
         if own <= still:
             told = "is found in no parameter that is trained and that none before it is found in"
-            raise UserError(f"[train] learning_rates: {as_toml(pattern)} {told}: put it first, or leave it out")
+            raise UserError(
+                "train.learning_rates",
+                f"[train] learning_rates: {as_toml(pattern)} {told}: put it first, or leave it out",
+            )
         found |= dict.fromkeys(own, rate / train.learning_rate)
     if train.lora_plus_ratio != 1:
         later = [name for name in tuning.trainable if ".lora_B." in name or name.endswith(MAGNITUDE)]
@@ -59,11 +62,17 @@ def _still(train: TrainTable, tuning: Tuning, chain: LayerChain) -> frozenset[st
         elif entry < blocks:
             found |= {name for name, spec in tuning.trainable.items() if spec.layer == entry + 1}
         else:
-            raise UserError(f"[train] freeze: this model has no block {entry}; the first is 0, the last {blocks - 1}")
+            raise UserError(
+                "train.freeze",
+                f"[train] freeze: this model has no block {entry}; the first is 0, the last {blocks - 1}",
+            )
     if chain.tied is not None and not found.isdisjoint(chain.tied):
-        raise UserError(f"[train] freeze: {chain.tied[1]} is the matrix of the head, too, and is trained: name others")
+        raise UserError(
+            "train.freeze",
+            f"[train] freeze: {chain.tied[1]} is the matrix of the head, too, and is trained: name others",
+        )
     if found >= tuning.trainable.keys():
-        raise UserError("[train] freeze: nothing is left to train; name fewer parameters")
+        raise UserError("train.freeze", "[train] freeze: nothing is left to train; name fewer parameters")
     return frozenset(found)
 
 
@@ -72,7 +81,10 @@ def _named(key: str, pattern: str, tuning: Tuning) -> set[str]:
     found = {name for name in tuning.trainable if re.search(pattern, name)}
     if not found:
         some = ", ".join(list(tuning.trainable)[:3])
-        raise UserError(f"[train] {key}: {as_toml(pattern)} is found in no name of a trained parameter, such as {some}")
+        raise UserError(
+            "train.pattern",
+            f"[train] {key}: {as_toml(pattern)} is found in no name of a trained parameter, such as {some}",
+        )
     return found
 
 

@@ -184,7 +184,9 @@ def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterPro
     other = next((name for given, name in others if given), None)
     if named is not None and other is not None:
         which = named if isinstance(named, Path) else "the given one"
-        raise UserError(f"a profile is named ({which}), and {other} wants another one: leave one of them out")
+        raise UserError(
+            "profile.two_named", f"a profile is named ({which}), and {other} wants another one: leave one of them out"
+        )
     return named
 
 
@@ -272,7 +274,8 @@ def _given_plan(context: RunContext, given: Path | Plan, profile: ClusterProfile
     except UserError as error:
         which = "the given plan" if isinstance(given, Plan) else given
         raise UserError(
-            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to plan anew"
+            "plan.other_job",
+            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to plan anew",
         ) from None
 
 
@@ -280,24 +283,28 @@ def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, rank
     """Raise UserError where a profile that the user names is of another model or number of ranks."""
     if len(profile.devices) != ranks:
         raise UserError(
+            "profile.ranks",
             f"{path} describes {len(profile.devices)} ranks, this job has {ranks}: start {len(profile.devices)} ranks, or "
-            f"leave the profile out to measure"
+            f"leave the profile out to measure",
         )
     kinds = tuple(layer.kind for layer in profile.model.layers)
     parameters = sum(layer.trainable_parameters for layer in profile.model.layers)
     own = sum(spec.count for spec in subject.tuning.specs(0, subject.chain.layer_count))
     if kinds != subject.chain.kinds or parameters != own:
         raise UserError(
+            "profile.other_model",
             f"{path} was made for {parameters:,} trained parameters in {len(kinds)} layers, this job trains {own:,} in "
-            f"{subject.chain.layer_count}: use a profile of this model and adapter, or leave it out to measure"
+            f"{subject.chain.layer_count}: use a profile of this model and adapter, or leave it out to measure",
         )
     if (profile.model.dtype, profile.model.sequence_length) != (subject.train.dtype, subject.sequence_length):
         raise UserError(
+            "profile.other_model",
             f"{path} was made for {profile.model.dtype} and {profile.model.sequence_length} tokens per sequence, this job has "
-            f"{subject.train.dtype} and {subject.sequence_length}: leave the profile out to measure"
+            f"{subject.train.dtype} and {subject.sequence_length}: leave the profile out to measure",
         )
     if profile.model.optimizer != subject.tuning.optimizer:
         raise UserError(
+            "profile.other_model",
             f"{path} was made for [train] optimizer = {profile.model.optimizer!r}, this job has {subject.train.optimizer!r}: leave "
-            f"the profile out to measure"
+            f"the profile out to measure",
         )

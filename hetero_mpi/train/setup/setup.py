@@ -177,7 +177,8 @@ def _token_ids(
     unknown = [one for one in wanted if isinstance(one, str) and one not in vocabulary]
     if unknown:
         raise UserError(
-            f"[adapter] tokens: {as_toml(unknown[0])} is no token of the tokenizer: name one, or let [tokenizer] add it"
+            "adapter.tokens",
+            f"[adapter] tokens: {as_toml(unknown[0])} is no token of the tokenizer: name one, or let [tokenizer] add it",
         )
     return sorted({one if isinstance(one, int) else vocabulary[one] for one in wanted}) or None
 
@@ -231,7 +232,7 @@ def open_device(world: World, job_device: str) -> Backend:
         backend = open_backend(wanted.name, index)
         problem = _wrong_product(world, backend)
         if problem and wanted.name != "auto":
-            raise UserError(f'{problem}; device = "cpu" or "auto" leaves it alone')
+            raise UserError("device.failed", f'{problem}; device = "cpu" or "auto" leaves it alone')
         backend = open_backend("cpu") if problem else backend
         backend.free_unused()  # an earlier run of this process may have left its stage there
     for other in filter(None, world.all_gather_json(problem)):

@@ -21,6 +21,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, H
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.planning_samples import (
     SEQUENCE,
     make_model,
@@ -148,7 +149,7 @@ def test_links_by_hosts_are_kept_in_files_and_checked(tmp_path: Path) -> None:
     compact = by_host(CLUSTER)
     save_profile(compact, tmp_path / "cluster.toml")
     assert load_profile(tmp_path / "cluster.toml") == compact
-    with pytest.raises(UserError, match=r"needs a link \(missing: 3 -> 3"):
+    with refuses("profile.link_missing"):
         compact.link(3, 3)
     fewer = replace(compact, host_links=(*compact.host_links[1:], HostLinkProfile("a", "nowhere", 0.0, 1.0)))
     lost = compact.host_links[0]
