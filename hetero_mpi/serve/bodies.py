@@ -89,7 +89,8 @@ class Likelihoods:
             str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
             for tokens in (behind, [*behind, token])
         )
-        return both.removeprefix(before) if both.startswith(before) else str(self._tokenizer.decode([token]))
+        more = both.startswith(before) and both != before  # a part of a character may change nothing
+        return both.removeprefix(before) if more else str(self._tokenizer.decode([token]))
 
 
 class Bodies:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,13 +94,17 @@ def test_bytes_of_a_chat_join_to_its_content(service: Service, stop: list[str]) 
         whole, chunks = answered(service, asked_of(ChatRequest, **fields, max_tokens=len(tokens)), tokens)
         content, told = whole["message"]["content"], whole["logprobs"]["content"]
         joined = b"".join(bytes(one["bytes"]) for one in told)
-        if b"\\xff" not in joined and "\N{REPLACEMENT CHARACTER}" not in content:
+        if "\N{REPLACEMENT CHARACTER}" not in content:
             assert joined == content.encode()
-        assert [one["token"] for one in told] and all(len(one["top_logprobs"]) == 2 for one in told)
+        elif model.tokenizer.unk_token is None:  # the other one writes a sign for each byte
+            assert joined.decode(errors="replace") == content
         assert [one for chunk in chunks for one in chunk["logprobs"]["content"]] == told
-        assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == content
-        for chunk in chunks[:-1]:  # what a chunk tells of lies in the text so far
-            assert joined.startswith(b"".join(bytes(one["bytes"]) for one in chunk["logprobs"]["content"])) or chunk
+        text, known = "", b""
+        for chunk in chunks:  # tokens come with the text that they show
+            text += chunk["delta"].get("content", "")
+            known += b"".join(bytes(one["bytes"]) for one in chunk["logprobs"]["content"])
+            assert "\N{REPLACEMENT CHARACTER}" in content or text.encode().startswith(known)
+        assert text == content
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -118,15 +121,15 @@ def test_offsets_are_places_in_the_text(service: Service, prompt: str, most: int
     whole, chunks = answered(service, asked_of(CompletionRequest, **fields), tokens[: max(1, most)] * 3)
     text, told = whole["text"], whole["logprobs"]
     starts = told["text_offset"]
-    assert starts[:1] == [0] and starts == sorted(starts) and starts[-1] <= len(text)
-    ends = [*starts[1:], len(text)]
-    parts = 0
-    for token, first, last in zip(told["tokens"], starts, ends, strict=True):
-        whole_character = "\N{REPLACEMENT CHARACTER}" not in token and token not in model.special
-        parts += not whole_character
-        if whole_character and not text[first:last].endswith("\N{REPLACEMENT CHARACTER}"):
-            assert text[first:last].strip(" ") == token.strip(" "), "what stands there"
-    assert parts < len(starts)
+    assert starts == sorted(starts) and starts[0] == 0
+    pieces = [text[first:last] for first, last in zip(starts, [*starts[1:], len(text)], strict=True)]
+    assert "".join(pieces) == text
+    shown = [(token, piece.strip(" ")) for token, piece in zip(told["tokens"], pieces, strict=True)]
+    parts = "\N{REPLACEMENT CHARACTER}"
+    wrong = [
+        one for one in shown if one[0].strip(" ") != one[1] and one[0] not in model.special and parts not in one[0]
+    ]
+    assert not [one for one in wrong if parts not in one[1]]
     for name in ("tokens", "text_offset"):
         assert [one for chunk in chunks for one in chunk["logprobs"][name]] == told[name]
 
@@ -143,7 +146,7 @@ def test_a_token_at_which_the_answer_stops_shows_nothing(service: Service) -> No
     assert b"".join(bytes(one["bytes"]) for one in whole["logprobs"]["content"]).strip() == b"ca"
 
 
-def test_parts_of_characters_have_their_own_bytes(service: Service, tmp_path: Path) -> None:
+def test_parts_of_characters_have_their_own_bytes(service: Service) -> None:
     text = "\u00e9\U0001f600漢"
     fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
     tokens = ids_of(service.model, text)
