@@ -11,7 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hetero_mpi.util.errors import UserError
 
@@ -19,6 +19,8 @@ PROCESS_MARK = os.urandom(4).hex()
 """In the names of this process's temporary files: those with another mark may be left of a process that died."""
 SPARE_BYTES = 100_000_000
 """Bytes of a disk that stay free of what is kept for later, or beside what memory holds."""
+MIN_FREE_BYTES = 1_000_000
+"""Room for the files of a start: Open MPI 5.0.11 was seen to write 100 kB for 2 ranks and 190 kB for 16."""
 _UNABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EEXIST}
 """Answers of a file system that cannot do a thing: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
 
@@ -107,6 +109,29 @@ def free_bytes(path: Path) -> int:
     """Bytes that are free on the disk on which ``path`` is, or would be made. Raises OSError."""
     path = path.absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+
+
+def temporary_folder() -> Path:
+    """Where programs, launchers among them, put temporary files on this machine."""
+    return Path(next((folder for name in ("TMPDIR", "TEMP", "TMP") if (folder := os.environ.get(name))), "/tmp"))
+
+
+def room(path: Path, must_exist: bool = False) -> dict[str, Any]:
+    """The room in a folder, JSON-able: ``path``, ``free_bytes``, and the ``problem`` that keeps a run from writing there, or "".
+
+    ``must_exist``: a run does not make the folder.
+    """
+    path, free, problem = path.absolute(), 0, ""
+    try:
+        free = free_bytes(path)
+        there = path if must_exist else next(folder for folder in (path, *path.parents) if folder.exists())
+        if free < MIN_FREE_BYTES:
+            problem = f"has {free / 1e6:.1f} MB of room, and a run needs {MIN_FREE_BYTES / 1e6:.0f} MB at least"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            problem = "cannot be written" if there == path else f"cannot be made: this user may not write to {there}"
+    except OSError as error:
+        problem = f"cannot be used ({error.strerror})"
+    return {"path": str(path), "free_bytes": free, "problem": problem}
 
 
 def require_regular(path: Path) -> None:

@@ -249,6 +249,10 @@ def test_clocks_and_disks() -> None:
         "FAIL",
         "warn",
     ]
+    lead, other = place(), place("mac", directories={**FACTS.directories, "run": {**full, "problem": "has no room"}})
+    assert severities(checks.check_disks, lead, other) == ["ok", "ok", "FAIL", "ok"], "ranks write logs on every host"
+    temporary = {**FACTS.directories, "tmp": {"path": "/tmp", "free_bytes": 0, "problem": "has no room"}}
+    assert severities(checks.check_disks, place(directories=temporary)) == ["FAIL", "ok", "ok"]
     gone = {"path": "/srv/it", "free_bytes": 0, "problem": "there is no such directory"}
     assert severities(checks.check_disks, place(directories={**FACTS.directories, "work": gone})) == [
         "FAIL",

@@ -134,6 +134,24 @@ def test_a_host_without_power_whose_disk_held_the_checkpoints(tmp_path: Path) ->
         assert [newest_copy_step(folder) for folder in kept] == [0, 0], "the run is over"
 
 
+def test_a_host_whose_temporary_folder_is_full_takes_no_part(tmp_path: Path) -> None:
+    job, run = Elastic(tmp_path, steps=4), tmp_path / "run"
+    with Cluster(tmp_path / "rack", full=["hB"]) as rack, rack.start(job, run) as running:
+        assert running.end() == 0, running.output.read_text()[-6000:]
+        assert hosts_of_starts(run, rack) == [["hA", "hC"]]
+        (found,) = events(run, "hosts")
+        assert list(found["missing"]) == [rack.addresses["hB"]] and "room" in found["missing"][rack.addresses["hB"]]
+
+
+def test_hosts_that_all_lack_room_are_refused_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher_or_skip()
+    job, run = Elastic(tmp_path), tmp_path / "run"
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    result = run_bounded(job.command(run, 1), environment(), PATIENCE_S)
+    assert result.returncode == 2 and str(tmp_path / "none") in result.stderr, result.stderr
+    assert [path.name for path in run.iterdir()] == [".lock"]
+
+
 @pytest.mark.long
 def test_hosts_that_cannot_read_the_data_do_not_lead(tmp_path: Path) -> None:
     """The data is on the disk that is lost: each host that is left is tried, and then the run ends and says what is amiss."""

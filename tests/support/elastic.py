@@ -143,9 +143,15 @@ def tell(run: Path, what: str, killed_s: float) -> None:
 class Cluster(Rack):
     """Three hosts with a slot each; the supervisor runs on hA, the first rank on the first of ``order``."""
 
-    def __init__(self, directory: Path, order: Sequence[str] = ("hA", "hB", "hC"), own: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        order: Sequence[str] = ("hA", "hB", "hC"),
+        own: Path | None = None,
+        full: Sequence[str] = (),
+    ) -> None:
         launcher = launcher_or_skip()
-        super().__init__(directory, ("hA", "hB", "hC"), own)
+        super().__init__(directory, ("hA", "hB", "hC"), own, full)
         self.hostfile = directory / "hosts"
         self.hostfile.write_text("".join(f"{self.addresses[name]} slots=1\n" for name in order))
         mpich = f"-launcher ssh -launcher-exec {self.agent}"

@@ -34,15 +34,18 @@ class Rack:
 
     Args:
         own: a directory that is another one on every host, on its own disk: ``disks[name]`` to those who look from outside.
+        full: hosts whose folder for temporary files is full.
     """
 
-    def __init__(self, directory: Path, names: Sequence[str], own: Path | None = None) -> None:
+    def __init__(
+        self, directory: Path, names: Sequence[str], own: Path | None = None, full: Sequence[str] = ()
+    ) -> None:
         if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "unshare", "bash")):
             pytest.skip("hosts on one machine need root, ip and unshare")
         self.directory = directory
         directory.mkdir()
         self.addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(names, start=1)}
-        self.own = own
+        self.own, self.full = own, full
         self.disks = {name: directory / f"disk-{name}" for name in names}
         for disk in (*self.disks.values(), *([own] if own is not None else [])):
             disk.mkdir()
@@ -86,6 +89,8 @@ class Rack:
         mounts = "mount -t sysfs none /sys"
         if self.own is not None:
             mounts += f"; mount --bind {self.disks[name]} {self.own}"
+        if name in self.full:
+            mounts += "; mount -t tmpfs -o size=256k none $TMPDIR; head -c 1000000 /dev/zero > $TMPDIR/fill"
         serve = f"{mounts}; exec {sys.executable} {LOGIN} serve {self.directory} {name}"
         # Process ids begin anew in every host: files that launchers name by them must not meet.
         temporary = tempfile.TemporaryDirectory(prefix=name)

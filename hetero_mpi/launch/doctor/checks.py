@@ -261,15 +261,19 @@ def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def check_disks(places: Sequence[Examined]) -> Iterator[Finding]:
-    """Room for the run directory (on the first host, where rank 0 is) and for caches; and the directory in which ranks start."""
+    """Room for the run directory (most of it on the first host, where rank 0 is), for temporary files and for caches; and the
+    directory in which ranks start.
+    """
     for number, (place, facts) in enumerate(answered(places)):
         work = facts.directories["work"]
         if work["problem"]:
             yield _at(place, "no directory", **work)
+        if (folder := facts.directories.get("tmp", {})).get("problem"):
+            yield _at(place, "no temporary folder", **folder)
         for name, use, forbidden in (("run", "run directories", "no run directory"), ("cache", "caches", "no cache")):
-            if name == "run" and number:
-                continue
             room = facts.directories[name]
+            if name == "run" and number and not room["problem"]:
+                continue
             free = room["free_bytes"]
             kind = "little room for " + name if free < LEAST_DISK_BYTES else "room"
             kind = "no room" if name == "run" and free < LEAST_RUN_BYTES else kind

@@ -135,6 +135,8 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "no directory": ("directory", FAILS, "{path}: {problem}", "make it, or name another directory for {title} in the hosts file"),
     "room": ("disk", FINE, "{free} free for {use} ({path})", ""),
     "no run directory": ("disk", FAILS, "{path}: {problem}", "choose another with --run-dir"),
+    "no temporary folder": ("disk", FAILS, "{path}, the folder for temporary files, {problem}",
+        "make room there, or name another folder in the shell's start-up file: export TMPDIR=/var/tmp"),
     "no cache": ("disk", SLOW, "{path}: {problem}", "set XDG_CACHE_HOME to a directory of yours"),
     "no room": ("disk", FAILS, "{free} left for {use} ({path}); a run needs {least} at least", _RUN_ROOM),
     "little room for run": ("disk", SLOW, "{free} left for {use} ({path})", _RUN_ROOM),

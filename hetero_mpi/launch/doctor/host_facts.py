@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
 from hetero_mpi.device.device_probe import drivers
 from hetero_mpi.device.self_test import self_test
-from hetero_mpi.util.disk import free_bytes
+from hetero_mpi.util.disk import room, temporary_folder
 from hetero_mpi.util.host_limits import usable_cores
 from hetero_mpi.util.shipped import absent_packages
 
@@ -77,7 +77,7 @@ class HostFacts:
     kfd: str
     """Access to the device of AMD's compute driver: ``open``, ``closed`` (no permission) or ``absent``."""
     directories: dict[str, Any]
-    """``run``, ``cache`` and ``work``: {"path", "free_bytes", "problem"}."""
+    """``run``, ``tmp``, ``cache`` and ``work``: as ``disk.room``."""
     mpi: dict[str, Any] = field(default_factory=dict)
     """``library`` (its version text), ``threads``, ``fault_tolerance`` (None: not known), ``error``."""
     torch: dict[str, Any] = field(default_factory=dict)
@@ -163,7 +163,12 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         drivers=drivers(),
         kfd=may_open if kfd.exists() else "absent",
-        directories={"run": _room(Path(directory)), "cache": _room(cache), "work": _work(work)},
+        directories={
+            "run": room(Path(directory)),
+            "tmp": room(temporary_folder(), must_exist=True),
+            "cache": room(cache),
+            "work": _work(work),
+        },
         mpi=try_mpi() if deeply else {},
         torch=try_torch() if deeply else {},
     )
@@ -244,14 +249,6 @@ def _tool(name: str, prefix: str = "") -> str:
         if found := shutil.which(name, path=str(folder / "bin")):
             return found
     return shutil.which(name) or ""
-
-
-def _room(path: Path) -> dict[str, Any]:
-    """Free bytes where ``path`` is or would be created, and why it cannot be written ("": it can)."""
-    path = path.absolute()
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    problem = "" if os.access(there, os.W_OK | os.X_OK) else f"this user may not write to {there}"
-    return {"path": str(path), "free_bytes": free_bytes(there), "problem": problem}
 
 
 def _work(path: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
@@ -30,7 +29,7 @@ from hetero_mpi.device.shortage import memory_kills, memory_kills_text
 from hetero_mpi.launch.launcher.command_line import CommandLine
 from hetero_mpi.launch.launcher.launcher import with_home
 from hetero_mpi.util.background import Background
-from hetero_mpi.util.disk import free_bytes
+from hetero_mpi.util.disk import room, temporary_folder
 from hetero_mpi.util.errors import AT_ONCE, ExitCode, UserError
 from hetero_mpi.util.terminal import UNWATCHED_VARIABLE, write_text
 
@@ -46,8 +45,6 @@ _NOT_STARTED = (
     "no rank was started: the login to a host failed, MPI is not there, or a firewall keeps it from connecting back to "
     "this machine"
 )
-_NEEDED_BYTES = 1_000_000
-"""Open MPI 5.0.11 was seen to write 100 kB for 2 ranks and 190 kB for 16."""
 _LINE = b"-" * 74
 _BEGINS = (b"prterun ", b"PRTE has lost communication", b"MPI_ABORT was invoked")
 _ABORTED = (b"MPI_ABORT was invoked", b'calling\n"abort"')
@@ -223,24 +220,12 @@ def check_temporary_folder() -> None:
 
     :raises UserError: it is full, or cannot be written.
     """
-    folder = Path(next((found for name in ("TMPDIR", "TEMP", "TMP") if (found := os.environ.get(name))), "/tmp"))
-    way_out = "make room there, or name another folder: `export TMPDIR=/var/tmp`, say"
-    try:
-        free = free_bytes(folder)
-    except OSError as error:
+    folder = room(temporary_folder(), must_exist=True)
+    if folder["problem"]:
+        way_out = "make room there, or name another folder: `export TMPDIR=/var/tmp`, say"
         raise UserError(
             "launch.temporary_folder",
-            f"{folder}, the folder for temporary files, cannot be used ({error.strerror}): {way_out}",
-        ) from None
-    if free < _NEEDED_BYTES:
-        raise UserError(
-            "launch.temporary_folder",
-            f"{folder}, the folder for temporary files, has {free / 1e6:.1f} MB of room, and the launcher needs "
-            f"{_NEEDED_BYTES / 1e6:.0f} MB: {way_out}",
-        )
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(
-            "launch.temporary_folder", f"{folder}, the folder for temporary files, cannot be written: {way_out}"
+            f"{folder['path']}, the folder for temporary files, {folder['problem']}: {way_out}",
         )
 
 

@@ -37,7 +37,7 @@ from hetero_mpi.launch.supervisor.watched_hosts import WatchedHost, WatchedHosts
 from hetero_mpi.rundir.event_log import EventLog
 from hetero_mpi.rundir.run_directory import START_VARIABLE
 from hetero_mpi.util.disk import write_whole
-from hetero_mpi.util.errors import AT_ONCE, ExitCode
+from hetero_mpi.util.errors import AT_ONCE, ExitCode, UserError
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
@@ -131,11 +131,18 @@ class Supervisor:
 
     def _probe(self, silent: Sequence[WatchedHost]) -> list[WatchedHost]:
         began = time.monotonic()
-        watched = self.watching.probe([host.number for host in silent], self.options.probe_timeout_s)
-        missing = {host.name: host.complaint() for host in self.watching.watched if host not in watched}
+        answered = self.watching.probe([host.number for host in silent], self.options.probe_timeout_s)
+        watched = [host for host in answered if not host.lack_of_room()]
+        missing = {
+            host.name: host.lack_of_room() if host in answered else host.complaint()
+            for host in self.watching.watched
+            if host not in watched
+        }
         names = [host.name for host in watched]
         text = f"{', '.join(names) or 'no host'} answered within {time.monotonic() - began:.1f} s"
         text += "".join(f"; without {name} ({why})" for name, why in missing.items())
+        if self.starts == 0 and self._ranks(watched) < self.options.min_ranks <= self._ranks(answered):
+            raise UserError("elastic.no_room", f"{text}: make room there; of temporary files, TMPDIR names the folder")
         self.events.tell("hosts", text, present=names, missing=missing)
         return watched
 

@@ -3,6 +3,7 @@
 A report is a new TCP connection each time, a line each way::
 
     host agent  {"host": 1, "number": 3, "call": 40, "swept": 4, "tried": 2, "locked": false, "memory_kills": 0,
+                 "folders": [{"path": "/tmp", "free_bytes": 1000000000, "problem": ""}, ...],
                  "run": {"step": 17, "base": 8, "file": 9321, "checkpoint": 15, "copies": 16}}
     supervisor  {"to": [1, 3, 40], "sweep": 5, "keep": null, "try_lock": 2, "leave": false}
 
@@ -15,6 +16,7 @@ A report is a new TCP connection each time, a line each way::
   the last number done.
 * ``try_lock``: a number that grows when the supervisor wants to know whether a run holds the run directory.
 * ``leave``: the host agent ends.
+* ``folders``: the room in the folder for temporary files and in the run directory (``disk.room``).
 * ``run``: what the run directory on this host holds; the supervisor's own host may not have it.
 
 A host agent that hears nothing for longer than the supervisor waits (or finds its port closed) ends the job's processes on its host
@@ -38,7 +40,7 @@ from typing import Any, Literal
 from hetero_mpi.device.shortage import memory_kills
 from hetero_mpi.rundir.line_files import METRICS_NAME, object_of
 from hetero_mpi.rundir.run_directory import LOCK_NAME, RUN_NAME, START_VARIABLE, run_json, run_starts
-from hetero_mpi.util.disk import lock, require_regular
+from hetero_mpi.util.disk import lock, require_regular, room, temporary_folder
 from hetero_mpi.util.errors import UserError
 
 INTERVAL_S = 0.25
@@ -138,6 +140,7 @@ class HostReports:
         self.calls += 1
         sender = {"host": self.host, "number": self.number, "call": self.calls}
         report = {**sender, "run": self._run.state(), "memory_kills": memory_kills()}
+        report["folders"] = [room(temporary_folder(), must_exist=True), room(Path(self.run_dir))]
         report |= {"swept": self.swept, "tried": self.tried, "locked": self.locked}
         with socket.create_connection((self.address, self.port), CALL_S) as connection:
             connection.sendall(seal(self.token, "caller", report))

@@ -67,10 +67,16 @@ class WatchedHost:
     run: dict[str, int] = field(default_factory=dict)
     memory_kills: int = 0
     """Processes that the host's kernel had killed for lack of memory, by the last call."""
+    folders: list[dict[str, Any]] = field(default_factory=list)
+    """The room in its folders (``disk.room``), by the last call."""
 
     @property
     def name(self) -> str:
         return self.entry.name
+
+    def lack_of_room(self) -> str:
+        """The folders in which no rank could write, with the reasons; "": there are none."""
+        return "; ".join(f"{folder['path']} {folder['problem']}" for folder in self.folders if folder["problem"])
 
     def complaint(self) -> str:
         """The last line that the launch agent, or the host agent, has written to stderr; else "no answer"."""
@@ -254,6 +260,6 @@ class WatchedHosts:
                 host.calls, host.heard_s = int(report["call"]), time.monotonic()
                 host.swept, host.tried, host.locked = int(report["swept"]), int(report["tried"]), bool(report["locked"])
                 host.run = {key: int(report["run"][key]) for key in RUN_STATE}
-                host.memory_kills = int(report["memory_kills"])
+                host.memory_kills, host.folders = int(report["memory_kills"]), list(report["folders"])
             orders = {"sweep": self._sweep, "keep": self._keep or None, "try_lock": self._try_lock, "leave": leave}
         return seal(self.token, "listener", {"to": sender, **orders})
