@@ -5,6 +5,7 @@ That all commands of the program are understood is seen in ``test_docs.py``.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ SPAN = re.compile(
 """A code span that is a whole command."""
 FORM = re.compile(r"\.\.\.|\b(COMMAND|JOB|PYTHON)\b")
 """A form of a command, not one to type."""
-BENCHMARKS, COLLECTED = "tests/test_benchmarks.py", "test_tests_named_by_a_document_are_collected"
+BENCHMARKS, COLLECTED = "tests/test_benchmarks.py", "test_tests_named_by_a_document_exist"
 PATIENCE_S = 300.0
 FOLLOWED = {
     "jobs/first_evening.md": "tests/job/test_shipped_jobs.py::test_the_first_evening_ends_with_a_model_that_passes_its_exam",
@@ -216,23 +217,47 @@ def test_benchmarks_take_the_arguments_that_documents_give(tmp_path: Path) -> No
 
 
 COLLECT = """
-import contextlib, io, json, sys, pytest
-for words in json.load(sys.stdin):
-    with contextlib.redirect_stdout(io.StringIO()) as told:
-        code = pytest.main([*words, "--collect-only", "-q", "-p", "no:cacheprovider"])
-    if code != 0:
-        print(words, told.getvalue()[-1000:])
+import contextlib, json, os, pytest
+class Collected:
+    def pytest_collection_modifyitems(self, items):
+        self.marks = {item.nodeid: [mark.name for mark in item.iter_markers()] for item in items}
+collected = Collected()
+with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    pytest.main(["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider"], plugins=[collected])
+print(json.dumps(collected.marks))
 """
+"""Prints every test and its marks."""
 
 
-@pytest.mark.slow
-def test_tests_named_by_a_document_are_collected() -> None:
-    commands = (command.program for command in COMMANDS if command.runner == COLLECTED)
-    given = sorted({words[1:] if words[0] == "pytest" else words[3:] for words in commands})
+@pytest.mark.long
+def test_tests_named_by_a_document_exist() -> None:
+    """Each command of pytest selects some."""
+    done = subprocess.run([sys.executable, "-c", COLLECT], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    marks_of: dict[str, list[str]] = json.loads(done.stdout)
+    given = {command.program for command in COMMANDS if command.runner == COLLECTED}
     assert len(given) > 15
-    words = [sys.executable, "-c", COLLECT]
-    done = subprocess.run(words, input=json.dumps(given), capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+    parser = argparse.ArgumentParser()
+    for option, default in (("-m", "not slow and not long"), ("-k", ""), ("-n", ""), ("--dist", "")):
+        parser.add_argument(option, default=default)
+    parser.add_argument("files", nargs="*")
+    missing = []
+    for words in given:
+        asked = parser.parse_args(words[words.index("pytest") + 1 :])
+        files = tuple(asked.files) or ("tests/",)
+        tests = (
+            test for test, marks in marks_of.items() if test.startswith(files) and holds(asked.m, marks.__contains__)
+        )
+        if not any(holds(asked.k, test.__contains__) for test in tests):
+            missing.append(shlex.join(words))
+    assert not missing
+
+
+def holds(expression: str, is_true: Callable[[str], bool]) -> bool:
+    """Whether an expression of names with ``and``, ``or`` and ``not`` holds, as pytest's ``-m`` and ``-k`` do."""
+    words = re.findall(r"\w+|[()]", expression)
+    return not words or bool(
+        eval(" ".join(w if w in ("and", "or", "not", "(", ")") else str(is_true(w)) for w in words))
+    )
 
 
 JOB = """
