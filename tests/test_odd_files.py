@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,11 +18,16 @@ from hetero_mpi.cli import main
 from hetero_mpi.data.record_files import values_of
 from hetero_mpi.data.text_sequences import Corpus
 from hetero_mpi.data.tokenizer import load_tokenizer
+from hetero_mpi.launch.supervisor.host_reports import RunDirectory
 from hetero_mpi.model.adapters.adapter_files import adapter_of
 from hetero_mpi.model.files.model_files import ModelFiles, read_header, read_json
-from hetero_mpi.rundir.run_directory import claim
+from hetero_mpi.rundir.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME
+from hetero_mpi.rundir.present import PRESENT_NAME, Present, write_present
+from hetero_mpi.rundir.run_directory import LOCK_NAME, RUN_NAME, SAMPLE_NAME, append_event, claim
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.shipped import USED_PROFILE
+from tests.support.damages import DAMAGES
 from tests.support.mpi import ROOT
 from tests.support.past_runs import cluster, make_run, planned
 
@@ -100,6 +107,42 @@ def test_files_of_a_run(name: str, odd: Odd, tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.startswith(f"{run / name}: must be a regular file, and is {said}")
     with pytest.raises(UserError, match="regular file" if odd is pipe else "leads out of it"), claim(run):
         pass
+
+
+RUN_FILES = [METRICS_NAME, STEPS_NAME, EVENTS_NAME, RUN_NAME, PRESENT_NAME, LOCK_NAME, SAMPLE_NAME, USED_PROFILE, "plan.toml",
+             "profile.toml"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_damaged_files_of_a_run_are_left_out_or_refused_in_words(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = cluster(2)
+    whole = make_run(tmp_path / "whole", planned(profile), profile)
+    shutil.copy(whole / "profile.toml", whole / USED_PROFILE)
+    append_event(whole, "started", "the run starts")
+    write_present(whole, Present(1.0, "training step 3"))
+    (whole / SAMPLE_NAME).write_text("Once upon a time")
+    with claim(whole):
+        pass
+    run = tmp_path / "run"
+    for damage in DAMAGES:
+        shutil.copytree(whole, run)
+        damage(run / name)
+        state = RunDirectory(run).state()
+        assert all(type(value) is int for value in state.values()), (damage, state)
+        code = main(["report", str(run)])
+        said = capsys.readouterr().err
+        assert code == 0 or (code == 2 and str(run / name) in said), (damage, said)
+        held = (run / name).is_file() or not os.path.lexists(run / name)
+        with (
+            contextlib.nullcontext() if held else pytest.raises(UserError, match=re.escape(str(run / name))),
+            claim(run),
+            pytest.raises(UserError, match="in use"),
+            claim(run),
+        ):
+            pass
+        shutil.rmtree(run)
 
 
 def ended(*words: str) -> tuple[int, str]:

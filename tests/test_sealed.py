@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -31,6 +30,7 @@ from hetero_mpi.util.disk import cache_folder
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.sealed import opened, store, store_value
 from tests.profiling.test_profiling import kept_times
+from tests.support.damages import DAMAGES
 
 JOB = """
 [model.config]
@@ -46,66 +46,6 @@ train_vocab_size = 300
 sequence_length = 16
 """
 ROWS = [{"text": f"one two {number}"} for number in range(9)]
-
-
-def zeroed(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def half(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def flipped(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def longer(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def elsewhere(path: Path) -> None:
-    path.rename(path.with_name("other"))
-
-
-def other_numbers(path: Path) -> None:
-    with path.open("wb") as file:
-        np.save(file, -np.ones(10))
-
-
-def deep(path: Path) -> None:
-    path.write_bytes(b"[" * 100_000)
-
-
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def a_dangling_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.with_name("nowhere"))
-
-
-def content(text: bytes) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        path.write_bytes(text)
-
-    write.__name__ = repr(text)
-    return write
-
-
-DAMAGES: list[Callable[[Path], None]] = [
-    Path.unlink, zeroed, half, flipped, longer, elsewhere, other_numbers, deep, a_folder, a_pipe, a_dangling_link,
-    *map(content, [b"", b"\xff\xfe garbage", b"null", b"[]", b"{}", b'{"crc32": 0, "value": []}']),
-]  # fmt: skip
 
 
 @dataclass

@@ -21,6 +21,7 @@ from hetero_mpi.planning.decision.remedies import with_optimizer
 from hetero_mpi.planning.simulator import outlined, simulate
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.codec import encode
+from hetero_mpi.planning.types.cost import BLOCK_KEYS
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, with_shared_nics
@@ -34,8 +35,6 @@ from hetero_mpi.util.shipped import profile_file
 from hetero_mpi.util.terminal import wrapped
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
-BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""Names of the number of blocks in a ``config.json``."""
 SEQUENCES_PER_RANK = 4
 LEAST_BATCH = 32
 """Sequences per step where no job says how many: so many for each rank, and this many at least."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.planning.types.cost import BLOCK_KEYS
 from hetero_mpi.planning.types.toml_files import plan_from_dict
 from hetero_mpi.report.plan_text import stages_text
 from hetero_mpi.report.run_text import job_rows
@@ -14,8 +15,6 @@ from hetero_mpi.state.checkpoint import CheckpointReader
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.terminal import wrapped
-
-_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
 
 
 def checkpoint_lines(path: Path) -> list[str]:
@@ -55,7 +54,7 @@ def _progress(metadata: Mapping[str, Any]) -> list[str]:
 def _origin(metadata: Mapping[str, Any]) -> list[str]:
     """Model, job, data, plan and software that the checkpoint comes from."""
     config = run_table(metadata, "model_config")
-    blocks = next((config[key] for key in _BLOCKS if key in config), "?")
+    blocks = next((config[key] for key in BLOCK_KEYS if key in config), "?")
     model = f"{config.get('model_type', '?')}, {blocks} blocks"
     if "factory" in config:
         layers = config.get("layers")

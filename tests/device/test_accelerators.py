@@ -164,7 +164,6 @@ def run_all(directory: Path, names: set[str] | None = None) -> Runs:
             },
             checkpoint={"every": 2},
             sample={"prompt": "the", "max_new_tokens": 12},
-            profile={"path": str(directory / f"{name}.profile.toml")},
         )
 
     jobs = {

@@ -162,6 +162,10 @@ def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -
             "[profile] trial = true: emulated devices keep to their profile",
         ),
         (["profile.trial=maybe"], "[profile] trial"),
+        (
+            ["profile.save_as=a.toml", "cluster.emulate=p.toml"],
+            '[profile] save_as = "a.toml": emulated devices are not measured',
+        ),
         (["adapter.method=lora", "plan.schedule=split"], "an adapter leaves these frozen"),
         (["plan.pipelines=0"], '[plan] pipelines = 0: must be a whole number of at least 1 or "auto"'),
         (["train.global_batch=12", "train.micro_batch=5"], "must divide train.global_batch = 12: 1, 2, 3, 4, 6, 12"),

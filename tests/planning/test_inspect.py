@@ -148,7 +148,7 @@ def test_inspect_says_what_it_wants(
 ) -> None:
     Path(name).write_bytes(content.encode("latin-1"))
     assert words in run(capsys, "inspect", name, code=2)
-    assert "cannot be read" in run(capsys, "inspect", "absent.toml", code=2)
+    assert "absent.toml: no such file" in run(capsys, "inspect", "absent.toml", code=2)
 
 
 # A laptop without torch and MPI

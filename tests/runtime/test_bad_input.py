@@ -230,6 +230,14 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         lambda s, n: {**s.entry(n), "profile": s.directory / "absent.profile.toml"},
         ("absent.profile.toml: no such file", "no shipped profile of this name; shipped are"),
     ),
+    "missing-profile-of-the-job": (
+        lambda s, n: s.entry(n, profile={"path": str(s.directory / "mistyped.profile.toml")}),
+        ("mistyped.profile.toml: no such file",),
+    ),
+    "profile-to-use-and-to-keep": (
+        lambda s, n: s.entry(n, profile={"path": str(s.profile), "save_as": "kept.toml"}),
+        ("save_as",),
+    ),
     "nothing-to-resume": (
         lambda s, n: {**s.entry(n), "resume": "latest"},
         ("no whole checkpoint to resume from", "start without --resume"),

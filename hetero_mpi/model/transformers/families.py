@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hetero_mpi.model.files.model_files import read_json
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES, ROUTER_LOSS_FAMILIES
+from hetero_mpi.planning.types.cost import BLOCK_KEYS
 from hetero_mpi.util.errors import UserError
 
 _WELL_KNOWN = (
@@ -66,6 +67,11 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
     _refuse_settings(config)
     config.use_cache = False
     return config
+
+
+def block_key(config: PreTrainedConfig, blocks: int) -> str:
+    """The key of ``config`` that says how many blocks its model has: not always ``num_hidden_layers``, which may count halves."""
+    return next((key for key in BLOCK_KEYS if getattr(config, key, None) == blocks), BLOCK_KEYS[0])
 
 
 def is_mxfp4(scheme: Any) -> bool:

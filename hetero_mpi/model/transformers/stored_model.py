@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.model.files.model_files import ModelFiles, have_same_numbers
 from hetero_mpi.model.transformers.chain import build_on_meta
-from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.families import block_key, read_config
 from hetero_mpi.model.transformers.weights import HALVES, names_in_model
 from hetero_mpi.util.errors import UserError
 
@@ -71,20 +71,23 @@ class _Fit:
         names, base, plan = model.state_dict(), f"{model.base_model_prefix}.", model._pp_plan or {}
         self.blocks = next((name for name in plan if isinstance(_module(model, name), torch.nn.ModuleList)), base)
         self.layers = tuple(f"{name}." for name in plan)
+        blocks = _module(model, self.blocks)
+        self.count = len(blocks) if isinstance(blocks, torch.nn.ModuleList) else model.config.num_hidden_layers
         self.unread: dict[str, str] = {}
         """Name in the files -> what it would be called in the model."""
         self.keys: dict[str, list[str]] = {}
         """Name in the model -> those in the files."""
         self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         """Name in the model -> (shape in the files, shape by the configuration), where these differ."""
-        for key, (name, converted) in names_in_model(model, files.names).items():
+        for key, ((name, *others), converted) in names_in_model(model, files.names).items():
             if name not in names:
                 inside = f"{base}{name}".startswith(self.layers) and not name.startswith(
                     base
                 )  # files of the base model
                 self.unread[key] = f"{base}{name}" if inside else name
                 continue
-            self.keys.setdefault(name, []).append(key)
+            for one in (name, *others):
+                self.keys.setdefault(one, []).append(key)
             stored, wanted = files.names[key].shape, tuple(names[name].shape)
             if not converted and stored != wanted:
                 self.shapes[name] = stored, wanted
@@ -121,13 +124,12 @@ class _Fit:
 
     def require(self) -> None:
         """Raise UserError unless every tensor of the model is there, in its shape, and no other one in its layers."""
-        directory, config = self.files.directory, self.model.config
-        count, held = config.num_hidden_layers, self._blocks_held()
-        if held is not None and held != count:
+        directory, config, held = self.files.directory, self.model.config, self._blocks_held()
+        if held is not None and held != self.count:
             raise UserError(
                 "model.blocks_differ",
                 f"{directory}: the files hold {held} blocks ({self.blocks}.0 to .{held - 1}), and by config.json the model has "
-                f"{count} (num_hidden_layers): correct config.json, or get the files again",
+                f"{self.count} ({block_key(config, self.count)}): correct config.json, or get the files again",
             )
         if self.shapes:
             name, (stored, wanted) = next(iter(self.shapes.items()))
@@ -181,8 +183,8 @@ class _Fit:
         if any(re.search(pattern, one) for pattern in known for one in (key, name)):
             return True
         match = re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name)
-        further, count = getattr(self.model.config, "num_nextn_predict_layers", 0), self.model.config.num_hidden_layers
-        return match is not None and isinstance(further, int) and count <= int(match[1]) < count + further
+        further = getattr(self.model.config, "num_nextn_predict_layers", 0)
+        return match is not None and isinstance(further, int) and 0 <= int(match[1]) - self.count < further
 
 
 def _settle_dtype(files: ModelFiles, keys: dict[str, Any]) -> list[str]:

@@ -116,7 +116,7 @@ class FileStart:
     def _assign(self, chain: TransformersChain) -> Mapping[int, list[str]]:
         keys: defaultdict[int, list[str]] = defaultdict(list)
         ends = chain.model.get_input_embeddings(), chain.model.get_output_embeddings()
-        for key, (name, _) in names_in_model(chain.model, self.files.names).items():
+        for key, ((name, *others), _) in names_in_model(chain.model, self.files.names).items():
             if name in chain.parameters and chain.model.get_submodule(name.rpartition(".")[0]) in ends:
                 (stored, *_), (rows, *_) = self.files.names[key].shape, chain.parameters[name].shape
                 self._grown |= {key: rows} if stored < rows else {}
@@ -124,7 +124,8 @@ class FileStart:
             if name in chain.parameters or name in chain.constants:
                 keys[chain.layer_of(name)].append(key)
                 stored = getattr(torch, self.files.names[key].dtype)
-                self.dtypes[name] = stored if stored.is_floating_point else torch.bfloat16  # codes of 4 bits
+                stored = stored if stored.is_floating_point else torch.bfloat16  # codes of 4 bits
+                self.dtypes |= dict.fromkeys((name, *others), stored)
         return keys
 
 
@@ -165,9 +166,9 @@ def with_mean_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 _PIECE = 4096
 
 
-def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """Name in the files -> (name in the model, or where the model has no such tensor what transformers would call it; is it a part
-    of that tensor, or changed on the way, so that shapes differ?)."""
+def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[list[str], bool]]:
+    """Name in the files -> (names in the model, several of a tensor that is split, or where the model has no such tensor what
+    transformers would call it; is it a part of that tensor, or changed on the way, so that shapes differ?)."""
     mapping = weight_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -175,5 +176,9 @@ def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tup
     found = {}
     for key in keys:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-        found[key] = (key, False) if name not in names and key in names else (name, pattern is not None)
+        parts = next((one.target_patterns for one in converters if pattern in one.source_patterns), [name])
+        before, _, behind = name.partition(parts[0])  # transformers names the first one
+        found[key] = ([before + part + behind for part in parts], pattern is not None)
+        if name not in names and key in names:
+            found[key] = ([key], False)
     return found

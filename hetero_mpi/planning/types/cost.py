@@ -26,6 +26,8 @@ EIGHT_BIT_SAVING = 8 - 2 - 8 / MOMENT_BLOCK
 STREAMED_LAYERS = 2
 """Layers of a streamed stage whose weights are on the device: the one that computes and the next one. Of gradients: the one that
 computes, and the one whose gradients leave or come. Of layers on disk, in host memory: one that leaves, and one that is read."""
+BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Names of the number of blocks in a ``config.json``."""
 EMBEDDING = "embedding"
 HEAD = "head"
 
