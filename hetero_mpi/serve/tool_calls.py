@@ -8,19 +8,32 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_BLOCK = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)\s*", re.DOTALL)
+_DECODER = json.JSONDecoder()
+_NOTHING = re.compile(r"\s*")
+_END = re.compile(r"\s*</tool_call>\s*|\s*")
+_SEPARATOR = re.compile(r"\s*;?\s*")
 
 
 def opened(text: str) -> Any:
     """The JSON value of a text. Raises ValueError: it is none, is nested too deeply, or has NaN or half of a surrogate pair."""
+    value, end = _value_at(text, 0)
+    if text[end:].strip():
+        raise ValueError("more than one value")
+    return value
+
+
+def _value_at(text: str, place: int) -> tuple[Any, int]:
+    """The JSON value that begins at ``place``, and where it ends. Raises ValueError: as ``opened``."""
+    blanks = _NOTHING.match(text, place)
+    assert blanks is not None
     try:
-        value = json.loads(text)
+        value, end = _DECODER.raw_decode(text, blanks.end())
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise ValueError("half of a surrogate pair is no character") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return value
+    return value, end
 
 
 @dataclass(frozen=True)
@@ -42,41 +55,42 @@ class CallForm:
         return len(text) - next((n for n in lengths if self.marker.startswith(text[-n:])), 0)
 
     def split(self, text: str, tools: Collection[str]) -> tuple[str, list[Mapping[str, Any]]]:
-        """(text before the calls, the calls: ``name`` and ``arguments``) of a whole answer; no calls: all of it is text.
+        """(text outside of the calls, the calls: ``name`` and ``arguments``) of a whole answer.
 
-        Calls stand at the end of the answer, and call tools that there are.
+        A call is whole, and of one of ``tools``. What is none stays text, and hides no other call. The text begins with what stands
+        before ``begin``.
         """
-        begin = self.begin(text)
-        try:
-            calls = [self._call(one, tools) for one in self._objects(text[begin:])]
-        except ValueError:
-            return text, []
-        return (text[:begin], calls) if calls else (text, [])
+        outside, calls, end = "", list[Mapping[str, Any]](), 0
+        place = self.begin(text)
+        while 0 <= place < len(text):
+            found, after = self._calls_at(text, place, tools)
+            if found:
+                outside, end, calls = outside + text[end:place], after, calls + found
+            place = text.find(self.marker, after)
+        return (outside + text[end:], calls) if calls else (text, [])
 
-    def _objects(self, text: str) -> list[Any]:
-        """The JSON values of the calls. Raises ValueError: there is something else."""
-        if self.name == "mistral":
-            found = opened(text.removeprefix(self.marker)) if text else []
-            return found if isinstance(found, list) else [found]
-        if self.name == "llama3":
-            return [opened(part) for part in (text.split(";") if text.count(";") and not _is_json(text) else [text])]
-        blocks = list(_BLOCK.finditer(text))
-        if "".join(block[0] for block in blocks) != text:
-            raise ValueError("text between calls")
-        return [opened(block[1]) for block in blocks]
+    def _calls_at(self, text: str, place: int, tools: Collection[str]) -> tuple[list[Mapping[str, Any]], int]:
+        """(the calls that begin at ``place``, where to look for more); none: what stands there is text."""
+        bare = self.marker == "{"
+        try:
+            value, end = _value_at(text, place if bare else place + len(self.marker))
+            calls = [self._call(one, tools) for one in (value if isinstance(value, list) else [value])]
+        except ValueError:
+            return [], len(text) if bare else place + 1
+        closing = (_SEPARATOR if bare else _END).match(text, end)
+        assert closing is not None
+        return calls, closing.end()
 
     def _call(self, value: Any, tools: Collection[str]) -> Mapping[str, Any]:
-        if not isinstance(value, dict) or value.get("name") not in tools or not isinstance(value.get(self.key), dict):
+        """The call that a JSON value is; a tool without arguments may be called without the key. Raises ValueError: it is none."""
+        if not isinstance(value, dict) or value.get("name") not in tools:
             raise ValueError("no call")
-        return {"name": value["name"], "arguments": value[self.key]}
-
-
-def _is_json(text: str) -> bool:
-    try:
-        opened(text)
-        return True
-    except ValueError:
-        return False
+        arguments = next((value[key] for key in (self.key, "arguments", "parameters") if key in value), None)
+        if isinstance(arguments, str):
+            arguments = opened(arguments)
+        if arguments is not None and not isinstance(arguments, dict):
+            raise ValueError("arguments are an object")
+        return {"name": value["name"], "arguments": arguments or {}}
 
 
 HERMES = CallForm("hermes", "<tool_call>", "arguments")

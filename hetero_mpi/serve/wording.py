@@ -135,8 +135,8 @@ class Choice:
         self._text += text
         end = self._form.begin(self._text)
         if self.wording.finish is not None:
-            before, found = self._form.split(self._text, self._tools)
-            self.calls, end = [_in_api(one) for one in found], len(before)
+            self._text, calls = self._form.split(self._text, self._tools)
+            self.calls, end = [_in_api(call) for call in calls], len(self._text)
         text, self._told = self._text[self._told : end], max(end, self._told)
         return text
 

@@ -20,7 +20,7 @@ from hetero_mpi.serve.api_server import ApiServer
 from hetero_mpi.serve.scheduler import Scheduler
 from hetero_mpi.serve.served_models import ServedModel, served_models
 from hetero_mpi.serve.service import Service, context_of
-from hetero_mpi.serve.tool_calls import HERMES, LLAMA, MISTRAL, form_of
+from hetero_mpi.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallForm, form_of
 from hetero_mpi.serve.web.server import HttpError, Names, bound_socket
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.data.test_tools import DEEPSEEK, QWEN
@@ -164,7 +164,6 @@ def test_calls_come_as_calls_whole_and_in_pieces_and_go_back_into_the_conversati
     [
         ("qwen", '<tool_call>\n{"name": "weather", "arguments": {"city": \n</tool_call>'),
         ("qwen", '<tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call>'),
-        ("qwen", '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call> and so on'),
         ("qwen", "a < b <tool"),
         ("qwen", '<tool_call>\n{"name": "time", "arguments": {"a": NaN}}\n</tool_call>'),
         ("qwen", '<tool_call>\n{"name": "time", "arguments": {"a": "\\ud800"}}\n</tool_call>'),
@@ -179,6 +178,53 @@ def test_what_is_no_call_is_text(models: dict[str, ServedModel], name: str, text
         choice = chats.create(**asked).choices[0]
         assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
         assert "".join(c.choices[0].delta.content or "" for c in chats.create(**asked, stream=True)) == text
+
+
+CALL = '<tool_call>\n{"name": "sql", "arguments": {"q": "%s"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "outside", "called"),
+    [
+        (
+            HERMES,
+            "<think>I write <tool_call> now</think>\n\n" + CALL % "1",
+            "<think>I write <tool_call> now</think>\n\n",
+            [{"q": "1"}],
+        ),
+        (HERMES, "A `<tool_call>` block follows.\n" + CALL % "1", "A `<tool_call>` block follows.\n", [{"q": "1"}]),
+        (HERMES, CALL % "x </tool_call> y", "", [{"q": "x </tool_call> y"}]),
+        (HERMES, '<tool_call>\n{"name": "now"}\n</tool_call>', "", [{}]),
+        (HERMES, '<tool_call>{"name": "now", "arguments": null}', "", [{}]),
+        (HERMES, '<tool_call>{"name": "sql", "arguments": "{\\"q\\": \\"a\\"}"}</tool_call>', "", [{"q": "a"}]),
+        (
+            HERMES,
+            CALL % "a" + "\n<tool_call>broken</tool_call>" + CALL % "b",
+            "<tool_call>broken</tool_call>",
+            [{"q": "a"}, {"q": "b"}],
+        ),
+        (HERMES, CALL % "a" + "\nDone.", "Done.", [{"q": "a"}]),
+        (
+            LLAMA,
+            '{"name": "sql", "parameters": {"q": "a; b"}}; {"name": "now", "parameters": {}}',
+            "",
+            [{"q": "a; b"}, {}],
+        ),
+        (LLAMA, '{"name": "sql", "arguments": {"q": "a"}}', "", [{"q": "a"}]),
+        (
+            MISTRAL,
+            'I look. [TOOL_CALLS] [{"name": "sql", "arguments": {"q": "a"}}, {"name": "now"}]',
+            "I look. ",
+            [{"q": "a"}, {}],
+        ),
+    ],
+)
+def test_calls_are_found_beside_text_and_imperfect_calls(
+    form: CallForm, text: str, outside: str, called: list[dict[str, str]]
+) -> None:
+    kept, calls = form.split(text, ["sql", "now"])
+    assert kept == outside and [call["arguments"] for call in calls] == called
+    assert kept.startswith(text[: form.begin(text)]) or form.begin(text) > len(kept)
 
 
 def test_a_template_that_prints_no_tools_refuses_them(models: dict[str, ServedModel]) -> None:
