@@ -25,6 +25,7 @@ from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.model.held_layers import Shared
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.families import block_key
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.durations import return_s, tied_s
 from hetero_mpi.planning.types.cluster_changes import restricted
@@ -118,7 +119,7 @@ def _check_model(profile: ClusterProfile, chain: TransformersChain, tied: bool, 
         raise UserError(
             "emulation.blocks",
             f"a model stands in for another with as many blocks: {path} has {blocks}, this job's model has {chain.blocks}. "
-            f"Set num_hidden_layers = {blocks} in [model.config]",
+            f"Set {block_key(chain.model.config, chain.blocks)} = {blocks} in [model.config]",
         )
     if tied != profile.model.tied:
         trains = {own: f"trains {'a' if own else 'no'} matrix that embedding and head share" for own in (True, False)}

@@ -52,20 +52,27 @@ class ExportSource:
     """Directory of the weights that were tuned, on this machine."""
 
 
-def export(source: Path, target: Path, merge: bool, best: bool = False) -> str:
+def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bool = False) -> str:
     """Write ``target`` from a run directory or a checkpoint file; returns a sentence about what was written.
 
     Args:
         merge: add the adapter to its base weights and write a whole model; without it an adapter is written as such.
         best: of a run directory, take the checkpoint with the lowest held-out loss.
+        gguf: a GGUF file is to be made of it.
 
     Raises:
-        UserError: no whole checkpoint, nothing to merge, or the base weights are not there.
+        UserError: no whole checkpoint, nothing to merge, the base weights are not there, or no GGUF file can be made.
     """
     transformers_logging.disable_progress_bar()  # one for each layer would say nothing
     path = _checkpoint(source, best)
     with CheckpointReader(path) as reader:
         opened = _open(reader, path)
+        if gguf and opened.job.tokenizer.train_vocab_size is not None:
+            raise UserError(
+                "gguf.trained_tokenizer",
+                f"{path}: its job trained the tokenizer ([tokenizer] train_vocab_size), and llama.cpp's converter knows published "
+                "tokenizers only: leave --gguf out, or train with the tokenizer of a published model ([tokenizer] path)",
+            )
         if merge and opened.tuning.full:
             raise UserError("export.nothing_to_merge", f"{path} holds a whole model, no adapter: leave --merge out")
         if merge and (opened.base is None or not opened.base.is_dir()):

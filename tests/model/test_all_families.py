@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.supported import (
     LEAKING_FAMILIES,
     MASKED_FAMILIES,
@@ -21,6 +24,7 @@ from hetero_mpi.model.transformers.supported import (
     REFUSED_FAMILIES,
     ROUTER_LOSS_FAMILIES,
 )
+from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.util.errors import UserError
 from tests.family_trial import DOCUMENT, Different, row, try_family
 from tests.support.errors import refuses
@@ -109,6 +113,30 @@ def test_unlike_families(family: str) -> None:
 @pytest.mark.parametrize("family", PROVEN_FAMILIES)
 def test_proven_families(family: str) -> None:
     assert row(family, try_family(family)) in lines()
+
+
+READ_BACK = ("longcat_flash", "lara_mini", "sarvam_moe", "mixtral", "gpt_neox")
+"""Families whose files name blocks or tensors otherwise than the model."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [*READ_BACK, *(pytest.param(one, marks=pytest.mark.slow) for one in sorted({*PROVEN_FAMILIES} - {*READ_BACK}))],
+)
+def test_a_model_that_transformers_saves_is_read_back(family: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(read_config(tiny_keys(family)))
+    model.save_pretrained(tmp_path)
+    files, values = ModelFiles(tmp_path), model.state_dict()
+    stored = stored_model(files)
+    assert stored.notes == ()
+    chain = TransformersChain(read_config(stored.config))
+    start = FileStart(files, chain)
+    for layer in range(chain.layer_count):
+        built = build_on_meta(read_config(stored.config))
+        start.fill(chain, built, layer)
+        for spec in (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1)):
+            assert torch.equal(built.get_parameter_or_buffer(spec.name).float(), values[spec.name].float()), spec.name
+    assert {*chain.parameters} <= start.dtypes.keys()
 
 
 @pytest.mark.parametrize("family", sorted(set(REFUSED_FAMILIES) & set(families()) - {"phi4_multimodal"}))

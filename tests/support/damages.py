@@ -18,7 +18,7 @@ def half(path: Path) -> None:
 
 
 def flipped(path: Path) -> None:
-    content = bytearray(path.read_bytes())
+    content = bytearray(path.read_bytes() or b"?")
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
