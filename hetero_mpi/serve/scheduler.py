@@ -1,14 +1,14 @@
-"""The order in which requests are written: ``--parallel`` places in each round go round by client and request.
+"""The order in which requests are written: the ``--parallel`` places of a round go to clients in turn, and of a client to its
+requests in turn.
 
 HTTP threads submit requests and take their tokens; the thread that drives the pipeline asks for the next changes and hands tokens
 out. Nothing else passes between them.
 
     client a   request 1   answers A B C D      three places:  A E B, then E A F, A E B, ...
-    client b   request 2   answer  E            A is the first answer of client a, E of b; B the second of a, F of b;
-               request 3   answer  F            the third place is the client's that has waited for it longer
+    client b   request 2   answer  E
+               request 3   answer  F
 
-A client alone has all places, which go round by request in the same way. An answer that has begun and has no place rests: its keys
-and values stay in memory, so its later tokens have the same bits.
+An answer that has begun and has no place rests: its keys and values stay in memory, so its later tokens have the same bits.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Scheduler:
     def __init__(self, room: Sequence[CacheRoom], parallel: int) -> None:
         self.room, self.parallel = room, parallel
         self._arrival = threading.Condition()
-        """Its lock guards all that follows."""
+        """Guards all that follows."""
         self._answers: dict[int, Answer] = {}
         """Every answer that has not ended, in the order of arrival."""
         self._begun: set[int] = set()
@@ -141,7 +141,8 @@ class Scheduler:
             if not self._answers:
                 self._arrival.wait(wait_s)
             ended = [number for number, answer in self._answers.items() if answer.given_up.is_set()]
-            self._forget(ended)
+            for number in ended:
+                self._forget(number)
             groups = {group for answer in self._answers.values() for group in (answer.client, answer.request)}
             self._latest = {group: self._latest[group] for group in groups}
             begun = self._give_places()
@@ -154,7 +155,7 @@ class Scheduler:
                 answer, token = self._answers[number], found.tokens.get(number)
                 answer.add(token, found.scores.get(number, ()))
                 if token is not None and answer.task.ends_with(token, answer.written):
-                    self._forget([number])
+                    self._forget(number)
 
     def close(self, error: HttpError) -> None:
         """End all requests, present and future, with an error. By any thread that knows that the pipeline's is done or stuck."""
@@ -197,8 +198,7 @@ class Scheduler:
         lengths = [answer.length, *(self._answers[number].length for number in self._begun)]
         return all(one.needed_bytes(lengths) <= one.free_bytes for one in self.room)
 
-    def _forget(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            del self._answers[number]
-        self._begun &= self._answers.keys()
-        self._placed &= self._answers.keys()
+    def _forget(self, number: int) -> None:
+        del self._answers[number]
+        self._begun.discard(number)
+        self._placed.discard(number)

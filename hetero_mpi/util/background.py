@@ -97,9 +97,8 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
     """Start ``python -m module`` of this package, with pipes to its stdin and from its stdout. ``options``: of Popen."""
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", module, *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, **variables}, **options)
+    options |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**os.environ, **variables}}
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
 
 
 def lines_of(stream: IO[AnyStr]) -> queue.Queue[AnyStr | None]:

@@ -116,6 +116,17 @@ def test_a_lacking_tokenizer_is_told_np2(runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_card_that_cannot_be_written_is_left_out_np2(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hetero_mpi.commands.export.write_card", lambda *_: 1 // 0)
+    for name, written in (("full", "model.safetensors"), ("tuned", "adapter_model.safetensors")):
+        export(runs / name, tmp_path / name, merge=False)
+        assert (tmp_path / name / written).exists() and not (tmp_path / name / "README.md").exists()
+    assert [record.levelname for record in caplog.records if "model card" in record.message].count("WARNING") == 2
+
+
+@pytest.mark.slow
 def test_an_adapter_np2(runs: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hetero_mpi", "export", str(runs / "tuned"), str(tmp_path / "out")],

@@ -39,12 +39,8 @@ _changing, _under_way = threading.Lock(), Counter[str]()
 
 @contextlib.contextmanager
 def attention(packed: bool, repeats: bool) -> Iterator[None]:
-    """A block in which transformers' ``sdpa`` attention is another one: after the last such block it is transformers' own again.
-
-    Args:
-        packed: records are computed one by one.
-        repeats: keys and values that heads share are repeated, as transformers does it where a mask is given.
-    """
+    """A block in which transformers' ``sdpa`` attention computes ``packed`` records one by one, and ``repeats`` keys and values
+    that heads share, as it does itself where a mask is given. After the last such block it is transformers' own again."""
     _count(packed, repeats)
     try:
         yield

@@ -243,16 +243,11 @@ class Connection(BaseHTTPRequestHandler):
 
 
 class _Arriving(io.RawIOBase):
-    """The bytes that a client sends, up to a deadline: however few come at a time, they end.
-
-    Attributes:
-        overrun: more were read ahead than are kept; none of them is a request.
-    """
+    """The bytes that a client sends, up to a deadline: however few come at a time, they end."""
 
     def __init__(self, connection: socket.socket, deadline: Callable[[], float]) -> None:
         self._connection, self._deadline = connection, deadline
-        self._ahead = bytearray()
-        self.overrun = False
+        self._ahead, self.overrun = bytearray(), False  # overrun: bytes are lost, so that no request can follow
 
     def readable(self) -> bool:
         return True
@@ -266,11 +261,10 @@ class _Arriving(io.RawIOBase):
         return bool(content)
 
     def readinto(self, buffer: Any, /) -> int:
-        if self._ahead:
-            content = self._ahead[: len(buffer)]
-            del self._ahead[: len(buffer)]
-            buffer[: len(content)] = content
-            return len(content)
+        if count := min(len(buffer), len(self._ahead)):
+            buffer[:count] = self._ahead[:count]
+            del self._ahead[:count]
+            return count
         left_s = self._deadline() - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the request took too long")
