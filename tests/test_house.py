@@ -103,11 +103,14 @@ def imported(module: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
+def imports_of_ours(module: ast.Module) -> tuple[str, ...]:
+    return tuple(name for name in imported(module) if name.startswith("hetero_mpi."))
+
+
 def own_imports(tree: Tree, module: str) -> set[str]:
     """The modules of the tree that ``module`` imports. The top, asked for the version, is none."""
-    names = {
-        name.partition(".")[2].replace(".", "/") for name in imported(tree[module]) if name.startswith("hetero_mpi.")
-    }
+    names = {name.partition(".")[2].replace(".", "/") for name in imports_of_ours(tree[module])}
     packages = {f"{name}/__init__" for name in names}
     deeper = {name.rpartition("/")[0] for name in names & set(tree)}
     # Of `from a import b`, with b a module, a itself is not meant.
@@ -187,18 +190,18 @@ def set_on_others(tree: Tree) -> list[str]:
 
 def test_packages_import_downward_only() -> None:
     assert upward_imports(tree_of(PACKAGE), PACKAGES) == []
-
-
-def test_no_package_imports_a_leaf() -> None:
-    assert leaf_imports(tree_of(PACKAGE)) == []
-    assert leaf_imports(written(train__loop="import hetero_mpi.serve.serve", serve__serve="")) != []
     lazy = "def f():\n    from hetero_mpi.model.stage import Stage"
     for source in ("import hetero_mpi.model.stage", "from hetero_mpi.model import stage", lazy):
         found = upward_imports(written(comm__world=source, model__stage="", comm__transport=""), PACKAGES)
         assert found == ["comm/world imports model/stage"]
     assert upward_imports(written(comm__ranks__world="import hetero_mpi.comm.links", comm__links=""), PACKAGES)
-    assert upward_imports(written(errors="import hetero_mpi.comm.links", comm__links=""), PACKAGES)
+    assert upward_imports(written(util__errors="import hetero_mpi.comm.links", comm__links=""), PACKAGES)
     assert upward_imports(written(comm__attic__old=""), PACKAGES) == ["comm/attic is not in PACKAGES"]
+
+
+def test_no_package_imports_a_leaf() -> None:
+    assert leaf_imports(tree_of(PACKAGE)) == []
+    assert leaf_imports(written(train__loop="import hetero_mpi.serve.serve", serve__serve="")) != []
 
 
 def test_no_modules_import_each_other() -> None:

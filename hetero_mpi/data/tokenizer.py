@@ -123,7 +123,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
 
 
 def _family_of(path: Path) -> PreTrainedConfig | None:
-    """What the tokenizer's class depends on in a model's ``config.json``. Its other values are checked where the model is read."""
+    """The keys of a model's ``config.json`` that the tokenizer's class depends on; others are checked where the model is read."""
     if not path.is_file():
         return None
     try:

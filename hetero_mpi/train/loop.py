@@ -59,7 +59,7 @@ class PlanChanges(Protocol):
 
 
 class After(Enum):
-    """What follows a step."""
+    """The continuation after a step."""
 
     NEXT_STEP = auto()
     CHANGE_PLAN = auto()

@@ -266,7 +266,7 @@ class TrainingRun:
     def _training(
         self, context: RunContext, history: RunHistory, state: TrainingState, stack: contextlib.ExitStack
     ) -> Training:
-        """What the steps of all plans share. ``stack`` closes it after the last one."""
+        """The parts that the steps of all plans share. ``stack`` closes it after the last one."""
         rebalancer = rebalancer_of(context, self.options.plan is not None)
         if rebalancer is not None:
             stack.callback(rebalancer.close)

@@ -55,7 +55,7 @@ def test_links_that_lead_out_of_a_run_directory_are_refused(tmp_path: Path, name
     link.parent.mkdir(parents=True)
     outside = tmp_path / "precious"
     link.symlink_to(outside)
-    with refuses("run.link"), claim(run):
+    with refuses("job.output.run_dir"), claim(run):
         pass
     assert not outside.exists()
     link.unlink()
