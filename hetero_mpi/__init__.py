@@ -50,8 +50,8 @@ if not any(name in os.environ for name in (*_WAITING, "KMP_BLOCKTIME")):
 
 _NAMES = {
     "api": "Job Simulation load_run plan profile simulate steps train",
-    "dataset_trainer": "Trainer",
-    "errors": "UserError",
+    "interop.dataset_trainer": "Trainer",
+    "util.errors": "UserError",
     "model.custom.layered_model": "LayeredModel",
     "planning.types.toml_files": "load_plan load_profile load_report save_plan save_profile",
     "planning.types.plan": "Plan PlanReport",

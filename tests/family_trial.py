@@ -29,7 +29,7 @@ from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.loss import IGNORED, Routed
 from hetero_mpi.model.layer.quantize import fused_experts
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, uses_dropout
+from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, random_rates
 from hetero_mpi.model.transformers.supported import (
     LEAKING_FAMILIES,
     PADDING_FAMILIES,
@@ -288,7 +288,7 @@ def _compare_dropout(family: str, start: FileStart) -> None:
     rates = dropout_rates(family)
     config = _config({**tiny_keys(family), "tie_word_embeddings": False, **rates})
     chain = TransformersChain(config)
-    if bool(rates) is not uses_dropout(chain.model):
+    if bool(rates) is not bool(random_rates(chain.model)):
         raise Different(f"{sorted(rates)} are not seen as dropout")
     _require_equal(*_interleaved(_run(chain, _stages(chain, start)), _run(chain, _stages(chain, start, 1, 3, 5))))
 

@@ -95,7 +95,7 @@ def unattended(action: str, work: Callable[[], object]) -> None:
 
 def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
     """Start ``python -m module`` of this package, with pipes to its stdin and from its stdout. ``options``: of Popen."""
-    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     options |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**os.environ, **variables}}
     return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)

@@ -24,7 +24,7 @@ USED_PROFILE = "used-profile.toml"
 """File in a run directory: the profile that the run's plans are made for, where it is not the one in ``profile.toml``."""
 SHIPPED_FILES = "shipped_files"
 """The folder of the package that a wheel has and a clone has not."""
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def absent_packages() -> tuple[str, ...]:

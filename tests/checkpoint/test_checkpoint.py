@@ -252,7 +252,7 @@ def test_damaged_data_is_named_with_file_and_dataset(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"a\.h5: dataset parameters/{WEIGHT}: damaged.*CRC-32"):
             reader.read("parameters", WEIGHT)
         reader.read("moments1", WEIGHT)
-        with refuses("resume.other_model"):
+        with refuses("checkpoint.dataset_missing"):
             reader.read("parameters", "other")
 
 

@@ -94,7 +94,7 @@ def test_without_llama_cpp_there_is_a_modelfile_and_two_commands(base: Path, pla
             model(places / name, {"model_type": "llama"})
         else:
             adapter(base, places / name, use_rslora=True)
-        with refuses("gguf.adapter_unsupported") as caught:
+        with refuses("gguf.unsupported") as caught:
             write_gguf(places / name, "q8_0", AGAIN)
         commands = str(caught.value).splitlines()[1:]
         assert commands == ["  git clone https://github.com/ggml-org/llama.cpp", f"  LLAMA_CPP=llama.cpp {AGAIN}"]

@@ -232,7 +232,7 @@ def test_a_file_of_keys_names_its_clients(tmp_path: Path, monkeypatch: pytest.Mo
             keys("# alice k1\n\n", token)
     assert keys("token k1\n") == {"token": "k1"} == check_options(ServeOptions(Path(), keys=path))
     path.unlink()
-    with refuses("records.unreadable"):
+    with refuses("serve.keys"):
         check_options(ServeOptions(Path(), keys=path))
 
 

@@ -235,7 +235,7 @@ def test_a_sequence_needs_one_token_more_than_its_length(
     if count:
         assert len(built(texts, tokenizer, length, True, 0.0, 0).tokens) == count
     else:
-        with refuses("tokenizer.no_end_token"):
+        with refuses("data.too_few_sequences"):
             built(texts, tokenizer, length, True, 0.0, 0)
 
 
@@ -419,7 +419,7 @@ def test_a_tokenizer_that_makes_its_library_fail_is_refused(
     for key, change in TOKENIZER_FAULTS[name].items():
         values[key] = change if "type" in change else {**values[key], **change}
     path.write_text(json.dumps(values))
-    with refuses("template.marks"):
+    with refuses("data.too_few_sequences"):
         encoded(own_tokens_only(load_tokenizer(tmp_path)), ["ab \u00fc"], special=True)
 
 

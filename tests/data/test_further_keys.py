@@ -256,7 +256,7 @@ def test_values_one_after_the_other_are_named_by_their_lines(tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"a.json, line 11: broken JSON at column"):
         read_records([f"{tmp_path}/*"])
     (tmp_path / "a.json").write_text('{"prompt": "a",\n' + LINES)
-    with refuses("data.isolation"):
+    with refuses("record.json"):
         read_records([f"{tmp_path}/*"])
 
 

@@ -160,9 +160,9 @@ def test_marks_that_cannot_be_told_apart_or_that_miss_the_answer(tmp_path: Path)
     twice = PHI3.replace(
         " + '<|end|>\\n' }}{% endgen", " }}{% endgeneration %}{% generation %}{{ '<|end|>\\n' }}{% endgen"
     )
-    with refuses("template.marks"):
+    with refuses("template.failed"):
         learnt(Format(twice, "<|endoftext|>", MARKED["phi3"].special), one)
     empty = PHI3.replace("{% generation %}\n{{- message.content", "{{ message.content }}{% generation %}{{ ''")
     assert PHI3 not in (twice, empty)
-    with refuses("template.marks"):
+    with refuses("template.failed"):
         learnt(Format(empty, "<|endoftext|>", MARKED["phi3"].special), one)

@@ -166,7 +166,7 @@ def test_a_full_disk_is_not_the_users_file_that_cannot_be_read(
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"No space left.*XDG_CACHE_HOME"):
         patch.setattr(np, "save", full)
         prepared(job, TEXT, f"data.cache={cache}")
-    with monkeypatch.context() as patch, refuses("hosts.unreadable"):
+    with monkeypatch.context() as patch, refuses("text.no_text"):
         patch.setattr(text_sequences, "_texts", unreadable)
         patch.setattr(text_sequences, "_is_text", lambda *_: True)
         prepared(job, TEXT, f"data.cache={cache}")

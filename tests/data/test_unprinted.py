@@ -33,7 +33,10 @@ def outcome(template: str, *values: Any) -> list[Any]:
     tokenizer, bad = tokenizer_of(FORMATS["chatml"]), BadRecords(len(values))
     tokenizer.chat_template = template
     found = list(tokenize_records(tokenizer, choose_template(tokenizer, "chat"), values, bad))
-    return [[(tokenizer.decode(one.ids[one.answer]), one.forgotten) for one in found], bad.problems]
+    return [
+        [(tokenizer.decode(one.ids[one.answer]), one.forgotten) for one in found],
+        [str(problem) for problem in bad.problems],
+    ]
 
 
 def test_thoughts() -> None:

@@ -30,7 +30,7 @@ def test_a_relative_run_directory_stays_inside_links_included(job: Path, tmp_pat
     (job.parent / "away").symlink_to(tmp_path / "elsewhere")
     (job.parent / "inner").mkdir()
     (job.parent / "inner" / "up").symlink_to("../..")
-    with refuses("cli.working_directory"):
+    with refuses("job.output.run_dir"):
         load_job(job, [f"output.run_dir={text}"])
 
 
@@ -55,7 +55,7 @@ def test_links_that_lead_out_of_a_run_directory_are_refused(tmp_path: Path, name
     link.parent.mkdir(parents=True)
     outside = tmp_path / "precious"
     link.symlink_to(outside)
-    with refuses("job.output.run_dir"), claim(run):
+    with refuses("run.link"), claim(run):
         pass
     assert not outside.exists()
     link.unlink()

@@ -411,5 +411,5 @@ def test_where_a_host_does_not_answer_the_last_words_are_the_doctors_command(
 @pytest.mark.parametrize("content", [b"h\xe4 slots=2\n", b"a slots=" + b"9" * 5000, "a slots=\u0664\n".encode()])
 def test_a_host_file_of_odd_bytes_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(content)
-    with refuses("hosts.slots"):
+    with refuses("hosts.encoding"):
         read_hostfile(tmp_path / "hosts")

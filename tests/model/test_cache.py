@@ -156,7 +156,7 @@ def test_where_was_looked_is_said(home: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=pattern):
             hub.obtain("org/absent", tmp_path / "org" / "absent", download, print)
     (put(home, "org/half") / "model.safetensors").unlink()
-    with refuses("export.custom_model"):
+    with refuses("model.missing"):
         hub.obtain("org/half", tmp_path / "org" / "half", True, print)
 
 

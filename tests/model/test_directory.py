@@ -184,7 +184,7 @@ def test_an_interrupted_replacement_is_undone(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_no_model_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
-    with refuses("model.undecodable"):
+    with refuses("directory.not_replaceable"):
         ModelDirectoryWriter(build("llama", device="meta"), tmp_path, 10**9)
 
 

@@ -84,7 +84,7 @@ def test_truncated_file(single: Path, lost: int | str) -> None:
     assert left is not None
     with open(path, "r+b") as file:
         file.truncate(left)
-    with refuses("export.custom_model"):
+    with refuses("model.damaged"):
         ModelFiles(single).check()
 
 
@@ -154,14 +154,14 @@ def test_only_a_pickle(tmp_path: Path) -> None:
 
 def test_no_weights_at_all(tmp_path: Path) -> None:
     directory = config(tmp_path / "empty")
-    with refuses("export.custom_model"):
+    with refuses("model.damaged"):
         ModelFiles(directory).check()
 
 
 def test_missing_directory_and_config(single: Path) -> None:
     with pytest.raises(UserError, match=rf"lama-tiny .*does not exist; near it: {single}.*Nothing is downloaded"):
         ModelFiles(single.parent / "lama-tiny")
-    with refuses("run.not_a_directory"):
+    with refuses("model.missing"):
         ModelFiles(single / "config.json")
     (single / "config.json").rename(single / "confg.json")
     with pytest.raises(UserError, match=r"config\.json does not exist; near it: confg\.json"):

@@ -107,6 +107,6 @@ def test_writers_killed_at_random_moments_leave_the_former_result_or_the_new_one
 
 def test_something_else_is_not_replaced_by_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
-    with refuses("export.source"):
+    with refuses("directory.not_replaceable"):
         adapter_directory(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]

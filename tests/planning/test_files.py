@@ -224,7 +224,7 @@ def test_both_parts_of_a_split_backward_are_given_or_neither(tmp_path: Path) -> 
     save_profile(
         replace(profile, devices=(profile.devices[0], replace(profile.devices[1], layers=half))), tmp_path / "p.toml"
     )
-    with refuses("plan.split_times"):
+    with refuses("file.invalid"):
         load_profile(tmp_path / "p.toml")
 
 

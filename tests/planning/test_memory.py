@@ -204,5 +204,5 @@ def test_the_others_get_what_fits_where_one_rank_keeps_more(ranks: int, pipeline
 def test_a_ratio_is_written_read_and_never_below_one() -> None:
     profile = keeping_more({1: 4.0})
     assert profile_from_dict(profile_to_dict(profile)) == profile
-    with refuses("launch.ranks"):
+    with refuses("file.invalid"):
         profile_from_dict(profile_to_dict(keeping_more({1: 0.5})))

@@ -103,5 +103,5 @@ def test_layers_may_move_from_ranks_that_hold_several_stages() -> None:
 def test_an_unknown_order_is_refused() -> None:
     plan = make_plan_of((0, 2, 4), (0, 1), 2)
     plan = replace(plan, pipelines=(replace(plan.pipelines[0], order="zigzag"),))
-    with refuses("inspect.unknown_file"):
+    with refuses("plan.invalid"):
         complete_plan(plan, make_profile(), PlanRequest(2, SEQUENCE, (1,)))

@@ -147,7 +147,7 @@ def test_a_deadlock_is_shown_with_the_stuck_rows_marked() -> None:
 def test_sums_in_different_orders_deadlock() -> None:
     schedule = schedule_of(unlike(), MODEL)
     turned = {**schedule, 0: (*schedule[0][:-3], *actions("1REDUCE2 1REDUCE3 1STEP"))}
-    with refuses("schedule.action"):
+    with refuses("schedule.deadlock"):
         validate(turned, unlike(), MODEL)
 
 

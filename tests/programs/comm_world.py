@@ -77,23 +77,23 @@ def check_agreement(world: World) -> None:
     with world.together("something easy"):
         assert world.doing == "something easy"
     assert world.doing == "testing"
-    problem = "no disk" if world.rank == last else None
-    ways: tuple[Callable[[str | None], None], ...] = (world.agree, partial(in_block, world))
+    problem = UserError("test.fault", "no disk") if world.rank == last else None
+    ways: tuple[Callable[[UserError | None], None], ...] = (world.agree, partial(in_block, world))
     for raise_it in ways:
         try:
             raise_it(problem)
         except CollectiveUserError as error:
             assert "no disk" in str(error) and (world.size == 1 or f"rank {last} on {world.hosts[last]}" in str(error))
-            assert error.exit_code == UserError.exit_code
+            assert error.exit_code == UserError.exit_code and error.kind == "test.fault"
         else:
             raise AssertionError("a rank had a problem and nobody raised it")
 
 
-def in_block(world: World, problem: str | None) -> None:
+def in_block(world: World, problem: UserError | None) -> None:
     """``agree``, by way of ``together``."""
     with world.together("something hard"):
         if problem is not None:
-            raise UserError("test.fault", problem)
+            raise problem
 
 
 def main(world: World) -> int:
