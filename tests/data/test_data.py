@@ -419,7 +419,7 @@ def test_a_tokenizer_that_makes_its_library_fail_is_refused(
     for key, change in TOKENIZER_FAULTS[name].items():
         values[key] = change if "type" in change else {**values[key], **change}
     path.write_text(json.dumps(values))
-    with refuses("data.too_few_sequences"):
+    with refuses("tokenizer.damaged"):
         encoded(own_tokens_only(load_tokenizer(tmp_path)), ["ab \u00fc"], special=True)
 
 

@@ -408,8 +408,15 @@ def test_where_a_host_does_not_answer_the_last_words_are_the_doctors_command(
     assert advice == f"launch: which of these, and where: python -m hetero_mpi doctor --hostfile {hosts}"
 
 
-@pytest.mark.parametrize("content", [b"h\xe4 slots=2\n", b"a slots=" + b"9" * 5000, "a slots=\u0664\n".encode()])
-def test_a_host_file_of_odd_bytes_is_refused(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"h\xe4 slots=2\n", "hosts.encoding"),
+        (b"a slots=" + b"9" * 5000, "hosts.slots"),
+        ("a slots=\u0664\n".encode(), "hosts.slots"),
+    ],
+)
+def test_a_host_file_of_odd_bytes_is_refused(content: bytes, kind: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(content)
-    with refuses("hosts.encoding"):
+    with refuses(kind):
         read_hostfile(tmp_path / "hosts")

@@ -163,7 +163,7 @@ def test_refusals_name_the_reason() -> None:
     undeclared = next(
         name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in {*families(), *REFUSED_FAMILIES}
     )
-    with refuses("model.no_pipeline_plan"):
+    with refuses("model.family_refused"):
         read_config({"model_type": undeclared})
 
 

@@ -154,7 +154,7 @@ def test_only_a_pickle(tmp_path: Path) -> None:
 
 def test_no_weights_at_all(tmp_path: Path) -> None:
     directory = config(tmp_path / "empty")
-    with refuses("model.damaged"):
+    with refuses("model.no_weights"):
         ModelFiles(directory).check()
 
 
