@@ -92,7 +92,7 @@ def tokenizer() -> str:
 
 def prepared(size: int, keys: str) -> Callable[[], object]:
     from hetero_mpi.job.load import load_job
-    from hetero_mpi.train.setup.data_setup import prepare
+    from hetero_mpi.training.setup.data_setup import prepare
 
     text(size)
     file = Path(f"job-{size}.toml")

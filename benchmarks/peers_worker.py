@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 from hetero_mpi.job.load import load_job  # noqa: E402
 from hetero_mpi.job.schema import JobConfig  # noqa: E402
 from hetero_mpi.model.optimizer import learning_rate  # noqa: E402
-from hetero_mpi.train.setup.data_setup import Material, prepare  # noqa: E402
+from hetero_mpi.training.setup.data_setup import Material, prepare  # noqa: E402
 
 SINGLE = {"Schedule1F1B": pipelining.Schedule1F1B, "ScheduleGPipe": pipelining.ScheduleGPipe}
 LOOPED = {

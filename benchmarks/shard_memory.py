@@ -155,7 +155,7 @@ def _opened(directory: Path, held: str) -> tuple[Any, Any, Any, list[int]]:
     from hetero_mpi.model.transformers.chain import TransformersChain
     from hetero_mpi.model.transformers.families import read_config
     from hetero_mpi.model.transformers.weights import FileStart
-    from hetero_mpi.train.setup.job_tuning import tuning_of
+    from hetero_mpi.training.setup.job_tuning import tuning_of
 
     logging.disable_progress_bar()
     files = ModelFiles(directory)

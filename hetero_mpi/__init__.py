@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hetero_mpi.report.past_run import PastRun as PastRun
     from hetero_mpi.step_iterator import Step as Step
     from hetero_mpi.step_iterator import StopTraining as StopTraining
-    from hetero_mpi.train.result import TrainResult as TrainResult
+    from hetero_mpi.training.result import TrainResult as TrainResult
     from hetero_mpi.util.errors import UserError as UserError
 
 __version__ = "0.1.0"
@@ -58,7 +58,7 @@ _NAMES = {
     "planning.types.profile": "ClusterProfile",
     "report.past_run": "PastRun",
     "step_iterator": "Step StopTraining",
-    "train.result": "TrainResult",
+    "training.result": "TrainResult",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Name -> the module that has it."""

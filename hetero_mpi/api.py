@@ -34,15 +34,15 @@ from hetero_mpi.planning.types.toml_files import (
 from hetero_mpi.report.past_run import PastRun, read_run
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.step_iterator import Step, StepEvents, Steps, StopTraining, close_at_exit
-from hetero_mpi.train.follower import Event as RunEvent
-from hetero_mpi.train.follower import Reply
+from hetero_mpi.training.follower import Event as RunEvent
+from hetero_mpi.training.follower import Reply
 from hetero_mpi.util.errors import UserError
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
-    from hetero_mpi.train.follower import OnEvent
-    from hetero_mpi.train.result import TrainResult
-    from hetero_mpi.train.signals import StopRequest
+    from hetero_mpi.training.follower import OnEvent
+    from hetero_mpi.training.result import TrainResult
+    from hetero_mpi.training.signals import StopRequest
 
 _UNDER_WAY = threading.Lock()
 """Held while a run or a measurement of this program is under way; a second one cannot use MPI at the same time."""
@@ -283,8 +283,8 @@ def _run(
 ) -> TrainResult | None:
     """A run by rank 0's arguments. Callbacks of one rank are enough for events to be sent to all."""
     with collective(stop is not None) as world:
-        from hetero_mpi.train.setup.context import TrainOptions
-        from hetero_mpi.train.training_run import train as train_on_ranks
+        from hetero_mpi.training.setup.context import TrainOptions
+        from hetero_mpi.training.training_run import train as train_on_ranks
 
         if any(world.all_gather_json(on_event is not None)):
             on_event = on_event or (lambda event: Reply.GO_ON)

@@ -149,8 +149,8 @@ def train(job: Path, overrides: Sequence[str], **options: Any) -> int:
     def command(world: World) -> int:
         loaded = _read_early(world, job, overrides)
         with _eager_imports(world):
-            from hetero_mpi.train.setup.context import TrainOptions
-            from hetero_mpi.train.training_run import train
+            from hetero_mpi.training.setup.context import TrainOptions
+            from hetero_mpi.training.training_run import train
 
         train(world, TrainOptions(loaded, **options))
         return ExitCode.DONE

@@ -18,12 +18,12 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from hetero_mpi.rundir.metrics import Evaluation, StepMetrics
-from hetero_mpi.train.follower import Event, OnEvent, Reply
-from hetero_mpi.train.signals import StopRequest
+from hetero_mpi.training.follower import Event, OnEvent, Reply
+from hetero_mpi.training.signals import StopRequest
 from hetero_mpi.util.background import Background
 
 if TYPE_CHECKING:
-    from hetero_mpi.train.result import TrainResult
+    from hetero_mpi.training.result import TrainResult
 
 
 class StopTraining(Exception):

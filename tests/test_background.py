@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.train.rebalance import Replanner
+from hetero_mpi.training.rebalance import Replanner
 from hetero_mpi.util.background import Background, BestEffort, lines_of, unattended, unharmed
 
 
@@ -89,7 +89,7 @@ def test_the_end_of_a_run_does_not_wait_for_planning_that_is_about_to_start(
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     question: Any = SimpleNamespace(to_dict=dict)
-    monkeypatch.setattr("hetero_mpi.train.rebalance.encode", lambda question, **_: {})
+    monkeypatch.setattr("hetero_mpi.training.rebalance.encode", lambda question, **_: {})
     for under_way in (False, True):
         replanner, begin_s = Replanner(), time.monotonic()
         replanner.ask(question)

@@ -31,7 +31,7 @@ PACKAGES = [
     "engine",
     "emulation",
     "state",
-    "train/setup", "inference", "train",
+    "training/setup", "inference", "training",
     "commands",
     "serve/web", "serve", "inference/evaluate",
     "launch/hosts", "launch/launcher", "launch/supervisor", "launch/doctor", "launch",

@@ -30,7 +30,7 @@ import sys
 from hetero_mpi.model.eager_imports import eager_imports
 
 with eager_imports():
-    import hetero_mpi.train.training_run
+    import hetero_mpi.training.training_run
 
 import torch
 from transformers import LlamaConfig

@@ -25,7 +25,7 @@ from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.files.shard_cache import ShardCache
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.profiling import benchmark_spec
-from hetero_mpi.train.setup import data_setup
+from hetero_mpi.training.setup import data_setup
 from hetero_mpi.util.disk import cache_folder
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.sealed import opened, store, store_value

@@ -16,9 +16,9 @@ from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.profiling.cluster import profile_cluster
 from hetero_mpi.report.profile_text import profile_lines
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.train.setup import setup
-from hetero_mpi.train.setup.context import TrainOptions
-from hetero_mpi.train.setup.profile_and_plan import subject_of
+from hetero_mpi.training.setup import setup
+from hetero_mpi.training.setup.context import TrainOptions
+from hetero_mpi.training.setup.profile_and_plan import subject_of
 from hetero_mpi.util.disk import writing
 
 

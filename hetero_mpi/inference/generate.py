@@ -27,8 +27,8 @@ from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import SAMPLE_NAME
-from hetero_mpi.train.setup.data_setup import model_directory, prompt_template
-from hetero_mpi.train.setup.setup import look_around
+from hetero_mpi.training.setup.data_setup import model_directory, prompt_template
+from hetero_mpi.training.setup.setup import look_around
 from hetero_mpi.util import units
 from hetero_mpi.util.background import unharmed
 from hetero_mpi.util.errors import UserError

@@ -38,7 +38,7 @@ from hetero_mpi.profiling.host_profiles import sharing_ranks
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.state.file_supply import open_start
 from hetero_mpi.state.redistribute import Parcel, deliveries, move, parcels
-from hetero_mpi.train.setup.setup import open_rank, settle_products
+from hetero_mpi.training.setup.setup import open_rank, settle_products
 from hetero_mpi.util import units
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from hetero_mpi.model.transformers.generation import model_stops, read_generatio
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.state.checkpoint import CheckpointError, CheckpointReader
-from hetero_mpi.train.setup.data_setup import prompt_template
+from hetero_mpi.training.setup.data_setup import prompt_template
 from hetero_mpi.util.errors import UserError
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

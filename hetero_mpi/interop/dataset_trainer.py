@@ -24,7 +24,7 @@ from hetero_mpi.interop.other_tools import PEFT, arguments
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.step_iterator import Steps
-from hetero_mpi.train.result import TrainResult
+from hetero_mpi.training.result import TrainResult
 from hetero_mpi.util.disk import cache_folder, sync, writing
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.sealed import discard, opened, store

@@ -30,8 +30,8 @@ from hetero_mpi.serve.scheduler import KEPT_FREE, CacheRoom, Scheduler
 from hetero_mpi.serve.served_models import ServedModel, served_models
 from hetero_mpi.serve.service import Service, context_of, ending_error
 from hetero_mpi.serve.web.server import LOCAL, Names, bound_socket
-from hetero_mpi.train.setup.setup import look_around
-from hetero_mpi.train.signals import StopRequest
+from hetero_mpi.training.setup.setup import look_around
+from hetero_mpi.training.signals import StopRequest
 from hetero_mpi.util.errors import ExitCode, UserError
 
 TOKEN_VARIABLE = "HETERO_MPI_TOKEN"

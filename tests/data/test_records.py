@@ -14,7 +14,7 @@ from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from hetero_mpi.job.load import LoadedJob, load_job
-from hetero_mpi.train.setup.data_setup import prepare, prompt_template
+from hetero_mpi.training.setup.data_setup import prepare, prompt_template
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 from tests.support.family_configs import tiny_keys

@@ -17,7 +17,7 @@ from hetero_mpi.data.record_files import OwnKeys
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from hetero_mpi.job.load import load_job
-from hetero_mpi.train.setup.data_setup import Material, prepare
+from hetero_mpi.training.setup.data_setup import Material, prepare
 from hetero_mpi.util.errors import UserError
 from tests.data.test_hub_records import put
 from tests.support.errors import refuses

@@ -16,7 +16,7 @@ from hetero_mpi.data import text_sequences, token_cache
 from hetero_mpi.data.dataset import mapped, parts_of_rows
 from hetero_mpi.data.token_cache import file_marks, kept
 from hetero_mpi.job.load import load_job
-from hetero_mpi.train.setup.data_setup import Material, prepare
+from hetero_mpi.training.setup.data_setup import Material, prepare
 from hetero_mpi.util.disk import cache_folder
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
@@ -64,7 +64,7 @@ def test_a_second_start_has_the_same_data_and_reads_nothing(
     first, there = prepared(job, text)
     assert not there
     for name in ("train_bpe", "build_sequences", "build_record_sequences", "read_records"):
-        monkeypatch.setattr(f"hetero_mpi.train.setup.data_setup.{name}", None)
+        monkeypatch.setattr(f"hetero_mpi.training.setup.data_setup.{name}", None)
     second, there = prepared(job, text)
     assert there
     for material in (first, second):

@@ -13,7 +13,7 @@ from hetero_mpi.data.batch import batch_indices, parts_of
 from hetero_mpi.data.dataset import Dataset
 from hetero_mpi.data.tokenizer import save_tokenizer, train_bpe
 from hetero_mpi.job.load import load_job
-from hetero_mpi.train.setup.data_setup import prepare
+from hetero_mpi.training.setup.data_setup import prepare
 from hetero_mpi.util.errors import UserError
 from tests.support.jobs import SMALLEST
 

@@ -17,7 +17,7 @@ ASK = """\
 import os
 open(GROUP, "w").write(str(os.getpid()))
 from hetero_mpi.util.host_limits import core_quota, usable_cores
-from hetero_mpi.train.setup.setup import default_threads
+from hetero_mpi.training.setup.setup import default_threads
 print(core_quota(), usable_cores(), default_threads(core_quota()))
 """
 
@@ -53,7 +53,7 @@ def test_a_process_under_a_quota_counts_on_its_cores_only(quota_of_one_core: Pat
 
 
 def test_of_a_list_of_threads_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hetero_mpi.train.setup.setup import default_threads
+    from hetero_mpi.training.setup.setup import default_threads
 
     for text, threads in (("4,2", 4), ("4", 4), ("", 3), ("0", 3), ("all", 3)):
         monkeypatch.setenv("OMP_NUM_THREADS", text)

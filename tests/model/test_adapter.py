@@ -24,7 +24,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.train.setup.job_tuning import tuning_of
+from hetero_mpi.training.setup.job_tuning import tuning_of
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 from tests.support.stages import stage_of

@@ -36,7 +36,7 @@ from hetero_mpi.state.checkpoint import KINDS, CheckpointReader, CheckpointWrite
 from hetero_mpi.state.redistribute import LiveState, Parcel, deliveries, parcels, take_over
 from hetero_mpi.state.saving import Snapshot
 from hetero_mpi.state.stored_state import check_tensors, check_train
-from hetero_mpi.train.setup.job_tuning import with_moments
+from hetero_mpi.training.setup.job_tuning import with_moments
 from hetero_mpi.util.errors import UserError
 from tests.engine.test_trainer import LAYOUTS, LENGTH, batch_of
 from tests.support.checkpoint_samples import told

@@ -25,7 +25,7 @@ from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.state.checkpoint import CheckpointReader, CheckpointWriter
 from hetero_mpi.state.stored_state import check_fits, check_train, rate_change, step_change
-from hetero_mpi.train.setup.job_tuning import tuning_of
+from hetero_mpi.training.setup.job_tuning import tuning_of
 from hetero_mpi.util.errors import UserError
 from tests.support.checkpoint_samples import told
 from tests.support.errors import refuses

@@ -274,7 +274,7 @@ def test_what_one_device_keeps_more_is_its_own(subject: BenchmarkSpec) -> None:
 
 def test_adapters_are_measured_without_splitting(chain: TransformersChain, subject: BenchmarkSpec) -> None:
     from hetero_mpi.job.schema import JobConfig
-    from hetero_mpi.train.setup.job_tuning import tuning_of
+    from hetero_mpi.training.setup.job_tuning import tuning_of
 
     job = JobConfig.model_validate(
         {"model": {"path": "x"}, "data": {"text": ["x"]}, "adapter": AdapterTable(method="lora")}

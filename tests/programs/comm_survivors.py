@@ -20,7 +20,7 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.mpi_start import run_guarded, settled, survivors
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.train.watchdog import Heartbeat
+from hetero_mpi.training.watchdog import Heartbeat
 
 MESSAGES, MESSAGE_BYTES = 20, 1 << 22
 SHORT_MESSAGES = 30

@@ -17,7 +17,7 @@ from hetero_mpi.model.eager_imports import eager_imports
 
 with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.device.backend import return_freed_memory
-    from hetero_mpi.train import run
+    from hetero_mpi.training import run
 
 WIDTH, LAYERS = 1024, 10
 """40 MiB, in layers that the C library keeps when they are freed."""

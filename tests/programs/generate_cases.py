@@ -22,8 +22,8 @@ from hetero_mpi.util.errors import UserError
 with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.inference import generate as command
     from hetero_mpi.inference import layer_split
-    from hetero_mpi.train import run
-    from hetero_mpi.train.setup.context import TrainOptions
+    from hetero_mpi.training import run
+    from hetero_mpi.training.setup.context import TrainOptions
     from tests.programs.pooled import forget
 
 

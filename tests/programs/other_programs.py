@@ -9,7 +9,7 @@ import time
 
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.train.run_report import OtherPrograms
+from hetero_mpi.training.run_report import OtherPrograms
 from hetero_mpi.util.host_limits import own_cores
 
 BUSY = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"

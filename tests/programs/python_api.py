@@ -18,7 +18,7 @@ from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 
 with eager_imports():  # as a rank of ``train`` does
-    import hetero_mpi.train.training_run
+    import hetero_mpi.training.training_run
 
 RANK = MPI.COMM_WORLD.Get_rank()
 

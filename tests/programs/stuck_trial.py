@@ -9,8 +9,8 @@ from unittest import mock
 
 from hetero_mpi.cli import main
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.train import trial
-from hetero_mpi.train.measuring import OwnStep, own_step
+from hetero_mpi.training import trial
+from hetero_mpi.training.measuring import OwnStep, own_step
 
 
 def stuck(trainer: Trainer, *arguments: Any) -> OwnStep:

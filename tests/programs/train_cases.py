@@ -18,8 +18,8 @@ from hetero_mpi.model.eager_imports import eager_imports
 with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.data.batch import Batch
     from hetero_mpi.data.dataset import Dataset
-    from hetero_mpi.train.setup.context import TrainOptions
-    from hetero_mpi.train.training_run import train
+    from hetero_mpi.training.setup.context import TrainOptions
+    from hetero_mpi.training.training_run import train
     from tests.programs.pooled import forget
     from tests.support.changing_batches import changed
 

@@ -26,9 +26,9 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.comm.transport import Buffer, Request
     from hetero_mpi.model.transformers.weights import FileStart
     from hetero_mpi.state import file_supply
-    from hetero_mpi.train import build
-    from hetero_mpi.train.setup.context import TrainOptions
-    from hetero_mpi.train.training_run import train
+    from hetero_mpi.training import build
+    from hetero_mpi.training.setup.context import TrainOptions
+    from hetero_mpi.training.training_run import train
     from tests.programs.pooled import forget
 
 

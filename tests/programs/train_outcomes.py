@@ -46,10 +46,10 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
     from hetero_mpi.state import saving
-    from hetero_mpi.train import build, live_view, rebalance, run, trial, watchdog
-    from hetero_mpi.train.rebalance import StepWord
-    from hetero_mpi.train.setup.context import RunContext, Share, TrainOptions
-    from hetero_mpi.train.training_run import train
+    from hetero_mpi.training import build, live_view, rebalance, training_run, trial, watchdog
+    from hetero_mpi.training.rebalance import StepWord
+    from hetero_mpi.training.setup.context import RunContext, Share, TrainOptions
+    from hetero_mpi.training.training_run import train
 
 Breaking = contextlib.AbstractContextManager[None]
 
@@ -158,7 +158,7 @@ def sums_are_slow(world: World, entry: dict[str, Any]) -> Iterator[None]:
         mock.patch.object(HostGroup, "sum", slow),
         mock.patch.object(StepWord, "ratios", steady),
         mock.patch.object(rebalance, "Replanner", _Prompt),
-        mock.patch.object(run, "rebalancer_of", lambda context, given: rebalance.Rebalancer(context)),
+        mock.patch.object(training_run, "rebalancer_of", lambda context, given: rebalance.Rebalancer(context)),
     ):
         yield
 
@@ -302,7 +302,7 @@ class Forced:
 @contextlib.contextmanager
 def plans_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
     """``entry["changes"]``: pairs of a number of steps and the plan file to go on with."""
-    with mock.patch.object(run, "rebalancer_of", lambda *arguments: Forced(entry["changes"])):
+    with mock.patch.object(training_run, "rebalancer_of", lambda *arguments: Forced(entry["changes"])):
         yield
 
 

@@ -20,7 +20,7 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.train.watchdog import Lookout, Watchdog
+from hetero_mpi.training.watchdog import Lookout, Watchdog
 
 LIMIT_S = 3.0
 

@@ -37,8 +37,8 @@ from hetero_mpi.rundir.present import Present, Standing, read_present, write_pre
 from hetero_mpi.serve import live_page
 from hetero_mpi.serve.live_page import LiveServer, watch
 from hetero_mpi.serve.web.server import Names, bound_socket
-from hetero_mpi.train import live_view
-from hetero_mpi.train.live_view import LiveView
+from hetero_mpi.training import live_view
+from hetero_mpi.training.live_view import LiveView
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 from tests.support.mpi import ROOT
@@ -343,7 +343,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from hetero_mpi.job.schema import ReportTable
 from hetero_mpi.report.progress import ProgressDisplay
-from hetero_mpi.train import live_view
+from hetero_mpi.training import live_view
 
 live_view.REPORT_EVERY_S = 0.0
 with live_view.LiveView(SimpleNamespace(doing="training step 61")) as live:

@@ -11,7 +11,7 @@ from tests.support.jobs import Outcome, Workshop
 pytestmark = pytest.mark.slow
 
 RANKS = 2
-RUNTIME, REPORT = "hetero_mpi.train", "hetero_mpi.report"
+RUNTIME, REPORT = "hetero_mpi.training", "hetero_mpi.report"
 WRITTEN = {"report": {"write": True}}
 WATCHED = {"report": {"write": False, "watch": True}}
 SAMPLED = {"sample": {"prompt": "abc", "max_new_tokens": 3}}

@@ -19,9 +19,9 @@ from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, 
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.rundir.rank_steps import MeasuredEvent
-from hetero_mpi.train.measuring import Expected, OwnStep, Together, compared, with_others
-from hetero_mpi.train.rebalance import StepWord
-from hetero_mpi.train.trial import clearly_faster
+from hetero_mpi.training.measuring import Expected, OwnStep, Together, compared, with_others
+from hetero_mpi.training.rebalance import StepWord
+from hetero_mpi.training.trial import clearly_faster
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
 MODEL, SPEED = make_model(4), 4e3

@@ -14,8 +14,8 @@ import pytest
 
 from hetero_mpi.comm.ranks.leave import Interrupted
 from hetero_mpi.state.checkpoint import CheckpointReader
-from hetero_mpi.train import signals
-from hetero_mpi.train.signals import REQUESTS, StopRequest
+from hetero_mpi.training import signals
+from hetero_mpi.training.signals import REQUESTS, StopRequest
 from hetero_mpi.util.errors import ExitCode
 from tests.support.long_run import LongRun, Running
 from tests.support.mpi import ROOT

@@ -16,9 +16,9 @@ from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.train.setup.context import TrainOptions
-from hetero_mpi.train.setup.profile_and_plan import Planned
-from hetero_mpi.train.trial import _tried_before
+from hetero_mpi.training.setup.context import TrainOptions
+from hetero_mpi.training.setup.profile_and_plan import Planned
+from hetero_mpi.training.trial import _tried_before
 from hetero_mpi.util import units
 from hetero_mpi.util.shipped import USED_PROFILE
 from tests.stand_in_gpu import THROUGH, build

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.train.watchdog import limit_s
+from hetero_mpi.training.watchdog import limit_s
 from hetero_mpi.util.errors import ExitCode
 from tests.support.long_run import LongRun
 from tests.support.mpi import run_mpi

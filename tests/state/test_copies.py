@@ -22,8 +22,8 @@ from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.rundir.run_directory import START_VARIABLE, describe_run
 from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path, directory, verify
 from hetero_mpi.state.checkpoint.directory import Part, keep_versions, new_run_id, newest_version, shards_on_disk
-from hetero_mpi.train import start_state
-from hetero_mpi.train.recovery import RunHistory
+from hetero_mpi.training import start_state
+from hetero_mpi.training.recovery import RunHistory
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.jobs import GLOBAL_BATCH, Outcome, newest_copy_step

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from hetero_mpi.device import products
 from hetero_mpi.device.backend import DTYPES, Backend
-from hetero_mpi.train.setup.setup import settle_products
+from hetero_mpi.training.setup.setup import settle_products
 
 ALONE: Any = SimpleNamespace(all_gather_json=lambda value: [value])
 LONG = 1504

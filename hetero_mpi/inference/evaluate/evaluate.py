@@ -22,7 +22,7 @@ from hetero_mpi.inference.writer import NOT_A_NUMBER_TEXT, Task, TextChanges, Wr
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.serve.scheduler import CacheRoom
 from hetero_mpi.serve.serve import ServeOptions, cache_room, serve
-from hetero_mpi.train.setup.setup import look_around
+from hetero_mpi.training.setup.setup import look_around
 from hetero_mpi.util.disk import write_whole, writing
 from hetero_mpi.util.errors import ExitCode, UserError
 

@@ -18,8 +18,8 @@ from hetero_mpi.job.load import LoadedJob, job_of_tables
 from hetero_mpi.job.schema import DataTable
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import RUN_NAME, run_json, run_table
-from hetero_mpi.train.setup.data_setup import prepare
-from hetero_mpi.train.setup.named_sets import read_set
+from hetero_mpi.training.setup.data_setup import prepare
+from hetero_mpi.training.setup.named_sets import read_set
 from hetero_mpi.util.errors import UserError
 
 _MOST_TOKENS = 2048

@@ -26,8 +26,8 @@ from hetero_mpi.rundir.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.rundir.run_directory import note_end
 from hetero_mpi.state.saving import Saver, Snapshots
 from hetero_mpi.state.training_state import TrainingState
-from hetero_mpi.train.follower import Event, Follower, Reply
-from hetero_mpi.train.setup.context import RunContext, Share
+from hetero_mpi.training.follower import Event, Follower, Reply
+from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.util.background import unharmed
 from hetero_mpi.util.errors import ExitCode, UserError
 
@@ -36,7 +36,7 @@ _SKIPS_IN_A_ROW = 10
 
 
 class PlanChanges(Protocol):
-    """Says when the plan is to be changed (``train.rebalance``)."""
+    """Says when the plan is to be changed (``training.rebalance``)."""
 
     def begin(self, share: Share) -> None:
         """Prepare for the steps of a plan. Collective over the active ranks."""
@@ -74,7 +74,7 @@ class Training:
     metadata: dict[str, Any]
     """Metadata of every checkpoint but its plan; used on rank 0."""
     asked: Callable[[], bool]
-    """Has this rank been asked to end the run (``train.signals``)? On rank 0 also: has an idle rank?"""
+    """Has this rank been asked to end the run (``training.signals``)? On rank 0 also: has an idle rank?"""
     rebalancer: PlanChanges | None
     """None: the plan never changes."""
     follower: Follower | None

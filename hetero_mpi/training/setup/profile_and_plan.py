@@ -37,7 +37,7 @@ from hetero_mpi.report.plan_text import plan_lines, planned_lines
 from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.rundir.logs import note, say
 from hetero_mpi.state.peer_replicas import versions_in_memory
-from hetero_mpi.train.setup.context import Pending, RunContext, TrainOptions
+from hetero_mpi.training.setup.context import Pending, RunContext, TrainOptions
 from hetero_mpi.util.background import unharmed
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import profile_file

@@ -44,8 +44,8 @@ from hetero_mpi.planning.types.toml_files import (
 )
 from hetero_mpi.profiling.bench import ProfilingStart
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.train.build import group_of, trainer_of
-from hetero_mpi.train.measuring import (
+from hetero_mpi.training.build import group_of, trainer_of
+from hetero_mpi.training.measuring import (
     Expected,
     MeasuredSteps,
     OwnStep,
@@ -56,10 +56,16 @@ from hetero_mpi.train.measuring import (
     to_dict,
     with_others,
 )
-from hetero_mpi.train.reconfigure import join
-from hetero_mpi.train.setup.context import Pending, RunContext, Share, TrainOptions
-from hetero_mpi.train.setup.profile_and_plan import Planned, keep_plan, keep_run_profile, obtain_plan, planning_request
-from hetero_mpi.train.watchdog import watched
+from hetero_mpi.training.reconfigure import join
+from hetero_mpi.training.setup.context import Pending, RunContext, Share, TrainOptions
+from hetero_mpi.training.setup.profile_and_plan import (
+    Planned,
+    keep_plan,
+    keep_run_profile,
+    obtain_plan,
+    planning_request,
+)
+from hetero_mpi.training.watchdog import watched
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import profile_file

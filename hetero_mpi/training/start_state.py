@@ -67,12 +67,12 @@ from hetero_mpi.state.stored_state import (
     supervised,
 )
 from hetero_mpi.state.training_state import TrainingState, unpacked
-from hetero_mpi.train.build import start_adapter, start_layers, start_magnitudes
-from hetero_mpi.train.reconfigure import build_share, hand_over
-from hetero_mpi.train.recovery import RunHistory
-from hetero_mpi.train.reference_likelihoods import check_reference
-from hetero_mpi.train.result import TrainResult, finished, shared
-from hetero_mpi.train.setup.context import Pending, RunContext, Share, TrainOptions
+from hetero_mpi.training.build import start_adapter, start_layers, start_magnitudes
+from hetero_mpi.training.reconfigure import build_share, hand_over
+from hetero_mpi.training.recovery import RunHistory
+from hetero_mpi.training.reference_likelihoods import check_reference
+from hetero_mpi.training.result import TrainResult, finished, shared
+from hetero_mpi.training.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.util.errors import UserError
 
 _LOG = logging.getLogger(__name__)

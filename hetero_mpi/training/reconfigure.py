@@ -33,8 +33,8 @@ from hetero_mpi.state.checkpoint import KINDS
 from hetero_mpi.state.redistribute import Delivery, LiveState, Parcel, deliveries, held_under, move, parcels, take_over
 from hetero_mpi.state.saving import Snapshot, lack_of_memory, size_bytes
 from hetero_mpi.state.training_state import TrainingState
-from hetero_mpi.train.build import build
-from hetero_mpi.train.setup.context import RunContext, Share
+from hetero_mpi.training.build import build
+from hetero_mpi.training.setup.context import RunContext, Share
 
 _LOG = logging.getLogger(__name__)
 Own = Callable[[Parcel], torch.Tensor]

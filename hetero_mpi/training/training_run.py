@@ -27,15 +27,15 @@ from hetero_mpi.rundir.run_directory import holds_run, is_used
 from hetero_mpi.state.checkpoint.directory import remove_shards
 from hetero_mpi.state.saving import Snapshots
 from hetero_mpi.state.training_state import TrainingState
-from hetero_mpi.train.follower import Follower, OnEvent
-from hetero_mpi.train.live_view import LiveView
-from hetero_mpi.train.loop import Loop, Training
-from hetero_mpi.train.rebalance import rebalancer_of
-from hetero_mpi.train.reconfigure import change
-from hetero_mpi.train.recovery import RunHistory, beside_steps, plan_again, run_with_recovery
-from hetero_mpi.train.reference_likelihoods import find_reference
-from hetero_mpi.train.result import TrainResult
-from hetero_mpi.train.run_report import (
+from hetero_mpi.training.follower import Follower, OnEvent
+from hetero_mpi.training.live_view import LiveView
+from hetero_mpi.training.loop import Loop, Training
+from hetero_mpi.training.rebalance import rebalancer_of
+from hetero_mpi.training.reconfigure import change
+from hetero_mpi.training.recovery import RunHistory, beside_steps, plan_again, run_with_recovery
+from hetero_mpi.training.reference_likelihoods import find_reference
+from hetero_mpi.training.result import TrainResult
+from hetero_mpi.training.run_report import (
     OtherPrograms,
     draw_plan,
     keep_profile,
@@ -45,14 +45,21 @@ from hetero_mpi.train.run_report import (
     reported,
     show_plan,
 )
-from hetero_mpi.train.setup.context import Pending, RunContext, Share, TrainOptions
-from hetero_mpi.train.setup.data_setup import base_name
-from hetero_mpi.train.setup.profile_and_plan import Planned, Profiled, named_profile, obtain_profile, plan_for, say_plan
-from hetero_mpi.train.setup.setup import claimed, look_around, read_job, set_up
-from hetero_mpi.train.signals import StopRequest
-from hetero_mpi.train.start_state import StartState, begin, check_header, find_start
-from hetero_mpi.train.trial import try_plan
-from hetero_mpi.train.watchdog import watched
+from hetero_mpi.training.setup.context import Pending, RunContext, Share, TrainOptions
+from hetero_mpi.training.setup.data_setup import base_name
+from hetero_mpi.training.setup.profile_and_plan import (
+    Planned,
+    Profiled,
+    named_profile,
+    obtain_profile,
+    plan_for,
+    say_plan,
+)
+from hetero_mpi.training.setup.setup import claimed, look_around, read_job, set_up
+from hetero_mpi.training.signals import StopRequest
+from hetero_mpi.training.start_state import StartState, begin, check_header, find_start
+from hetero_mpi.training.trial import try_plan
+from hetero_mpi.training.watchdog import watched
 from hetero_mpi.util.background import unharmed
 from hetero_mpi.util.errors import ExitCode
 

@@ -26,10 +26,10 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.state.file_supply import open_start
 from hetero_mpi.state.redistribute import Parcel, set_parameter
 from hetero_mpi.state.results import load_adapter, send_parameters
-from hetero_mpi.train.setup.context import RunContext, Share
-from hetero_mpi.train.setup.custom_model import start_values
-from hetero_mpi.train.setup.data_setup import model_directory
-from hetero_mpi.train.setup.profile_and_plan import cache_root, stream_folder
+from hetero_mpi.training.setup.context import RunContext, Share
+from hetero_mpi.training.setup.custom_model import start_values
+from hetero_mpi.training.setup.data_setup import model_directory
+from hetero_mpi.training.setup.profile_and_plan import cache_root, stream_folder
 from hetero_mpi.util.errors import UserError
 
 

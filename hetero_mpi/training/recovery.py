@@ -39,9 +39,9 @@ from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.saving import Snapshots
 from hetero_mpi.state.stored_state import SHARD_METADATA, ShardWriter, StateVersion, supervised
 from hetero_mpi.state.training_state import TrainingState
-from hetero_mpi.train.setup.context import Pending, RunContext
-from hetero_mpi.train.setup.data_setup import prepare
-from hetero_mpi.train.setup.profile_and_plan import Planned, Profiled, obtain_plan, planning_request
+from hetero_mpi.training.setup.context import Pending, RunContext
+from hetero_mpi.training.setup.data_setup import prepare
+from hetero_mpi.training.setup.profile_and_plan import Planned, Profiled, obtain_plan, planning_request
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 

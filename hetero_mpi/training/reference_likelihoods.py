@@ -18,7 +18,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.state.training_state import TrainingState
-from hetero_mpi.train.setup.context import RunContext
+from hetero_mpi.training.setup.context import RunContext
 from hetero_mpi.util.errors import UserError
 
 METHODS = ("dpo", "hinge", "robust", "ipo", "kto")

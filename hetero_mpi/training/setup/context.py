@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hetero_mpi.planning.schedule import Schedule
     from hetero_mpi.planning.types.plan import Plan, PlanReport
     from hetero_mpi.planning.types.profile import ClusterProfile
-    from hetero_mpi.train.setup.data_setup import Material
+    from hetero_mpi.training.setup.data_setup import Material
 
 
 @dataclass(frozen=True)

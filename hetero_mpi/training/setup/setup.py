@@ -39,10 +39,10 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.rundir.logs import say, setup_logging
 from hetero_mpi.rundir.run_directory import claim, refuse_links
-from hetero_mpi.train.setup.context import RunContext, TrainOptions
-from hetero_mpi.train.setup.custom_model import custom_chain
-from hetero_mpi.train.setup.data_setup import prepare
-from hetero_mpi.train.setup.job_tuning import tuning_of
+from hetero_mpi.training.setup.context import RunContext, TrainOptions
+from hetero_mpi.training.setup.custom_model import custom_chain
+from hetero_mpi.training.setup.data_setup import prepare
+from hetero_mpi.training.setup.job_tuning import tuning_of
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.host_limits import core_quota, own_cores

@@ -17,7 +17,7 @@ from hetero_mpi.rundir.metrics import Evaluation, StepMetrics
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
-    from hetero_mpi.train.signals import StopRequest
+    from hetero_mpi.training.signals import StopRequest
 
 Event = PlanReport | Evaluation | Path | StepMetrics
 """A plan under which steps begin, an evaluation, a checkpoint that is whole, a step. A step comes after what it has brought."""

@@ -34,11 +34,11 @@ from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, Trackers, measu
 from hetero_mpi.rundir.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_result
 from hetero_mpi.state.results import save_adapter, save_model
 from hetero_mpi.state.training_state import TrainingState
-from hetero_mpi.train.live_view import LiveView
-from hetero_mpi.train.result import TrainResult
-from hetero_mpi.train.setup.context import RunContext, Share
-from hetero_mpi.train.setup.data_setup import base_name
-from hetero_mpi.train.watchdog import Watchdog
+from hetero_mpi.training.live_view import LiveView
+from hetero_mpi.training.result import TrainResult
+from hetero_mpi.training.setup.context import RunContext, Share
+from hetero_mpi.training.setup.data_setup import base_name
+from hetero_mpi.training.watchdog import Watchdog
 from hetero_mpi.util import units
 from hetero_mpi.util.background import BestEffort, unharmed
 from hetero_mpi.util.errors import UserError

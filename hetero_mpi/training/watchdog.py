@@ -40,7 +40,7 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.planning.schedule import busy
 from hetero_mpi.rundir.present import Standing
-from hetero_mpi.train.setup.context import RunContext, Share
+from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.util import units
 from hetero_mpi.util.background import Background, BestEffort, unattended, unharmed
 from hetero_mpi.util.errors import ExitCode

@@ -41,8 +41,8 @@ from hetero_mpi.model.transformers.packed_records import depends_on_length
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES, PADDING_FAMILIES
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.train.setup.custom_model import read_factory
-from hetero_mpi.train.setup.named_sets import evaluation_sets
+from hetero_mpi.training.setup.custom_model import read_factory
+from hetero_mpi.training.setup.named_sets import evaluation_sets
 from hetero_mpi.util.errors import UserError
 
 
