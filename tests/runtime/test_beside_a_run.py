@@ -37,8 +37,8 @@ FAILING: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "the profile that was used": ({}, [f"{RUNTIME}.run_report:load_profile"]),
     "the summary": ({}, [f"{RUNTIME}.run_report:final_lines"]),
     "processors' times": ({}, ["psutil:cpu_times"]),
-    "the sample's prompt": (SAMPLED, [f"{RUNTIME}.generate.generate:render_prompt"]),
-    "the sample's text": (SAMPLED, [f"{RUNTIME}.generate.generate:Spelling.add"]),
+    "the sample's prompt": (SAMPLED, ["hetero_mpi.inference.generate:render_prompt"]),
+    "the sample's text": (SAMPLED, ["hetero_mpi.inference.generate:Spelling.add"]),
     "stragglers": ({"plan": {"rebalance": True}}, [f"{RUNTIME}.rebalance:StepWord.ratios"]),
     "a tracker": (
         {"report": {"write": False, "trackers": ["tensorboard"]}},
