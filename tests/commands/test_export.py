@@ -119,7 +119,7 @@ def test_a_lacking_tokenizer_is_told_np2(runs: Path, tmp_path: Path) -> None:
 def test_a_card_that_cannot_be_written_is_left_out_np2(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hetero_mpi.commands.export.write_card", lambda *_: 1 // 0)
+    monkeypatch.setattr("hetero_mpi.interop.export.write_card", lambda *_: 1 // 0)
     for name, written in (("full", "model.safetensors"), ("tuned", "adapter_model.safetensors")):
         export(runs / name, tmp_path / name, merge=False)
         assert (tmp_path / name / written).exists() and not (tmp_path / name / "README.md").exists()
