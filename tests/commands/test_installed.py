@@ -179,7 +179,7 @@ def test_an_installation_has_jobs_and_profiles(installed: Path, tmp_path: Path) 
     assert done.returncode == 0 and "RTX 5090" in done.stdout, done.stderr
     done = run([program, "init", "--from", ROOT / "tests/commands/other_tools/axolotl-orpo.yml"], tmp_path)
     assert done.returncode == 0 and (tmp_path / "job.toml").exists(), done.stderr
-    code = "from hetero_mpi.comm.ranks.versions import own_source; from hetero_mpi import shipped\n"
+    code = "from hetero_mpi.comm.ranks.versions import own_source; from hetero_mpi.util import shipped\n"
     code += "print(shipped.shipped_folder('jobs')); print(shipped.pip_argument()); print(own_source())"
     folder, argument, source = run([installed, "-c", code], tmp_path).stdout.splitlines()
     assert source == own_source(), "a wheel and the clone it was made of are the same source"

@@ -51,7 +51,7 @@ LOOPS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% en
     ],
 )
 def test_a_template_that_runs_wild(template: str, expected: str) -> None:
-    with refuses("template.choice"):
+    with refuses("template.failed"):
         render_prompt(with_template(template), "Hi", "chat")
 
 

@@ -222,14 +222,14 @@ def check_as_alone(runs: Runs, name: str) -> None:
     ours, theirs = runs.metrics(name).evaluations, runs.metrics("alone").evaluations
     assert [one.step for one in ours] == [2, 4]
     assert [one.loss for one in ours] == pytest.approx([one.loss for one in theirs], rel=TOLERANCE)
-    backends = [device.backend for device in load_profile(runs.directory / "full.profile.toml").devices]
+    backends = [device.backend for device in load_profile(runs.directory / name / "profile.toml").devices]
     assert backends == [*(gpu[0] for gpu in GPUS), "cpu"]
     texts = {(runs.directory / one / "sample.txt").read_text() for one in (name, "alone")}
     assert len(texts) == 1, texts
 
 
 def test_what_the_gpus_of_a_host_receive_all_at_once_is_measured(runs: Runs) -> None:
-    (host,) = load_profile(runs.directory / "full.profile.toml").hosts
+    (host,) = load_profile(runs.directory / "all" / "profile.toml").hosts
     assert math.isfinite(host.copies_bytes_per_s) == (len(GPUS) > 1), "the processor copies nothing"
 
 

@@ -252,7 +252,7 @@ def test_a_quota_is_shared_among_the_ranks_of_its_host() -> None:
 def test_a_hosts_device_goes_before_the_jobs() -> None:
     assert wish("auto", {}) == Wish("auto")
     assert wish("cpu", {DEVICE_VARIABLE: "cuda:1"}) == Wish("cuda", 1)
-    with refuses("options.value"):
+    with refuses("device.environment"):
         wish("auto", {DEVICE_VARIABLE: "gpu"})
 
 

@@ -17,7 +17,7 @@ from hetero_mpi.model.eager_imports import eager_imports
 
 with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.device.backend import return_freed_memory
-    from hetero_mpi.training import run
+    from hetero_mpi.training import training_run
 
 WIDTH, LAYERS = 1024, 10
 """40 MiB, in layers that the C library keeps when they are freed."""
@@ -55,7 +55,7 @@ def measured(start: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run.begin = measured(run.begin)
+    training_run.begin = measured(training_run.begin)
     values = {
         "model": {"factory": "tests.programs.existing_memory:model"},
         "train": {"steps": 1, "global_batch": 2, "micro_batch": 1},

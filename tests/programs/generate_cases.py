@@ -22,14 +22,14 @@ from hetero_mpi.util.errors import UserError
 with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.inference import generate as command
     from hetero_mpi.inference import layer_split
-    from hetero_mpi.training import run
+    from hetero_mpi.training import training_run
     from hetero_mpi.training.setup.context import TrainOptions
     from tests.programs.pooled import forget
 
 
 def perform(world: World, entry: dict[str, Any]) -> None:
     if "job" in entry:
-        run.train(world, TrainOptions(Path(entry["job"]), profile=Path(entry["profile"]), run_dir=entry["run_dir"]))
+        training_run.train(world, TrainOptions(Path(entry["job"]), profile=Path(entry["profile"]), run_dir=entry["run_dir"]))
         return
     chosen = {key: value for key, value in entry.items() if key not in ("shares", "memory")}
     command.generate(world, command.GenerateOptions(**{**chosen, "source": Path(entry["source"])}))

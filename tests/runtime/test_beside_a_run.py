@@ -27,7 +27,7 @@ FAILING: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "figures of a rank": ({}, ["hetero_mpi.comm.mpi_transport:MpiTransport.sending"]),
     "the watchdog": ({}, [f"{RUNTIME}.watchdog:Lookout.look"]),
     "steps.jsonl": ({}, ["hetero_mpi.engine.recording:rank_step_to_dict", "hetero_mpi.engine.recording:keep_until"]),
-    "metrics.jsonl of before": ({}, [f"{REPORT}.run_files.metrics:keep_until"]),
+    "metrics.jsonl of before": ({}, ["hetero_mpi.rundir.metrics:keep_until"]),
     "a line of a step": ({}, [f"{REPORT}.progress:ProgressDisplay._line"]),
     "the plan on the screen": ({}, [f"{RUNTIME}.run_report:overview"]),
     "run.json": (
@@ -42,7 +42,7 @@ FAILING: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "stragglers": ({"plan": {"rebalance": True}}, [f"{RUNTIME}.rebalance:StepWord.ratios"]),
     "a tracker": (
         {"report": {"write": False, "trackers": ["tensorboard"]}},
-        [f"{REPORT}.run_files.metrics:TensorBoard.write"],
+        ["hetero_mpi.rundir.metrics:TensorBoard.write"],
     ),
 }
 """Activity -> (tables of the job, what fails), of which a line tells."""

@@ -87,7 +87,6 @@ class Three(Workshop):
         seeded: dict[str, Any] = {
             "model": {"path": "", "config": CONFIG},
             "train": {"steps": 1, "learning_rate": 1e-30, "weight_decay": 0.0},
-            "profile": {"path": str(directory / "seeded.profile.toml")},
         }
         self.jobs = {
             "plain": self.job("plain", values, profile={"cache": False}),  # its first run is to measure
@@ -270,7 +269,6 @@ class Spare(Workshop):
     def __init__(self, directory: Path, ranks: int) -> None:
         super().__init__(directory)
         values = self.values(self.model(blocks=1))
-        values["profile"]["path"] = str(directory / "profile.toml")
         values["train"]["steps"] = 2
         self.last = ranks - 1
         job = self.job("job", values)

@@ -91,7 +91,6 @@ class Runs(Workshop):
         self.written["data"] = {"records": [str(records)], "evaluation": [str(records)], "template": "plain"}
         self.written["data"]["sequence_length"] = LENGTH
         self.written["train"] |= {"steps": STEPS, "preference_beta": 0.3, "weight_decay": 0.1, "epsilon": EPSILON}
-        self.written["profile"]["path"] = str(directory / "profile.toml")
         self.written["train"].pop("micro_batch")
         self.start = start_adapter(directory, self.model_path)
         self.entries = {}
@@ -132,13 +131,12 @@ class Runs(Workshop):
         tables: dict[str, Any] = {key: dict(value) for key, value in METHODS[method].items()}
         if "adapter" in tables:
             tables["adapter"]["path"] = str(self.start)
-            tables["profile"] = {"path": str(self.directory / "adapter.profile.toml")}
         if model is not None:
-            tables |= {"model": {"path": str(model)}, "profile": {"path": str(self.directory / "experts.profile.toml")}}
+            tables["model"] = {"path": str(model)}
         if method == "kto":
             data = {"records": [str(self.labels)], "evaluation": [str(self.labels)], **data}
         train = {"global_batch": rows, "steps": steps, "preference": "dpo", **tables.pop("train", {})}
-        tables["profile"] = {**tables.get("profile", {}), "trial": name in METHODS}  # it changes no bit
+        tables["profile"] = {"trial": name in METHODS}  # it changes no bit
         job = self.job(name, self.written, data=data, train=train, **tables)
         return {"job": job, "run_dir": self.run(name), "plan": plan}
 

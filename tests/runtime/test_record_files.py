@@ -43,7 +43,6 @@ class Runs(Workshop):
             "weights": [1, 2],
         }
         values["train"] |= {"steps": STEPS, "global_batch": BATCH}
-        values["profile"]["path"] = str(directory / "profile.toml")
         self.entries = {
             "lines": self.entry("lines", values, "good.jsonl", "pairs.jsonl"),
             "table": self.entry("table", values, "bad.jsonl", "pairs.parquet", skip_bad=1),
