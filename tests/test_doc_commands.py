@@ -85,6 +85,8 @@ RUN_BY = {
     "OMP_NUM_THREADS=1 python -m tests.family_trial": "tests/model/test_all_families.py::test_proven_families",
     "python -m tests.stand_in_gpu launch .*": "tests/device/test_accelerators.py::"
     "test_gpus_and_a_processor_compute_what_one_process_does",
+    ".*(plan.schedule=all_forward_two_backward|train.preference=exponential).*": "tests/test_plug_ins.py::"
+    "test_the_exercises_train",
     "scancel .*": "tests/launch/test_slurm.py::test_unlike_nodes_stop_at_the_limit_and_go_on_np2",
     f"(source jobs/slurm.sh|to_scratch .*|train .*|{OURS}launch --print .*)": "tests/launch/test_slurm.py::"
     "test_nodes_copies_and_ranks",
@@ -99,7 +101,7 @@ NOT_RUN = {
     f"{OURS}launch --hosts hosts.toml -- train jobs/moe_nf4.toml": "fetches 61 GB",
     f"{OURS}launch -np 3 --hostfile hosts -- train jobs/lora_nf4.toml --dry-run": "the hosts are the reader's; the same "
     "on one machine stands in docs/coming-from.md",
-    ".* (-k |plan.schedule=)all_forward_two_backward": "needs the schedule that the page tells to write",
+    ".* -k all_forward_two_backward": "needs the test that the page tells to write",
     f"mpirun -np 3 {OURS}evaluate .* --tasks .*": "fetches data sets; tests/commands/test_evaluate.py has tasks of its own",
     f"({OURS}launch -np 3 -- train homelab.toml|python -m tests.written_docs --run)": "two minutes, and its pictures are "
     "looked at by hand",

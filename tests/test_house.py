@@ -21,6 +21,7 @@ PACKAGES = [
     "comm/ranks", "comm",
     "planning/types", "planning/orders", "planning",
     "planning/search", "planning/decision", "planning/analysis",
+    "objectives",
     "job",
     "data",
     "state/checkpoint",

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.interop.other_files import read_keys
-from hetero_mpi.job.contradictions import OF_PREFERENCES
 from hetero_mpi.job.load import job_of_tables
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.schema import TABLES
+from hetero_mpi.objectives import objectives_by_key
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import writing
 from hetero_mpi.util.errors import UserError
@@ -270,7 +270,7 @@ class _Draft:
             self._put("train.preference_beta", self._of("beta"), "beta")
         if kind == "dpo" and given.get("label_smoothing"):
             self._stop("label_smoothing", given["label_smoothing"], "TRL's sigmoid loss does not read it: take it out")
-        for key, methods in OF_PREFERENCES.items():
+        for key, methods in objectives_by_key().items():
             if kind not in methods:
                 self._drop(f"train.{key}", f"is for {' and '.join(methods)}")
         return kind

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from hetero_mpi.job.rules import ELSEWHERE, LARGEST_AUTO, MOST_MICRO_BATCHES, leads_out, speed_change
+from hetero_mpi.objectives import Settings, objectives_by_key
 
 Problems = Iterator[tuple[str, str]]
 """(key such as ``train.steps``, the rule it breaks)."""
@@ -87,14 +88,6 @@ def _model(known: Known) -> Problems:
         yield "adapter.dora", "peft has no DoRA for experts: leave it out, or adapter.parameters"
 
 
-OF_PREFERENCES = {
-    "preference_beta": ("dpo", "hinge", "robust", "ipo", "simpo", "orpo", "kto"),
-    "preference_smoothing": ("dpo", "robust", "simpo"),
-    "preference_margin": ("simpo",),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-}
-"""Key of [train] -> the preferences that it is for."""
 _TEXT_ONLY = (
     *("model.shard_cache", "model.quantization", "adapter.method", "adapter.path", "tokenizer.add"),
     *("tokenizer.path", "tokenizer.train_vocab_size", "data.text", "data.records", "data.keys", "data.weights"),
@@ -219,9 +212,11 @@ def _schedule(known: Known) -> Problems:
 
 
 def _preference(known: Known) -> Problems:
-    for key, methods in OF_PREFERENCES.items():
-        if known.changed(f"train.{key}") and known("train.preference") not in (None, *methods):
-            yield f"train.{key}", f"is for train.preference = {' and '.join(methods)}: leave it out"
+    changed = [key for key in Settings.__annotations__ if key != "preference" and known.changed(f"train.{key}")]
+    readers = objectives_by_key() if changed else {}  # imports torch
+    for key in changed:
+        if known("train.preference") not in (None, *readers[key]):
+            yield f"train.{key}", f"is for train.preference = {' and '.join(readers[key])}: leave it out"
 
 
 def _evaluation_sets(known: Known) -> Problems:

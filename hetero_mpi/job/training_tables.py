@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from hetero_mpi import objectives
+
+if TYPE_CHECKING:
+    PreferenceName = str
+else:
+    PreferenceName = Literal[("none",) + objectives.names()]  # noqa: RUF005  Python 3.10 knows no star here
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -101,7 +108,7 @@ class TrainTable(JobTable):
     micro_batch: Positive | Literal["auto"] = "auto"
     """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses; with dropout it is the largest divisor
     up to a quarter of the batch."""
-    preference: Literal["none", "dpo", "hinge", "robust", "ipo", "simpo", "orpo", "kto"] = "none"
+    preference: PreferenceName = "none"
     """Learn from pairs of answers, or from single ones with a label ("kto"); docs/preferences.md has the formulas. All but
     "simpo" and "orpo" compare with the model as it is when the run begins."""
     preference_beta: Annotated[float, Field(gt=0)] = 0.1

@@ -18,6 +18,7 @@ from hetero_mpi.data.dataset import Dataset
 from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.model.optimizer import StepDecision, learning_rate
+from hetero_mpi.objectives import learns_from
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import plan_to_dict
 from hetero_mpi.report.progress import ProgressDisplay
@@ -331,8 +332,8 @@ class Loop:
         return self.trainer.shared_batch(own, self.job.data.pad == "longest")
 
     def _broadcast_mismatched(self, own: Batch | None) -> Batch | None:
-        """The batch's prompts with answers of other records, for KTO."""
-        if self.job.train.preference != "kto":
+        """The batch's prompts with answers of other records, where single answers are learned from (KTO)."""
+        if learns_from(self.job.train.preference) != "labels":
             return None
         if own is None or own.numbers is None:
             return self._broadcast(own)

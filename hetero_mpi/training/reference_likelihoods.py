@@ -16,13 +16,12 @@ from hetero_mpi.data.batch import Indices
 from hetero_mpi.data.dataset import Dataset, DataSource
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable
+from hetero_mpi.objectives import learns_from, objective
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.state.training_state import TrainingState
 from hetero_mpi.training.setup.context import RunContext
 from hetero_mpi.util.errors import UserError
 
-METHODS = ("dpo", "hinge", "robust", "ipo", "kto")
-"""``[train] preference`` of runs that have a reference."""
 _TELL_S = 30.0
 """Seconds between words on how far the reference is."""
 
@@ -31,7 +30,7 @@ def check_reference(train: TrainTable, dataset: DataSource, known: NDArray[np.fl
     """Refuse to resume a run whose state does not hold all likelihoods that it needs. ``known``: those of its state; None: it
     has none, or other data. Raises UserError: with what to do.
     """
-    if train.preference not in METHODS:
+    if not _has_reference(train):
         return
     missing = _needed(train, dataset)
     if known is not None:
@@ -49,7 +48,7 @@ def check_reference(train: TrainTable, dataset: DataSource, known: NDArray[np.fl
 def find_reference(context: RunContext, members: World, trainer: Trainer, state: TrainingState) -> None:
     """Compute the likelihoods by the first model, if the run has a reference and begins now. Collective over the active ranks."""
     train, dataset = context.job.train, context.dataset
-    if train.preference not in METHODS or state.reference is not None:
+    if not _has_reference(train) or state.reference is not None:
         return
     members.doing = "computing the reference of the preferences"
     needed = _needed(train, dataset) if dataset is not None else np.zeros(0, np.int64)
@@ -70,10 +69,16 @@ def find_reference(context: RunContext, members: World, trainer: Trainer, state:
     state.set_reference(members.broadcast_arrays(whole)[0])
 
 
+def _has_reference(train: TrainTable) -> bool:
+    """Whether the answers are compared with the model that the run begins with."""
+    compared_by = objective(train.preference)
+    return compared_by is not None and compared_by.reference
+
+
 def _needed(train: TrainTable, dataset: DataSource) -> Indices:
     """The rows of the dataset that a run compares, ascending. On rank 0."""
     assert isinstance(dataset, Dataset)
     steps = train.steps if dataset.parts else min(train.steps, -(-len(dataset.train) // train.global_batch))
     rows = [dataset.numbers(step, train.global_batch, train.last_batch == "smaller") for step in range(steps)]
     needed = np.concatenate([*rows, dataset.held_out[: train.evaluate_sequences]])
-    return np.unique([needed, needed + (train.preference == "kto")])
+    return np.unique([needed, needed + (learns_from(train.preference) == "labels")])

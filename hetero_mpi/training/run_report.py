@@ -22,6 +22,7 @@ from hetero_mpi.emulation.emulated_cluster import punctuality_lines
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.inference.generate import write_sample
 from hetero_mpi.job.load import job_to_dict
+from hetero_mpi.objectives import learns_from
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
@@ -233,9 +234,9 @@ def _say_end(
         written["checkpoint"] = state.newest_checkpoint
     written |= files_of(context) | {"metrics": context.run_dir / "metrics.jsonl", "logs": context.run_dir / "logs"}
     entropy = context.dataset.unigram_entropy()
-    changes, method = context.job.cluster.speed_changes(), context.job.train.preference
-    others = "; ".join(filter(None, [others, _POINT if method == "kto" else ""]))
-    compared = {"none": "", "kto": "answer"}.get(method, "pair")
+    changes, records = context.job.cluster.speed_changes(), learns_from(context.job.train.preference)
+    others = "; ".join(filter(None, [others, _POINT if records == "labels" else ""]))
+    compared = {None: "", "labels": "answer", "pairs": "pair"}[records]
     shown = state.metrics, state.evaluations, entropy, written, changes, compared, others
     say(*final_lines(report, context.profile, *shown))
     if context.material is not None and context.material.skipped_records:

@@ -229,7 +229,7 @@ def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -
         (["train.preference=dpo"], 'preference = "dpo": learns from answers: set data.records, not data.text'),
         (
             ["train.preference_beta=0.2"],
-            "preference_beta = 0.2: is for train.preference = dpo and hinge and robust and ipo",
+            "preference_beta = 0.2: is for train.preference = dpo and hinge and ipo and kto and orpo and robust",
         ),
         (["train.preference_margin=1"], "preference_margin = 1: is for train.preference = simpo: leave it out"),
         (

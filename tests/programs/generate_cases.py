@@ -29,7 +29,9 @@ with eager_imports():  # as a rank of ``train`` does
 
 def perform(world: World, entry: dict[str, Any]) -> None:
     if "job" in entry:
-        training_run.train(world, TrainOptions(Path(entry["job"]), profile=Path(entry["profile"]), run_dir=entry["run_dir"]))
+        training_run.train(
+            world, TrainOptions(Path(entry["job"]), profile=Path(entry["profile"]), run_dir=entry["run_dir"])
+        )
         return
     chosen = {key: value for key, value in entry.items() if key not in ("shares", "memory")}
     command.generate(world, command.GenerateOptions(**{**chosen, "source": Path(entry["source"])}))

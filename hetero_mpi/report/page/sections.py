@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from hetero_mpi.objectives import learns_from
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import PlanReport
@@ -148,8 +149,8 @@ def learning(run: PastRun) -> Section:
         step_s.append(Series("predicted", expected, "warm", dashed=True))
     rate = [Series("learning rate", tuple((s.step, s.lr) for s in steps), "good")]
     norm = [Series("gradient norm", tuple((s.step, s.grad_norm) for s in steps), "violet")]
-    method = str(run.setting("train", "preference") or "none")
-    what = {"none": "loss, nats per token", "kto": "loss per answer"}.get(method, "loss per pair")
+    records = learns_from(str(run.setting("train", "preference")))
+    what = {None: "loss, nats per token", "labels": "loss per answer", "pairs": "loss per pair"}[records]
     emulated = ", emulated" if run.emulated else ""
     charts = [
         *_chart(what, loss, from_zero=False, marks=happened),

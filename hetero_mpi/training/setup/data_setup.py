@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.data.batch import Batch
 from hetero_mpi.data.chat_template import Template, choose_template, plain_texts, tokenize_records
 from hetero_mpi.data.dataset import Dataset, DataSource, SequenceSettings
-from hetero_mpi.data.record_files import BadRecords, Compared, OwnKeys
+from hetero_mpi.data.record_files import BadRecords, OwnKeys
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
 from hetero_mpi.data.records import Record, Records, read_records
 from hetero_mpi.data.source_files import matching_files
@@ -40,6 +40,7 @@ from hetero_mpi.model.transformers.generation import end_tokens, model_stops, re
 from hetero_mpi.model.transformers.packed_records import depends_on_length
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES, PADDING_FAMILIES
+from hetero_mpi.objectives import learns_from
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.training.setup.custom_model import read_factory
 from hetero_mpi.training.setup.named_sets import evaluation_sets
@@ -121,8 +122,7 @@ def _from_text(loaded: LoadedJob) -> Material:
 
 def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
-    method, bad = loaded.job.train.preference, BadRecords(data.skip_bad)
-    preference: Compared | None = None if method == "none" else "labels" if method == "kto" else "pairs"
+    preference, bad = learns_from(loaded.job.train.preference), BadRecords(data.skip_bad)
     named = _named_patterns(loaded)
     files = [file_marks(matching_files(key, patterns, say)) for key, patterns in named]
     key = ["records", files, [name for name, _ in named], data.skip_bad, preference, data.keys]
