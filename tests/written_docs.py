@@ -28,7 +28,7 @@ from pathlib import Path
 
 from hetero_mpi.cli import main, parser
 from hetero_mpi.commands.reference_pages import commands_page, job_page, reference_text
-from hetero_mpi.interop.other_tools import TABLE, TOOLS
+from hetero_mpi.interop.job_draft import TABLE, TOOLS
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from tests import module_tests

@@ -7,52 +7,29 @@ what needs several keys at once. Every key of the file gets into the job, or int
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import json
 import math
 import os
 import re
 import shlex
-import textwrap
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.interop.job_draft import FILE_PATTERN, NOT_UNDERSTOOD, TABLE, JobDraft, keys_of, number_of, tables_of
 from hetero_mpi.interop.other_files import read_keys
 from hetero_mpi.job.load import job_of_tables
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.job.schema import TABLES
 from hetero_mpi.objectives import objectives_by_key
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import writing
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.terminal import printable
 
-TABLE = toml.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 PEFT = TABLE["peft"]
-TOOLS = ("axolotl", "llamafactory", "trl")
 TRACKERS = ("tensorboard", "trackio", "wandb")
-PATHS = ("model.path", "tokenizer.path", "adapter.path")
-NOT_UNDERSTOOD = "not understood"
-_LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
-"""May be given as one text with commas."""
-_FILE = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
-_OFF = r"^(false|no|none|null)$"
 _COLUMNS = ("field", "text_column", "columns")
 """Keys of a data set that name the column of its texts."""
-_MANY = ("=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs", "=unfrozen")
-"""Parts that may have several values; others have one."""
-
-
-def tables_of(tool: str) -> list[dict[str, Any]]:
-    """A tool's tables, and behind them those of transformers' arguments where it takes them."""
-    return [TABLE[tool], *([TABLE["trainer"]] if tool != "axolotl" else [])]
-
-
-def keys_of(tool: str, of: str = "keys") -> dict[str, Any]:
-    """Its keys -> ours, or of them the ``defaults``."""
-    return {key: value for table in tables_of(tool) for key, value in table[of].items()}
 
 
 def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
@@ -108,132 +85,27 @@ _SILENT_WARM_UP = 100
 """Steps, at most, of axolotl's warm-up where its file has none."""
 
 
-class _Draft:
-    """The keys of a job, and those of a file of another tool that are not in it."""
+class _Draft(JobDraft):
+    """A job made of a file of a tool: the rules that need several keys at once."""
 
     def __init__(
         self, file: Path, given: Mapping[str, Any], directory: Path, gpus: int | None, tool: str | None = None
     ) -> None:
-        self.file, self.directory = file, directory
-        if not given.keys() & {"base_model", "model_name_or_path"}:
-            tools = "axolotl (base_model), LLaMA-Factory and TRL (model_name_or_path)"
-            raise UserError("convert.no_model", f"{file}: names no model: init reads files of {tools}")
-        self.tool = tool or max(TOOLS, key=lambda tool: len(given.keys() & keys_of(tool).keys()))
-        self.title = str(TABLE[self.tool]["title"])
-        self.values: dict[str, tuple[Any, str]] = {}
-        """Our key -> its value, and the keys of theirs that it comes from."""
-        self.left: dict[str, list[str]] = {}
-        """Reason -> their keys, with their values."""
-        self.stops: list[tuple[str, str, str]] = []
-        """(their key, its value, why no job can be made with it)."""
-        self._parts: dict[str, tuple[str, Any]] = {}
-        """Part of ``other_tools.toml`` -> their key, and its value."""
-        self._used: set[str] = set()
-        self._steps_of_logging = given.get("logging_steps", TABLE[self.tool].get("logging_steps"))
-        """Between evaluations, where nothing else is said of these."""
-        self._keys, defaults = keys_of(self.tool), keys_of(self.tool, "defaults")
-        inner = given["trl"] if isinstance(given.get("trl"), Mapping) else {}
-        for key, value in {**given, **{f"trl.{key}": value for key, value in inner.items()}}.items():
-            self._take(key, value)
+        super().__init__(file, given, directory, tool)
         for count in [count for count in ("gpus", "nodes") if gpus is not None and count in self._parts]:
             self._leave(*self._parts.pop(count), "init --gpus says it")
         self._parts.setdefault("gpus", (f"{gpus or 1} GPU (init --gpus)", gpus or 1))
         self.compared = self._preference(given)
         self.pairs = self.compared not in ("none", "kto")
-        for key, value in (defaults | (TABLE[self.tool]["preferences"] if self.compared != "none" else {})).items():
+        defaults = keys_of(self.tool, "defaults")
+        defaults |= TABLE[self.tool]["preferences"] if self.compared != "none" else {}
+        for key, value in defaults.items():
             if not {self._keys[key], self._keys[key].lstrip("=")} & (self.values.keys() | self._parts.keys()):
                 self._take(key, value, " by default")
         for step in (self._adapter, self._data, self._training, self._evaluation, self._output):
             step()
         for part in self._parts.keys() - self._used:
             self._leave(*self._parts[part], TABLE["parts"][part].replace("`", ""))
-
-    def text(self) -> str:
-        """The job file."""
-        name = printable(" ".join(self.file.name.split()))
-        lines = [f"# Made by `init --from` of {name}, a file of {self.title}; its keys stand behind ours."]
-        for table in TABLES:
-            keys = {key.partition(".")[2]: found for key, found in self.values.items() if key.startswith(f"{table}.")}
-            lines += ["", f"[{table}]"] if keys else []
-            for key, (value, source) in keys.items():
-                lines.append(f"{key} = {_written(value)}" + (f"  # {source}" if source else ""))
-        lines += ["", "# Not in the job, and why:"]
-        for reason, names in sorted((reason, names) for reason, names in self.left.items() if names):
-            lines += textwrap.wrap(f"# * {reason}: {', '.join(sorted(names))}", 120, subsequent_indent="#   ")
-        return "\n".join(lines) + "\n"
-
-    def _take(self, key: str, value: Any, by: str = "") -> None:
-        ours = self._keys.get(key)
-        words, single = TABLE["values"].get(ours), (ours or "").startswith("=") and ours not in _MANY
-        if single and isinstance(value, list) and len(value) == 1:
-            (value,) = value
-        if value is None and ours == "=length" and self.tool == "trl":
-            self._stop(key, value, "rows of any length are not here: give the tokens of the longest row")
-        elif value is None or value in ("", [], {}):
-            self.left.setdefault("empty there", []).append(printable(key))
-        elif ours is None:
-            self._leave_group(key, value, tables_of(self.tool))
-        elif ours.startswith("="):
-            if single and isinstance(value, (list, dict)):
-                raise UserError(
-                    "convert.value", f"{self.file}: {key} = {as_toml(value)}: must be one value, so no job was written"
-                )
-            first = self._parts.get(ours[1:], (key, None))
-            kept, other = (first, (key, value)) if first[1] else ((key + by, value), first)
-            self._parts[ours[1:]] = kept
-            if kept[0] != other[0] and other[1] is not None:
-                self._leave(*other, f"{kept[0]} says it")
-        elif ours in _LISTS and isinstance(value, str):
-            self.values[ours] = re.split(r"\s*,\s*", value.strip()), key + by
-        elif words is None:
-            self.values[ours] = self._path(str(value)) if ours in PATHS else _number(value), key + by
-        elif str(value).lower() in words:
-            self.values[ours] = words[str(value).lower()], key + by
-        else:
-            self._leave(key, value, f"no {ours} of that name here, so it keeps its default")
-
-    def _leave_group(self, key: str, value: Any, tables: Sequence[Mapping[str, Any]], where: str = "") -> None:
-        """Leave a key for the reason of the first pattern that fits. ``where``: what it stands in."""
-        groups = (group for table in tables for group in table["left"])
-        fitting = (group for group in groups if any(fnmatch.fnmatchcase(key, one) for one in group["keys"]))
-        group = next(fitting, {"reason": NOT_UNDERSTOOD})
-        values = {str(one) for one in (value if isinstance(value, list) else [value]) if one}
-        asked = [one for one in values if not re.search(group.get("unless", _OFF), one, re.IGNORECASE)]
-        (self._stop if group.get("stop") and asked else self._leave)(where + key, value, group["reason"])
-
-    def _stop(self, key: str, value: Any, reason: str) -> None:
-        self.stops.append((printable(" ".join(key.split())), printable(as_toml(value)), reason))
-
-    def _leave(self, key: str, value: Any, reason: str) -> None:
-        names = self.left.setdefault(reason, [])
-        text = f"{printable(' '.join(key.split()))} = {printable(as_toml(value))}"
-        if not key.endswith(" by default") and text not in names:
-            names.append(text)
-
-    def _of(self, part: str, otherwise: Any = None) -> Any:
-        """The value of a part, a number where it is one."""
-        return _number(self._parts[part][1]) if part in self._parts else otherwise
-
-    def _count(self, part: str, otherwise: float = 0) -> float:
-        value = self._of(part, otherwise)
-        if isinstance(value, (int, float)) and 0 <= value < math.inf:
-            return value
-        raise UserError(
-            "convert.value", f"{self.file}: {self._parts[part][0]} = {as_toml(value)}: must be a number, not below 0"
-        )
-
-    def _word(self, part: str) -> str:
-        """Our word for the value of a part; "" where it is not given. Raises UserError: there is none."""
-        words, value = TABLE["values"][f"={part}"], self._of(part, "")
-        value = str(value).lower()
-        if value and value not in words:
-            known = f"not here, so no job was written; there is {', '.join(words)}"
-            raise UserError("convert.value", f"{self.file}: {self._parts[part][0]} = {value}: {known}")
-        return words.get(value, "")
-
-    def _put(self, ours: str, value: Any, *parts: str) -> None:
-        self._used.update(parts)
-        self.values[ours] = value, ", ".join(self._parts[part][0] for part in parts if part in self._parts)
 
     def _put_interval(self, ours: str, strategy: str, every: str, times: str) -> None:
         """Steps, in steps or as a share of all, from what is said of them (``every``) or of their ``times`` in an epoch."""
@@ -274,12 +146,6 @@ class _Draft:
             if kind not in methods:
                 self._drop(f"train.{key}", f"is for {' and '.join(methods)}")
         return kind
-
-    def _drop(self, ours: str, reason: str) -> None:
-        """Leave a key of theirs that has got into the job."""
-        if ours in self.values:
-            value, key = self.values.pop(ours)
-            self._leave(key, value, reason)
 
     def _adapter(self) -> None:
         is_lora = self._word("adapter") == "lora"
@@ -330,7 +196,7 @@ class _Draft:
             self._put("data.records", names, "datasets", "folder", "config_name", "split")
         if "weights" in self._parts:
             shares = str(self._of("weights")).strip("[]").split(",")
-            self._put("data.weights", [_number(share) for share in shares], "weights")
+            self._put("data.weights", [number_of(share) for share in shares], "weights")
         tokens = int(self._count("length", 2)) * (2 if self.pairs else 1)  # the last of them is learnt, and not read
         self._put("data.sequence_length", tokens - 1, "length")
         compared = self.compared != "none"
@@ -384,7 +250,7 @@ class _Draft:
         files = entry.get("data_files")
         split = str(entry.get("split") or otherwise)
         whole = re.split(r"[\[+]", split)[0]
-        is_file = _FILE.match(path) is not None or os.path.exists(path)
+        is_file = FILE_PATTERN.match(path) is not None or os.path.exists(path)
         if isinstance(files, Mapping):  # by split: the one that is learnt goes first
             files = [files[one] for one in sorted(files, key=lambda one: one != whole)]
         if files and (is_file or path in ("json", "csv", "parquet", "text")):
@@ -409,11 +275,6 @@ class _Draft:
         path = entry.get("hf_hub_url") or f"./{folder}/{entry.get('file_name', name)}"
         rest = {key: value for key, value in entry.items() if key not in ("hf_hub_url", "file_name", "subset")}
         return {"path": path, "name": entry.get("subset"), **rest}
-
-    def _path(self, text: str) -> str:
-        """A path of theirs, which begins at the working directory, as it is seen from the job; a name of the hub as it is."""
-        is_path = (_FILE.match(text) or os.path.exists(text)) and not text.startswith("~")
-        return os.path.relpath(Path(text).absolute(), self.directory) if is_path else text
 
     def _training(self) -> None:
         parts = ("micro", "accumulation", "gpus", "nodes")
@@ -471,7 +332,7 @@ class _Draft:
                 given = json.loads(given)
         if not isinstance(given, dict) or not given.keys() <= words.keys():
             return
-        for key, value in ((key, _number(value)) for key, value in given.items()):
+        for key, value in ((key, number_of(value)) for key, value in given.items()):
             rate = self.values.get("train.learning_rate", (0, ""))[0]
             if key != "min_lr" or rate:
                 self._put(words[key], value / rate if key == "min_lr" else value, "kwargs")
@@ -503,24 +364,3 @@ class _Draft:
         wanted |= {name for name in TRACKERS if self._of(name)}
         if known := [name for name in TRACKERS if name in wanted]:
             self._put("report.trackers", known, *known, *(["report_to"] if wanted == set(known) else []))
-
-
-def _written(value: Any) -> str:
-    """A value as TOML."""
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_written(key)} = {_written(inner)}" for key, inner in value.items()) + " }"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_written, value))}]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return json.dumps("" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _number(value: Any) -> Any:
-    """A number that YAML takes for a text, such as 2e-5, as one."""
-    for kind in (int, float) if isinstance(value, str) else ():
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from hetero_mpi.cli import main
+from hetero_mpi.interop.job_draft import NOT_UNDERSTOOD, TABLE, TOOLS, keys_of, tables_of
 from hetero_mpi.interop.other_files import read_keys
-from hetero_mpi.interop.other_tools import NOT_UNDERSTOOD, TABLE, TOOLS, job_from, keys_of, tables_of
+from hetero_mpi.interop.other_tools import job_from
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.util.errors import UserError

@@ -1,0 +1,189 @@
+"""The keys of a job in the making, beside those of another tool's file that it has no counterpart for.
+
+``other_tools.toml`` holds the keys of each tool, their defaults, and why some have no counterpart.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.job.rules import as_toml
+from hetero_mpi.job.schema import TABLES
+from hetero_mpi.util import toml
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.terminal import printable
+
+TABLE = toml.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
+TOOLS = ("axolotl", "llamafactory", "trl")
+PATHS = ("model.path", "tokenizer.path", "adapter.path")
+NOT_UNDERSTOOD = "not understood"
+_LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
+"""May be given as one text with commas."""
+FILE_PATTERN = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
+_OFF = r"^(false|no|none|null)$"
+_MANY = ("=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs", "=unfrozen")
+"""Parts that may have several values; others have one."""
+
+
+def tables_of(tool: str) -> list[dict[str, Any]]:
+    """A tool's tables, and behind them those of transformers' arguments where it takes them."""
+    return [TABLE[tool], *([TABLE["trainer"]] if tool != "axolotl" else [])]
+
+
+def keys_of(tool: str, of: str = "keys") -> dict[str, Any]:
+    """Its keys -> ours, or of them the ``defaults``."""
+    return {key: value for table in tables_of(tool) for key, value in table[of].items()}
+
+
+class JobDraft:
+    """The keys of a job, and those of a file of another tool that are not in it."""
+
+    def __init__(self, file: Path, given: Mapping[str, Any], directory: Path, tool: str | None = None) -> None:
+        self.file, self.directory = file, directory
+        if not given.keys() & {"base_model", "model_name_or_path"}:
+            tools = "axolotl (base_model), LLaMA-Factory and TRL (model_name_or_path)"
+            raise UserError("convert.no_model", f"{file}: names no model: init reads files of {tools}")
+        self.tool = tool or max(TOOLS, key=lambda tool: len(given.keys() & keys_of(tool).keys()))
+        self.title = str(TABLE[self.tool]["title"])
+        self.values: dict[str, tuple[Any, str]] = {}
+        """Our key -> its value, and the keys of theirs that it comes from."""
+        self.left: dict[str, list[str]] = {}
+        """Reason -> their keys, with their values."""
+        self.stops: list[tuple[str, str, str]] = []
+        """(their key, its value, why no job can be made with it)."""
+        self._parts: dict[str, tuple[str, Any]] = {}
+        """Part of ``other_tools.toml`` -> their key, and its value."""
+        self._used: set[str] = set()
+        self._steps_of_logging = given.get("logging_steps", TABLE[self.tool].get("logging_steps"))
+        """Between evaluations, where nothing else is said of these."""
+        self._keys = keys_of(self.tool)
+        inner = given["trl"] if isinstance(given.get("trl"), Mapping) else {}
+        for key, value in {**given, **{f"trl.{key}": value for key, value in inner.items()}}.items():
+            self._take(key, value)
+
+    def text(self) -> str:
+        """The job file."""
+        name = printable(" ".join(self.file.name.split()))
+        lines = [f"# Made by `init --from` of {name}, a file of {self.title}; its keys stand behind ours."]
+        for table in TABLES:
+            keys = {key.partition(".")[2]: found for key, found in self.values.items() if key.startswith(f"{table}.")}
+            lines += ["", f"[{table}]"] if keys else []
+            for key, (value, source) in keys.items():
+                lines.append(f"{key} = {_written(value)}" + (f"  # {source}" if source else ""))
+        lines += ["", "# Not in the job, and why:"]
+        for reason, names in sorted((reason, names) for reason, names in self.left.items() if names):
+            lines += textwrap.wrap(f"# * {reason}: {', '.join(sorted(names))}", 120, subsequent_indent="#   ")
+        return "\n".join(lines) + "\n"
+
+    def _take(self, key: str, value: Any, by: str = "") -> None:
+        ours = self._keys.get(key)
+        words, single = TABLE["values"].get(ours), (ours or "").startswith("=") and ours not in _MANY
+        if single and isinstance(value, list) and len(value) == 1:
+            (value,) = value
+        if value is None and ours == "=length" and self.tool == "trl":
+            self._stop(key, value, "rows of any length are not here: give the tokens of the longest row")
+        elif value is None or value in ("", [], {}):
+            self.left.setdefault("empty there", []).append(printable(key))
+        elif ours is None:
+            self._leave_group(key, value, tables_of(self.tool))
+        elif ours.startswith("="):
+            if single and isinstance(value, (list, dict)):
+                raise UserError(
+                    "convert.value", f"{self.file}: {key} = {as_toml(value)}: must be one value, so no job was written"
+                )
+            first = self._parts.get(ours[1:], (key, None))
+            kept, other = (first, (key, value)) if first[1] else ((key + by, value), first)
+            self._parts[ours[1:]] = kept
+            if kept[0] != other[0] and other[1] is not None:
+                self._leave(*other, f"{kept[0]} says it")
+        elif ours in _LISTS and isinstance(value, str):
+            self.values[ours] = re.split(r"\s*,\s*", value.strip()), key + by
+        elif words is None:
+            self.values[ours] = self._path(str(value)) if ours in PATHS else number_of(value), key + by
+        elif str(value).lower() in words:
+            self.values[ours] = words[str(value).lower()], key + by
+        else:
+            self._leave(key, value, f"no {ours} of that name here, so it keeps its default")
+
+    def _leave_group(self, key: str, value: Any, tables: Sequence[Mapping[str, Any]], where: str = "") -> None:
+        """Leave a key for the reason of the first pattern that fits. ``where``: what it stands in."""
+        groups = (group for table in tables for group in table["left"])
+        fitting = (group for group in groups if any(fnmatch.fnmatchcase(key, one) for one in group["keys"]))
+        group = next(fitting, {"reason": NOT_UNDERSTOOD})
+        values = {str(one) for one in (value if isinstance(value, list) else [value]) if one}
+        asked = [one for one in values if not re.search(group.get("unless", _OFF), one, re.IGNORECASE)]
+        (self._stop if group.get("stop") and asked else self._leave)(where + key, value, group["reason"])
+
+    def _stop(self, key: str, value: Any, reason: str) -> None:
+        self.stops.append((printable(" ".join(key.split())), printable(as_toml(value)), reason))
+
+    def _leave(self, key: str, value: Any, reason: str) -> None:
+        names = self.left.setdefault(reason, [])
+        text = f"{printable(' '.join(key.split()))} = {printable(as_toml(value))}"
+        if not key.endswith(" by default") and text not in names:
+            names.append(text)
+
+    def _of(self, part: str, otherwise: Any = None) -> Any:
+        """The value of a part, a number where it is one."""
+        return number_of(self._parts[part][1]) if part in self._parts else otherwise
+
+    def _count(self, part: str, otherwise: float = 0) -> float:
+        value = self._of(part, otherwise)
+        if isinstance(value, (int, float)) and 0 <= value < math.inf:
+            return value
+        raise UserError(
+            "convert.value", f"{self.file}: {self._parts[part][0]} = {as_toml(value)}: must be a number, not below 0"
+        )
+
+    def _word(self, part: str) -> str:
+        """Our word for the value of a part; "" where it is not given. Raises UserError: there is none."""
+        words, value = TABLE["values"][f"={part}"], self._of(part, "")
+        value = str(value).lower()
+        if value and value not in words:
+            known = f"not here, so no job was written; there is {', '.join(words)}"
+            raise UserError("convert.value", f"{self.file}: {self._parts[part][0]} = {value}: {known}")
+        return words.get(value, "")
+
+    def _put(self, ours: str, value: Any, *parts: str) -> None:
+        self._used.update(parts)
+        self.values[ours] = value, ", ".join(self._parts[part][0] for part in parts if part in self._parts)
+
+    def _drop(self, ours: str, reason: str) -> None:
+        """Leave a key of theirs that has got into the job."""
+        if ours in self.values:
+            value, key = self.values.pop(ours)
+            self._leave(key, value, reason)
+
+    def _path(self, text: str) -> str:
+        """A path of theirs, which begins at the working directory, as it is seen from the job; a name of the hub as it is."""
+        is_path = (FILE_PATTERN.match(text) or os.path.exists(text)) and not text.startswith("~")
+        return os.path.relpath(Path(text).absolute(), self.directory) if is_path else text
+
+
+def _written(value: Any) -> str:
+    """A value as TOML."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_written(key)} = {_written(inner)}" for key, inner in value.items()) + " }"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps("" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def number_of(value: Any) -> Any:
+    """A number that YAML takes for a text, such as 2e-5, as one."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
