@@ -25,7 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.printed_parts import Conversation, spoken, unprinted
-from hetero_mpi.data.record_files import BadRecord
+from hetero_mpi.data.record_shapes import BadRecord
 
 WAY_OUT = 'Set data.template = "plain", or tokenizer.path to a tokenizer whose chat template does'
 MOST_CHARACTERS = 2**24

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.answers import ChatTemplate, Rendered
 from hetero_mpi.data.messages import ChatMessage
-from hetero_mpi.data.record_files import BadRecord, BadRecords
+from hetero_mpi.data.record_shapes import BadRecord, BadRecords
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.template_process import rendered_prompt, rendered_records
 from hetero_mpi.data.tokenizer import (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hetero_mpi.data.record_files import SPELLINGS, BadRecord
+from hetero_mpi.data.record_shapes import SPELLINGS, BadRecord
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: dict[str, Role] = {

@@ -14,7 +14,7 @@ from hetero_mpi.data.answers import ChatTemplate
 from hetero_mpi.data.batch import IGNORED, Tokens
 from hetero_mpi.data.chat_template import Tokenized, tokenize_records
 from hetero_mpi.data.dataset import Dataset, Rows, SequenceSettings, join_evaluation, mix, share_out
-from hetero_mpi.data.record_files import BadRecords, Compared
+from hetero_mpi.data.record_shapes import BadRecords, Compared
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.tokenizer import pad_token
 from hetero_mpi.util.errors import UserError

@@ -24,7 +24,8 @@ from hetero_mpi.data.messages import (
     turns_of,
     weight_of,
 )
-from hetero_mpi.data.record_files import (
+from hetero_mpi.data.record_files import OwnKeys, is_chat, values_of
+from hetero_mpi.data.record_shapes import (
     PAIRS,
     PREFERENCE,
     PROMPTS,
@@ -34,12 +35,9 @@ from hetero_mpi.data.record_files import (
     BadRecord,
     BadRecords,
     Compared,
-    OwnKeys,
     Shape,
-    is_chat,
     keys_named,
     unrecognised,
-    values_of,
 )
 from hetero_mpi.data.source_files import matching_files
 from hetero_mpi.util import units

@@ -25,7 +25,7 @@ from typing import Any
 from hetero_mpi.data.answers import WAY_OUT, ChatTemplate, Rendered, rendered
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.printed_parts import Conversation
-from hetero_mpi.data.record_files import BadRecord
+from hetero_mpi.data.record_shapes import BadRecord
 from hetero_mpi.data.records import Record
 from hetero_mpi.util.background import start_module
 

@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.data.batch import IGNORED, Tokens
 from hetero_mpi.data.dataset import Dataset, Rows, SequenceSettings, join_evaluation, mapped, share_out
 from hetero_mpi.data.messages import kind_name, text_of
-from hetero_mpi.data.record_files import TEXT, BadRecord, BadRecords, OwnKeys, kind_of, values_of, without_text
+from hetero_mpi.data.record_files import TEXT, OwnKeys, kind_of, values_of
+from hetero_mpi.data.record_shapes import BadRecord, BadRecords, without_text
 from hetero_mpi.data.source_files import matching_files, shown_patterns
 from hetero_mpi.data.tokenizer import beginning, encoded, end_token, in_batches, own_tokens_only, pad_token
 from hetero_mpi.util import units

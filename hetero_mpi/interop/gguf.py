@@ -25,7 +25,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.answers import ChatTemplate
-from hetero_mpi.data.record_files import BadRecord
+from hetero_mpi.data.record_shapes import BadRecord
 from hetero_mpi.data.template_process import rendered_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.model.adapter_targets import of_pattern

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from hetero_mpi.data.answers import ChatTemplate, Rendered, rendered
 from hetero_mpi.data.chat_template import choose_template, marks_of
 from hetero_mpi.data.messages import ChatMessage
-from hetero_mpi.data.record_files import BadRecord
+from hetero_mpi.data.record_shapes import BadRecord
 from hetero_mpi.data.tokenizer import own_tokens_only, train_bpe
 from tests.data import test_marks, test_masks, test_tools
 from tests.data.test_masks import tokenizer_of

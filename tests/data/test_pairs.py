@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.data.chat_template import choose_template
 from hetero_mpi.data.dataset import Dataset, SequenceSettings
-from hetero_mpi.data.record_files import BadRecord, BadRecords
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
+from hetero_mpi.data.record_shapes import BadRecord, BadRecords
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.engine.placement import training_share

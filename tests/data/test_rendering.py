@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data import template_process
 from hetero_mpi.data.chat_template import choose_template, render_prompt, tokenize_records
-from hetero_mpi.data.record_files import BadRecords
+from hetero_mpi.data.record_shapes import BadRecords
 from hetero_mpi.data.template_process import LIMIT_S
 from tests.data import test_masks, test_tools
 from tests.data.test_masks import FORMATS, record, tokenizer_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetero_mpi.data.chat_template import choose_template, tokenize_records
-from hetero_mpi.data.record_files import BadRecords
+from hetero_mpi.data.record_shapes import BadRecords
 from hetero_mpi.data.records import Record
 from hetero_mpi.util.errors import UserError
 from tests.data.test_masks import FORMATS, record, tokenizer_of

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hetero_mpi.data.record_files import BadRecord
+from hetero_mpi.data.record_shapes import BadRecord
 from hetero_mpi.util.errors import UserError
 
 

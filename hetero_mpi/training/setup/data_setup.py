@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.data.batch import Batch
 from hetero_mpi.data.chat_template import Template, choose_template, plain_texts, tokenize_records
 from hetero_mpi.data.dataset import Dataset, DataSource, SequenceSettings
-from hetero_mpi.data.record_files import BadRecords, OwnKeys
+from hetero_mpi.data.record_files import OwnKeys
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
+from hetero_mpi.data.record_shapes import BadRecords
 from hetero_mpi.data.records import Record, Records, read_records
 from hetero_mpi.data.source_files import matching_files
 from hetero_mpi.data.text_sequences import Corpus, build_sequences, pieces_of

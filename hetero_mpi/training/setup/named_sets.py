@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.data.batch import Batch
 from hetero_mpi.data.chat_template import choose_template
 from hetero_mpi.data.dataset import Dataset, SequenceSettings, share_out
-from hetero_mpi.data.record_files import BadRecords, OwnKeys
+from hetero_mpi.data.record_files import OwnKeys
 from hetero_mpi.data.record_sequences import RecordSequences
+from hetero_mpi.data.record_shapes import BadRecords
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.text_sequences import Corpus, build_sequences
 from hetero_mpi.job.load import LoadedJob
