@@ -1,6 +1,6 @@
 """Instruction records: files -> conversations, whatever of three shapes each record has.
 
-Every shape (``record_files.SHAPES``) becomes a list of messages, so that the rest of the program knows conversations only: a chat
+Every shape (``record_shapes.SHAPES``) becomes a list of messages, so that the rest of the program knows conversations only: a chat
 up to its last answer; of alpaca the instruction, an empty line and the input are the user's. A record with the keys of several
 shapes is a chat before it is alpaca, and that before prompt/completion. Keys that nobody reads are counted.
 """

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -16,11 +14,10 @@ from hetero_mpi.engine.channel import BACKWARD, EVALUATION, FORWARD, Inbox, Outb
 from hetero_mpi.engine.placement import Placement
 from hetero_mpi.engine.rank_setup import RankSetup
 from hetero_mpi.engine.wire_format import NEAREST, WireFormat
-from hetero_mpi.model.layer.comparison import Comparison
 from hetero_mpi.model.layer.gradients import Finished
-from hetero_mpi.model.layer.loss import Routed
+from hetero_mpi.model.layer.micro_batch import StepData
 from hetero_mpi.model.layer.seeds import seed_from
-from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.stage import Stage
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, Op, holdings
 from hetero_mpi.planning.types.plan import PipelinePlan
 
@@ -56,56 +53,6 @@ class StepRun(Generic[Decided]):
     """Its beginning (``time.perf_counter``)."""
     worked_s: float
     """Seconds of a CPU rank's forwards and backwards by processor time: without waiting for a core."""
-
-
-@dataclass(frozen=True)
-class StepData:
-    """The input of a pipeline. Tensors on the device, (rows of its share, T) int64, or samples (rows, ...) in the dtypes of
-    ``interface.as_input``; None where this rank does not need them."""
-
-    step: int
-    sizes: tuple[int, ...]
-    """Sequences in each micro-batch; they follow one another in the tensors."""
-    first_samples: tuple[int, ...]
-    """Where each micro-batch begins in the global batch."""
-    length: int
-    """Tokens T per sequence of this batch."""
-    tokens: torch.Tensor | None
-    targets: torch.Tensor | None
-    positions: torch.Tensor | None
-    """See ``MicroBatch``; on every stage, where records are packed."""
-    divisor: float
-    """The whole global batch's; see ``MicroBatch``."""
-    loss_scale: float = 1.0
-    """Factor of the loss in backward (fp16)."""
-    comparison: Comparison | None = None
-    """On the last stage, where preferences are learnt."""
-    routed: Routed | None = None
-    """On every stage, where routers have a loss."""
-    weights: torch.Tensor | None = None
-    """fp32, of the targets on the last stage; None: they count alike."""
-
-    @cached_property
-    def rows(self) -> tuple[slice, ...]:
-        """The rows of each micro-batch."""
-        return tuple(slice(end - size, end) for size, end in zip(self.sizes, accumulate(self.sizes), strict=True))
-
-    def tokens_of(self, index: int) -> torch.Tensor:
-        """A micro-batch's, on a first stage."""
-        assert self.tokens is not None
-        return self.tokens[self.rows[index]]
-
-    def targets_of(self, index: int) -> torch.Tensor | None:
-        return None if self.targets is None else self.targets[self.rows[index]]
-
-    def micro_batch(self, index: int) -> MicroBatch:
-        rows = self.rows[index]
-        positions = None if self.positions is None else self.positions[rows]
-        comparison = None if self.comparison is None else self.comparison.of_rows(rows)
-        routed = None if self.routed is None else self.routed.of_rows(rows)
-        weights = None if self.weights is None else self.weights[rows]
-        first = self.first_samples[index]
-        return MicroBatch(index, self.step, first, self.divisor, positions, comparison, routed, weights=weights)
 
 
 class _StageLinks:

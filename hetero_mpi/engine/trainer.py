@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.data.batch import Batch, Compared, Weighed
-from hetero_mpi.engine.executor import Executor, StepData
+from hetero_mpi.engine.executor import Executor
 from hetero_mpi.engine.memory_trial import Nowhere, UpdateAlone, memory_explained
 from hetero_mpi.engine.placement import (
     BatchShare,
@@ -29,9 +29,9 @@ from hetero_mpi.engine.sharded_update import ShardedUpdate, TiedMatrix
 from hetero_mpi.engine.shared_parts import divided_tensors, shared_parts
 from hetero_mpi.model.group.division import Division
 from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared, SharedPart
-from hetero_mpi.model.layer.comparison import REWARDS, Comparison
 from hetero_mpi.model.layer.interface import as_input
 from hetero_mpi.model.layer.loss import Routed
+from hetero_mpi.model.layer.micro_batch import REWARDS, Comparison, StepData
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.planning.schedule import Event, Schedule

@@ -24,8 +24,8 @@ from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.engine.placement import training_share
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.layer.comparison import Comparison
 from hetero_mpi.model.layer.loss import summed_loss, target_losses
+from hetero_mpi.model.layer.micro_batch import Comparison
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses

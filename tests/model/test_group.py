@@ -23,8 +23,8 @@ from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.group.refusals import refusal
 from hetero_mpi.model.layer import quantize
-from hetero_mpi.model.layer.comparison import DESIRABLE, Comparison
 from hetero_mpi.model.layer.loss import IGNORED
+from hetero_mpi.model.layer.micro_batch import DESIRABLE, Comparison
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.layer.comparison import Comparison
 from hetero_mpi.model.layer.loss import Routed
+from hetero_mpi.model.layer.micro_batch import Comparison
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
