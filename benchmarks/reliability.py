@@ -75,7 +75,7 @@ class Figure:
 
 def bandwidth(folder: Path, smallest: bool) -> list[Figure]:
     """Checkpoint against raw bytes."""
-    from hetero_mpi.state.checkpoint import CheckpointWriter
+    from hetero_mpi.state.writer import CheckpointWriter
 
     tensors = {
         f"w{number}": np.random.default_rng(number).random((4096, 2048), np.float32)
@@ -200,7 +200,8 @@ def _copies(size: int, together: Any, found: Any) -> None:
 
 def damage(folder: Path, smallest: bool) -> list[Figure]:
     """Damaged files that are recognised."""
-    from hetero_mpi.state.checkpoint import CheckpointReader, CheckpointWriter, verify
+    from hetero_mpi.state.reader import CheckpointReader, verify
+    from hetero_mpi.state.writer import CheckpointWriter
 
     path, dice, tried = folder / "step-00000001.h5", random.Random(1), 10 if smallest else DAMAGES
     rng = np.random.default_rng(1)

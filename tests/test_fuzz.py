@@ -25,6 +25,7 @@ import tomli_w
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from hetero_mpi.commands.checkpoint_text import checkpoint_lines
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.text_sequences import Corpus
 from hetero_mpi.job.load import job_from_dict, job_to_dict, load_job, run_directory
@@ -32,10 +33,10 @@ from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan_file, load_profile, save_plan, save_profile
-from hetero_mpi.report.checkpoint_text import checkpoint_lines
 from hetero_mpi.report.plan_text import plan_lines
 from hetero_mpi.report.profile_text import inspection_lines
-from hetero_mpi.state.checkpoint import CheckpointWriter, newest_good
+from hetero_mpi.state.directory import newest_good
+from hetero_mpi.state.writer import CheckpointWriter
 from hetero_mpi.util.errors import UserError
 from tests.support.checkpoint_samples import told
 from tests.support.errors import refuses

@@ -24,7 +24,6 @@ PACKAGES = [
     "objectives",
     "job",
     "data",
-    "state/checkpoint",
     "device",
     "rundir", "report", "report/figures", "report/page",
     "model/layer", "model/files", "model/transformers", "model/group", "model/custom", "model", "model/adapters",
@@ -51,7 +50,6 @@ BANS = {
     "device": {"mpi4py"},
     "model": {"mpi4py"},
     "data": {"mpi4py", "torch"},
-    "state/checkpoint": {"mpi4py", "torch"},
 }
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {

@@ -71,7 +71,7 @@ def inspect(file: Path, output: Path | None, every: bool = False) -> list[str]:
         with place.open("rb") as opened:
             is_hdf5 = opened.read(len(HDF5_MAGIC)) == HDF5_MAGIC
         if is_hdf5:
-            from hetero_mpi.report.checkpoint_text import checkpoint_lines
+            from hetero_mpi.commands.checkpoint_text import checkpoint_lines
 
             return checkpoint_lines(file)
         content = toml.loads(place.read_text(encoding="utf-8"))

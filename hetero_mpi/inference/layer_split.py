@@ -37,7 +37,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, Stage
 from hetero_mpi.profiling.host_profiles import sharing_ranks
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.state.file_supply import open_start
-from hetero_mpi.state.redistribute import Parcel, deliveries, move, parcels
+from hetero_mpi.state.redistribute import TensorShard, move, tensor_shards, transfers
 from hetero_mpi.training.setup.setup import open_rank, settle_products
 from hetero_mpi.util import units
 
@@ -233,11 +233,11 @@ def _load_adapter(
 
     tied, last = tuning.tied(setup.chain), setup.plan.pipelines[0].stages[-1].ranks[0]
 
-    def keep(parcel: Parcel, value: torch.Tensor) -> None:
-        for held in (own.get(parcel.name), tied_head if parcel.name == tied else None):
+    def keep(shard: TensorShard, value: torch.Tensor) -> None:
+        for held in (own.get(shard.name), tied_head if shard.name == tied else None):
             if held is not None:
                 held.data.copy_(value)
 
-    listed = parcels(tuning, setup.plan, ("parameters",))
+    listed = tensor_shards(tuning, setup.plan, ("parameters",))
     listed = [replace(one, others=(last,)) if one.name == tied and one.owner != last else one for one in listed]
-    move(setup.world.rank, transport, deliveries(listed, lambda _: (0,)), lambda parcel: stored[parcel.name], keep)
+    move(setup.world.rank, transport, transfers(listed, lambda _: (0,)), lambda shard: stored[shard.name], keep)

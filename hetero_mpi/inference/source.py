@@ -28,7 +28,8 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.generation import model_stops, read_generation
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.state.checkpoint import CheckpointError, CheckpointReader
+from hetero_mpi.state.hdf5 import CheckpointError
+from hetero_mpi.state.reader import CheckpointReader
 from hetero_mpi.training.setup.data_setup import prompt_template
 from hetero_mpi.util.errors import UserError
 

@@ -30,8 +30,9 @@ from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import MAGNITUDE, ROWS, Tuning, began_with
-from hetero_mpi.state.checkpoint import CheckpointReader, lowest_held_out, newest_good
-from hetero_mpi.state.stored_state import check_tensors
+from hetero_mpi.state.directory import lowest_held_out, newest_good
+from hetero_mpi.state.reader import CheckpointReader
+from hetero_mpi.state.resume_checks import check_tensors
 from hetero_mpi.training.setup.job_tuning import tuning_of
 from hetero_mpi.util.background import unharmed
 from hetero_mpi.util.errors import UserError

@@ -4,7 +4,7 @@ steps.
     rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
     rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's
     background        each sends its copy to its *peer*, on another host where there is one,
-                      and writes what it then has to its own disk, where there is a supervisor (``stored_state.ShardWriter``)
+                      and writes what it then has to its own disk, where there is a supervisor (``directory.ShardWriter``)
 
 A *version* is all ranks' trained parameters and moments after one step. Every rank keeps a copy of its own part, because its device
 has moved on when somebody dies. A peer keeps what it receives. A new version replaces the one before the last only when all ranks
@@ -16,15 +16,14 @@ Two versions in memory serve ranks that outlive others. Without such ranks one i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
@@ -32,17 +31,28 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import send_in_order
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.state.checkpoint import PIECE_BYTES
-from hetero_mpi.state.checkpoint.directory import new_version_id
-from hetero_mpi.state.redistribute import Parcel
-from hetero_mpi.state.saving import MEMORY_SHARE, BesideTraining, Snapshots, lack_of_memory, size_bytes, views
-from hetero_mpi.state.stored_state import DISK_SHARE, ShardWriter, StateVersion, supervised
-from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.state.directory import ShardWriter, supervised
+from hetero_mpi.state.hdf5 import cut
+from hetero_mpi.state.saving import (
+    MEMORY_SHARE,
+    BesideTraining,
+    Snapshots,
+    lack_of_memory,
+    lack_of_space,
+    size_bytes,
+    views,
+)
+from hetero_mpi.state.state import State, new_version_id
 from hetero_mpi.util import units
 from hetero_mpi.util.background import Background
+from hetero_mpi.util.disk import free_bytes
 
 VERSIONS = 2
 """Versions in memory where ranks may outlive others: the newest whole one, and one under way. Otherwise one is enough."""
+DISK_SHARE = 0.5
+"""Largest share of a host's free disk, when training begins, that copies may take."""
+_VERSIONS_ON_DISK = 2
+"""One that is whole everywhere, and one that is being written."""
 COST_SHARE = 0.02
 """Largest share of the time that copies may take."""
 _TAG = 1
@@ -156,7 +166,7 @@ class PeerReplicas(BesideTraining):
         self,
         world: World,
         snapshots: Snapshots,
-        kept: list[StateVersion],
+        kept: list[State],
         every: int | None,
         threaded: bool,
         local: ShardWriter | None,
@@ -166,11 +176,11 @@ class PeerReplicas(BesideTraining):
         self._versions = VERSIONS if self._in_memory else 1
         self.world, self.kept, self._fixed = world, kept, every
         self.every: int | None = every
-        self._snapshots, self._own, listed = snapshots, snapshots.own, snapshots.listed
+        self._snapshots, listed = snapshots, snapshots.listed
         sizes = [size_bytes(p for p in listed if p.owner == rank) for rank in range(world.size)]
         self.peer_of = peers(sizes, world.hosts)
         self._received = {
-            sender: [parcel for parcel in listed if parcel.owner == sender]
+            sender: [shard for shard in listed if shard.owner == sender]
             for sender, peer in self.peer_of.items()
             if peer == world.rank
         }
@@ -182,8 +192,11 @@ class PeerReplicas(BesideTraining):
             self.enabled = _is_room(lacking, "by other ranks", "a death", allowed)
         if self.enabled and local is not None:
             allowed = f"{units.percent(DISK_SHARE)} of what is free"
-            room = _is_room(local.lack_of_disk(held_bytes), "on hosts' disks", "a lost machine", allowed)
-            self._local = local if room else None
+            free = 0
+            with contextlib.suppress(OSError):
+                free = free_bytes(local.run_dir)
+            lacking = lack_of_space(world, _VERSIONS_ON_DISK * held_bytes, free, DISK_SHARE)
+            self._local = local if _is_room(lacking, "on hosts' disks", "a lost machine", allowed) else None
         self.enabled = self.enabled and (self._local is not None or (self._in_memory and world.size > 1))
         super().__init__(world, MpiTransport(world.comm, threaded=False) if self.enabled else None)
         self._held = snapshots.holder(self._versions)
@@ -192,19 +205,19 @@ class PeerReplicas(BesideTraining):
         self._said = math.inf
         """The number of steps that a person was told last."""
         self._taken = self._next = 0
-        self._new: list[StateVersion] = []
+        self._new: list[State] = []
 
     def _new_buffers(self) -> dict[int, torch.Tensor]:
         """Rank -> host memory for the part that is received from it."""
         return {rank: torch.empty(size_bytes(own), dtype=torch.uint8) for rank, own in self._received.items()}
 
-    def begin(self, state: TrainingState) -> None:
+    def begin(self, state: State) -> None:
         """Before the first step: make a version of this moment."""
         if self.enabled:
             self._take(state, time.perf_counter(), self.world.broadcast_json(new_version_id()))
             self._next = state.step + (self._fixed or _FIRST_LOOK)
 
-    def after(self, state: TrainingState) -> None:
+    def after(self, state: State) -> None:
         """After a step: make a version, if one is due."""
         if not self.enabled:
             return
@@ -217,7 +230,7 @@ class PeerReplicas(BesideTraining):
     def _under_way(self) -> bool:
         return self._work is not None and self._work.running
 
-    def _meet(self, state: TrainingState) -> None:
+    def _meet(self, state: State) -> None:
         """Exchange whether the last version has arrived everywhere and what it cost; make the next one if it is due."""
         begin, step = time.perf_counter(), state.step
         if self._fixed is not None or not self._under_way():
@@ -255,7 +268,7 @@ class PeerReplicas(BesideTraining):
                 f"{units.seconds(step_s)} ({units.percent(share)} of the time)"
             )
 
-    def _take(self, state: TrainingState, begin_s: float, version_id: str) -> None:
+    def _take(self, state: State, begin_s: float, version_id: str) -> None:
         """Copy this rank's part, and begin to send it.
 
         Args:
@@ -265,7 +278,7 @@ class PeerReplicas(BesideTraining):
         buffers = self._buffers[0]
         self._buffers.rotate(-1)
         own = self._snapshots.take(state.step, self._held)
-        version = StateVersion(version_id, state.to_dict(), dict(own.views), _names(self._own))
+        version = state.copy(version_id, dict(own.views))
         self._new.append(version)
         self.kept.append(version)
         self._taken = version.step
@@ -280,16 +293,14 @@ class PeerReplicas(BesideTraining):
         """Drop the older versions: the newest is whole on all ranks."""
         self.kept[:] = self._new = self._new[-1:]
 
-    def _exchange(self, own: torch.Tensor, buffers: dict[int, torch.Tensor], version: StateVersion) -> None:
+    def _exchange(self, own: torch.Tensor, buffers: dict[int, torch.Tensor], version: State) -> None:
         """Send the own part, receive the others', and write the shard where that is asked for. Runs in the background."""
         begin_s = time.thread_time()
         self._transfer(own, buffers)
         for rank, listed in self._received.items():
             version.tensors.update(views(buffers[rank], listed))
-            version.names.update(_names(listed))
         if self._local is not None:
-            listed = [*self._own, *(parcel for listed in self._received.values() for parcel in listed)]
-            self._local.write(version.version_id, version.state, listed, version.tensors)
+            self._local.write(version)
         if self._threaded:  # else it is a part of what training stood still
             self._costs.transferred(time.thread_time() - begin_s)
 
@@ -299,11 +310,11 @@ class PeerReplicas(BesideTraining):
         coming = [
             self._transport.post_receive(sender, _TAG, piece)
             for sender, flat in buffers.items()
-            for piece in _cut(flat)
+            for piece in cut(host_bytes(flat), flat.shape)
         ]
         peer = self.peer_of.get(self.world.rank)
         if peer is not None:
-            pieces = self.world.marked(_cut(own))
+            pieces = self.world.marked(cut(host_bytes(own), own.shape))
             send_in_order(self._transport, ((peer, _TAG, piece) for piece in pieces))
         for request in self.world.marked(coming):
             self._transport.wait(request)
@@ -317,14 +328,3 @@ def _is_room(lacking: str | None, where: str, loss: str, allowed: str) -> bool:
             f"take {allowed}; {lacking}"
         )
     return lacking is None
-
-
-def _names(listed: Sequence[Parcel]) -> set[str]:
-    return {parcel.name for parcel in listed}
-
-
-def _cut(flat: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of a tensor, in pieces of ``PIECE_BYTES``."""
-    everything = host_bytes(flat)
-    for first in range(0, everything.size, PIECE_BYTES):
-        yield everything[first : first + PIECE_BYTES]

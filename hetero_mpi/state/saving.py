@@ -38,18 +38,10 @@ from hetero_mpi.device.backend import Backend, host_memory
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.schema import CheckpointTable
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.state.checkpoint import (
-    KINDS,
-    PIECE_BYTES,
-    CheckpointError,
-    CheckpointWriter,
-    checkpoint_path,
-    cut,
-    piece_count,
-    pieces,
-    prune,
-)
-from hetero_mpi.state.redistribute import LiveState, Parcel, give_parts, parcels
+from hetero_mpi.state.directory import checkpoint_path, prune
+from hetero_mpi.state.hdf5 import KINDS, PIECE_BYTES, CheckpointError, cut, piece_count, pieces
+from hetero_mpi.state.redistribute import LiveState, TensorShard, give_parts, tensor_shards
+from hetero_mpi.state.writer import CheckpointWriter
 from hetero_mpi.util import units
 from hetero_mpi.util.background import Background
 
@@ -61,7 +53,7 @@ _LONG_WAIT_S = 0.5
 MEMORY_SHARE = 0.5
 """Largest share of a host's free memory that its ranks may use beyond what training itself needs."""
 
-Live = Callable[[Parcel], torch.Tensor]
+Live = Callable[[TensorShard], torch.Tensor]
 T = TypeVar("T")
 
 
@@ -73,7 +65,7 @@ class Snapshot:
         views: (kind, name) -> a tensor in it.
     """
 
-    def __init__(self, own: Iterable[Parcel], backend: Backend) -> None:
+    def __init__(self, own: Iterable[TensorShard], backend: Backend) -> None:
         self._own, self._backend = list(own), backend
         self.flat = backend.host_buffer((size_bytes(self._own),), torch.uint8)
         self.views = views(self.flat, self._own)
@@ -81,12 +73,12 @@ class Snapshot:
     @torch.no_grad()
     def take(self, live: Live) -> None:
         """Copy all tensors into the buffers, which are used again each time."""
-        for parcel in self._own:
-            self.views[parcel.kind, parcel.name].copy_(live(parcel), non_blocking=True)
+        for shard in self._own:
+            self.views[shard.kind, shard.name].copy_(live(shard), non_blocking=True)
         self._backend.synchronize()
 
-    def __call__(self, parcel: Parcel) -> torch.Tensor:
-        return self.views[parcel.kind, parcel.name]
+    def __call__(self, shard: TensorShard) -> torch.Tensor:
+        return self.views[shard.kind, shard.name]
 
 
 class Snapshots:
@@ -95,12 +87,12 @@ class Snapshots:
 
     Args:
         listed: all tensors of a checkpoint, in the order of the file; the same list on every rank.
-        live: returns a parcel that this rank owns, where it lies on the device.
+        live: returns a tensor that this rank owns, where it lies on the device.
     """
 
-    def __init__(self, rank: int, backend: Backend, listed: Iterable[Parcel], live: LiveState) -> None:
+    def __init__(self, rank: int, backend: Backend, listed: Iterable[TensorShard], live: LiveState) -> None:
         self.backend, self.listed, self.live = backend, list(listed), live
-        self.own = [parcel for parcel in self.listed if parcel.owner == rank]
+        self.own = [shard for shard in self.listed if shard.owner == rank]
         self._rank = rank
         self._all: list[Snapshot] = []
         self._holders: list[deque[Snapshot]] = []
@@ -110,7 +102,7 @@ class Snapshots:
     def of(cls, trainer: Trainer) -> Snapshots:
         # Savers and replicas have transports of the active ranks only, which are numbered anew there.
         active = list(trainer.world.numbers or range(trainer.world.size))
-        listed = [parcel.among(active) for parcel in parcels(trainer.tuning, trainer.plan, KINDS)]
+        listed = [shard.among(active) for shard in tensor_shards(trainer.tuning, trainer.plan, KINDS)]
         return cls(trainer.world.rank, trainer.backend, listed, LiveState(trainer))
 
     def holder(self, most: int) -> deque[Snapshot]:
@@ -238,30 +230,30 @@ class Saver(BesideTraining):
             )
 
     def _send_or_write(self, path: Path, metadata: dict[str, Any], values: Live, began_s: float) -> None:
-        """Runs in the background, or in place. ``values``: returns a parcel of this rank, in host memory."""
+        """Runs in the background, or in place. ``values``: returns a tensor of this rank, in host memory."""
         if self.world.rank == 0:
             self._write(path, metadata, values, began_s)
         else:
-            own = (piece for parcel in self._snapshots.own for piece in _flat_pieces(parcel, values))
+            own = (piece for shard in self._snapshots.own for piece in _flat_pieces(shard, values))
             send_in_order(self._own_transport, ((0, _TAG, piece.view(np.uint8)) for piece in self.world.marked(own)))
 
     def _write(self, path: Path, metadata: dict[str, Any], values: Live, began_s: float) -> None:
         arriving = self._arriving()
         taken: set[tuple[str, str]] = set()
 
-        def own(parcel: Parcel) -> torch.Tensor:
-            taken.add((parcel.kind, parcel.name))
-            return values(parcel)
+        def own(shard: TensorShard) -> torch.Tensor:
+            taken.add((shard.kind, shard.name))
+            return values(shard)
 
         try:
             with contextlib.ExitStack() as alone:
                 with CheckpointWriter(path, metadata) as writer:
-                    for parcel in self._listed:
-                        kind, name, shape, dtype = parcel.kind, parcel.name, parcel.shape, parcel.dtype_name
+                    for shard in self._listed:
+                        kind, name, shape, dtype = shard.kind, shard.name, shard.shape, shard.dtype_name
                         coming: Iterator[NDArray[Any]] = (
-                            _flat_pieces(parcel, own)
-                            if parcel.owner == 0
-                            else (next(arriving).view(dtype) for _ in pieces(shape, parcel.dtype.itemsize))
+                            _flat_pieces(shard, own)
+                            if shard.owner == 0
+                            else (next(arriving).view(dtype) for _ in pieces(shape, shard.dtype.itemsize))
                         )
                         writer.write_pieces(kind, name, shape, dtype, self.world.marked(coming))
                     alone.enter_context(self.world.busy())  # nobody sees how far a slow disk is
@@ -271,20 +263,20 @@ class Saver(BesideTraining):
             _LOG.info("step %d: checkpoint %s, whole after %.1f s", metadata["step"], path, seconds)
         except (CheckpointError, OSError) as error:
             say(f"Training goes on, but {error}")
-            for parcel in self._listed:  # the others are still sending, and those of this rank's group giving
-                asked = parcel.owner != 0 or (parcel.kind, parcel.name) in taken
-                if parcel.group and not asked and not self._may_thread:
-                    own(parcel)
+            for shard in self._listed:  # the others are still sending, and those of this rank's group giving
+                asked = shard.owner != 0 or (shard.kind, shard.name) in taken
+                if shard.group and not asked and not self._may_thread:
+                    own(shard)
             for _ in arriving:
                 pass
 
     def _arriving(self) -> Iterator[NDArray[np.uint8]]:
         """Rank 0: the pieces of other ranks, in the order of the list. Each is valid until the next one is taken."""
         sizes = (
-            (parcel.owner, piece_count(piece) * parcel.dtype.itemsize)
-            for parcel in self._listed
-            if parcel.owner != 0
-            for piece in pieces(parcel.shape, parcel.dtype.itemsize)
+            (shard.owner, piece_count(piece) * shard.dtype.itemsize)
+            for shard in self._listed
+            if shard.owner != 0
+            for piece in pieces(shard.shape, shard.dtype.itemsize)
         )
         if not self._buffers and self.world.size > 1:
             self._buffers = [np.empty(PIECE_BYTES, np.uint8) for _ in range(PIECES_HELD)]
@@ -314,20 +306,20 @@ def lack_of_space(world: World, needed_bytes: int, free_bytes: int, allowed: flo
     return ", ".join(lacking) or None
 
 
-def size_bytes(listed: Iterable[Parcel]) -> int:
-    """Bytes of all parcels together, where each begins at a multiple of ``_ALIGNED``."""
-    return sum(math.ceil(parcel.bytes / _ALIGNED) * _ALIGNED for parcel in listed)
+def size_bytes(listed: Iterable[TensorShard]) -> int:
+    """Bytes of all tensors together, where each begins at a multiple of ``_ALIGNED``."""
+    return sum(math.ceil(shard.bytes / _ALIGNED) * _ALIGNED for shard in listed)
 
 
-def views(flat: torch.Tensor, listed: Iterable[Parcel]) -> dict[tuple[str, str], torch.Tensor]:
-    """(kind, name) -> a view of a parcel's elements in the bytes ``flat``, which hold the parcels one after the other."""
+def views(flat: torch.Tensor, listed: Iterable[TensorShard]) -> dict[tuple[str, str], torch.Tensor]:
+    """(kind, name) -> a view of a tensor's elements in the bytes ``flat``, which hold the tensors one after the other."""
     found, begin = {}, 0
-    for parcel in listed:
-        found[parcel.kind, parcel.name] = flat[begin : begin + parcel.bytes].view(parcel.dtype).view(parcel.shape)
-        begin += size_bytes([parcel])
+    for shard in listed:
+        found[shard.kind, shard.name] = flat[begin : begin + shard.bytes].view(shard.dtype).view(shard.shape)
+        begin += size_bytes([shard])
     return found
 
 
-def _flat_pieces(parcel: Parcel, values: Live) -> Iterator[NDArray[Any]]:
-    """A parcel of this rank in pieces, as views of host memory, in the order of a file."""
-    return cut(values(parcel).detach().reshape(-1).numpy(), parcel.shape)
+def _flat_pieces(shard: TensorShard, values: Live) -> Iterator[NDArray[Any]]:
+    """A tensor of this rank in pieces, as views of host memory, in the order of a file."""
+    return cut(values(shard).detach().reshape(-1).numpy(), shard.shape)

@@ -1,54 +1,114 @@
-"""Builds a rank's trainer under a plan: its own layers, with weights from its own files or sent by rank 0."""
+"""Builds a rank's stage under a plan, and changes the plan inside the running processes, between two steps.
+
+    before      rank 0: layers 0-3     rank 1: layers 4-8     rank 2: idle
+    keep        copies what it trains  copies what it trains                   in host memory; stages are given up
+    build       layers 0-2             layers 3-5             layers 6-8       frozen weights new here: own files, or sent
+    move                layer 3 -> 1   layers 6-8 -> 2                         parameters and moments; the rest stays
+    after       the loop goes on with the next step: the same data, the same numbers
+
+A change has three parts, which a recovery combines in another way (there, what is moved comes from copies on other ranks). ``keep``
+copies what this rank brings along. ``build_share`` builds the stages of a plan. ``hand_over`` moves the trained state by a list of
+transfers. Only one stage is in memory at any time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.device.backend import return_freed_memory
+from hetero_mpi.emulation.emulated_cluster import emulate
 from hetero_mpi.engine.host_group import HostGroup, host_group, require_joinable
+from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.engine.rank_setup import BuildStage, RankSetup
 from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
-from hetero_mpi.model.adapters.adapter_files import check_adapter
+from hetero_mpi.model.adapters.adapter_files import check_adapter, read_adapter
 from hetero_mpi.model.adapters.adapter_start import ReducedStart
 from hetero_mpi.model.group.refusals import require_divisible
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.optimizer import LossScale
+from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.tuning import MAGNITUDE
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.schedule import holders, schedule_of
+from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.state.file_supply import open_start
-from hetero_mpi.state.redistribute import Parcel, set_parameter
-from hetero_mpi.state.results import load_adapter, send_parameters
+from hetero_mpi.state.hdf5 import KINDS
+from hetero_mpi.state.redistribute import (
+    LiveState,
+    TensorShard,
+    Transfer,
+    held_under,
+    move,
+    set_parameter,
+    take_over,
+    tensor_shards,
+    transfers,
+)
+from hetero_mpi.state.saving import Snapshot, lack_of_memory, size_bytes
+from hetero_mpi.state.state import State
 from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.training.setup.custom_model import start_values
 from hetero_mpi.training.setup.data_setup import model_directory
 from hetero_mpi.training.setup.profile_and_plan import cache_root, stream_folder
 from hetero_mpi.util.errors import UserError
 
+_LOG = logging.getLogger(__name__)
+Own = Callable[[TensorShard], torch.Tensor]
+"""Returns a tensor that this rank has, as a contiguous host tensor."""
 
-def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossScale, kept: Kept | None = None) -> Share:
-    """A copy of ``share`` that has this rank's trainer. Collective over the active ranks. Raises CollectiveUserError: files are
-    missing or do not fit the model, or the memory does not suffice.
+
+def join(context: RunContext, report: PlanReport) -> Share:
+    """This rank's share of ``report.plan``, without a stage yet. Collective over all ranks of the job."""
+    emulation, plan = None, report.plan
+    if context.job.cluster.emulate is not None:
+        chain, profile = language(context.chain), context.profile
+        emulation = emulate(context.world, context.transport, context.loaded, chain, profile, plan, context.cores)
+    schedule = schedule_of(plan, context.profile.model)
+    return Share(report, schedule, emulation, context.world.subset(active_ranks(plan)))
+
+
+def build_share(
+    context: RunContext, report: PlanReport, state: State, kept: Kept | None = None, brought: bool = True
+) -> Share:
+    """This rank's share of ``report.plan`` with its stage. Collective over all ranks of the job, idle ones included; no rank may be
+    asleep. Raises CollectiveUserError: on all ranks, if an active rank cannot build its stage.
 
     Args:
-        resuming: the trained parameters are sent afterwards, so only frozen weights are loaded here. (A factory's model is sent
-            whole.)
-        loss_scale: the run's.
         kept: frozen weights that this rank already has in memory.
+        brought: the trained state is moved afterwards, so only frozen weights are loaded here. (A factory's model is sent whole.)
+    """
+    share = join(context, report)
+    problem: CollectiveUserError | None = None
+    if share.members is not None:
+        try:
+            share = _build(context, share, brought, state.loss_scale, kept)
+        except CollectiveUserError as error:
+            problem = error
+    context.world.share_problem(problem)
+    return share
+
+
+def _build(context: RunContext, share: Share, brought: bool, loss_scale: LossScale, kept: Kept | None) -> Share:
+    """A copy of ``share`` that has this rank's trainer; arguments as ``build_share`` takes them. Collective over the active ranks.
+    Raises CollectiveUserError: files are missing or do not fit the model, or the memory does not suffice.
     """
     assert share.members is not None
     members, plan = share.members, share.own_plan
     group = group_of(context, members, plan)  # before files are sent: rank 0 then waits for the others only
     start: Start | None = None
     files: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if not (resuming and context.tuning.full):  # an adapter's checkpoint does not hold the model
+    if not (brought and context.tuning.full):  # an adapter's checkpoint does not hold the model
         directory, seed = model_directory(context.loaded), context.job.train.seed
         cache = _checked_cache_root(context, members) if directory is not None else None
         given = members, context.world.rank, context.transport, context.chain, plan, directory, seed
@@ -57,6 +117,19 @@ def build(context: RunContext, share: Share, resuming: bool, loss_scale: LossSca
     with members.together("loading weights"), files:
         trainer = trainer_of(context, share, start, loss_scale, group, kept)
     return replace(share, trainer=trainer)
+
+
+def _checked_cache_root(context: RunContext, members: World) -> Path | None:
+    cache, root = context.job.model.shard_cache, cache_root(context)
+    if cache is not None and root is not None and not Path(cache).expanduser().is_absolute():
+        with members.together("looking for the shard cache"):
+            if leads_out(root, context.loaded.directory):
+                raise UserError(
+                    "shard_cache.link",
+                    f"[model] shard_cache = {as_toml(cache)}: a link in it leads out of the job file's directory, to "
+                    f"{root.resolve()}; {ELSEWHERE}",
+                )
+    return root
 
 
 def trainer_of(
@@ -90,6 +163,7 @@ def group_of(context: RunContext, members: World, plan: Plan) -> HostGroup | Non
     return next(filter(None, found), None)
 
 
+# -------------------------------------------------------------------------------------------------- where training begins
 def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None:
     """Load the adapter the job starts from; only rank 0 needs its files. Collective over the active ranks."""
     assert context.job.adapter.path is not None
@@ -97,7 +171,8 @@ def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None
     with members.led("reading the adapter"):
         if directory is not None:
             check_adapter(directory, context.tuning)
-    load_adapter(trainer, directory)
+    stored = read_adapter(directory, context.tuning) if directory is not None else {}
+    _send_parameters(trainer, lambda shard: stored[shard.name])
 
 
 def start_magnitudes(trainer: Trainer) -> None:
@@ -122,24 +197,104 @@ def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
     layer_of = context.chain.layer_of
     layer = 0
 
-    def given(parcel: Parcel) -> torch.Tensor:
+    def given(shard: TensorShard) -> torch.Tensor:
         nonlocal layer
-        if layer_of(parcel.name) != layer:
-            layer = layer_of(parcel.name)
+        if layer_of(shard.name) != layer:
+            layer = layer_of(shard.name)
             return_freed_memory()  # of the layers before: the model would be there twice
-        return values.pop(parcel.name).contiguous()
+        return values.pop(shard.name).contiguous()
 
-    send_parameters(trainer, given)
+    _send_parameters(trainer, given)
 
 
-def _checked_cache_root(context: RunContext, members: World) -> Path | None:
-    cache, root = context.job.model.shard_cache, cache_root(context)
-    if cache is not None and root is not None and not Path(cache).expanduser().is_absolute():
-        with members.together("looking for the shard cache"):
-            if leads_out(root, context.loaded.directory):
-                raise UserError(
-                    "shard_cache.link",
-                    f"[model] shard_cache = {as_toml(cache)}: a link in it leads out of the job file's directory, to "
-                    f"{root.resolve()}; {ELSEWHERE}",
-                )
-    return root
+def _send_parameters(trainer: Trainer, produce: Own) -> None:
+    """Send parameters, which ``produce`` returns on rank 0, to the ranks that hold them. Collective."""
+    listed = transfers(tensor_shards(trainer.tuning, trainer.plan, ("parameters",)), lambda shard: (0,))
+    move(trainer.rank, trainer.transport, listed, produce, lambda one, value: set_parameter(trainer, one.name, value))
+    trainer.share_tied_weight()
+
+
+# -------------------------------------------------------------------------------------------------- a change of plan
+def lack_of_room(share: Share) -> str | None:
+    """The hosts without memory for what ``keep`` copies, in words; None: all have it. Collective over the active ranks."""
+    assert share.members is not None and share.trainer is not None
+    members, trainer = share.members, share.trainer
+    held = [shard for shard in tensor_shards(trainer.tuning, trainer.plan, KINDS) if trainer.rank == shard.owner]
+    return lack_of_memory(members, size_bytes(held))
+
+
+def keep(trainer: Trainer, listed: Sequence[Transfer]) -> Snapshot:
+    """Copies in host memory of the tensors that this rank sends or keeps. Local; a group comes together."""
+    rank, live = trainer.rank, LiveState(trainer)
+    own = [one.shard for one in listed if rank in one.keepers or (rank == one.source and one.destinations)]
+    snapshot = Snapshot(own, trainer.backend)
+    snapshot.take(live)
+    leader = trainer.plan.leader_of.get(rank)
+    for one in listed:
+        if one.source == leader:
+            live.give(one.shard)
+    return snapshot
+
+
+def hand_over(context: RunContext, share: Share, listed: Sequence[Transfer], own: Own, state: State) -> int:
+    """Move trained parameters and moments to the ranks that hold them under the plan of ``share``. Collective over all ranks of the
+    job. Returns the bytes that this rank received.
+
+    Args:
+        listed: who sends what to whom, the same on all ranks.
+        own: returns a tensor that this rank sends or keeps.
+    """
+    if share.trainer is None:
+        return move(context.world.rank, context.transport, listed, own, _refuse)
+    return take_over(share.trainer, listed, own, state.updates)
+
+
+def change(context: RunContext, before: Share, report: PlanReport, state: State) -> Share:
+    """Change to ``report.plan``; returns this rank's new share. Collective over all ranks of the job, idle ones included.
+
+    No rank may be asleep. Nobody else may hold the trainer of ``before``, as its memory is needed. ``state``: of this rank. Raises
+    CollectiveUserError: on all ranks, if one cannot build its new stage.
+    """
+    world, rank = context.world, context.world.rank
+    world.doing = "changing to another plan"
+    begin = time.perf_counter()
+    listed = transfers(tensor_shards(context.tuning, report.plan, KINDS), held_under(context.tuning, before.plan))
+    brought: Own = _nothing
+    kept: Kept = {}
+    if before.trainer is not None:
+        brought = keep(before.trainer, listed)
+        if before.trainer.held is not None:
+            kept = before.trainer.held.frozen_layers(_layers_of(world.rank, report.plan))
+        if world.rank in [*_grouped(before.own_plan), *_grouped(report.plan)]:
+            kept = {}  # parts of layers, or to be cut
+        before.give_up()
+        assert before.members is not None
+        before.members.dissolve()  # nothing of the former plan sends or waits any more
+        context.backend.free_unused()
+        gc.freeze()  # what lives on is not looked through again by the next change
+    copied = time.perf_counter()
+    share = build_share(context, report, state, kept)
+    if share.emulation is not None and before.emulation is not None:
+        share.emulation.pace.go_on_from(before.emulation.pace)
+    built = time.perf_counter()
+    received = hand_over(context, share, listed, brought, state)
+    moved = time.perf_counter()
+    seconds = {"keep": copied - begin, "build": built - copied, "move": moved - built}
+    _LOG.info("rank %d: %d bytes received; seconds of the change: %s", rank, received, seconds)
+    return replace(share, seconds=seconds)
+
+
+def _layers_of(rank: int, plan: Plan) -> list[int]:
+    return [layer for layer, ranks in holders(plan).items() if rank in ranks]
+
+
+def _grouped(plan: Plan) -> list[int]:
+    return [rank for _, _, stage in plan.numbered if stage.grouped for rank in stage.ranks]
+
+
+def _nothing(shard: TensorShard) -> torch.Tensor:
+    raise AssertionError(f"this rank does not have {shard.name}")
+
+
+def _refuse(shard: TensorShard, tensor: torch.Tensor) -> None:
+    raise AssertionError(f"an idle rank was given {shard.name}")

@@ -26,7 +26,7 @@ from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.rundir.run_directory import note_end
 from hetero_mpi.state.saving import Saver, Snapshots
-from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.state.state import State
 from hetero_mpi.training.follower import Event, Follower, Reply
 from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.util.background import unharmed
@@ -104,7 +104,7 @@ class Loop:
         self,
         training: Training,
         share: Share,
-        state: TrainingState,
+        state: State,
         beside: Callable[[], None],
         snapshots: Snapshots,
     ) -> None:
@@ -319,7 +319,7 @@ class Loop:
         self.world.doing = "taking a snapshot for a checkpoint"
         last = self.state.evaluations[-1] if self.state.evaluations else None
         held_out_loss = last.loss if last is not None and last.step == self.state.step else None
-        metadata = {**self.metadata, **self.state.checkpoint_metadata()}
+        metadata = {**self.metadata, **self.state.metadata()}
         if held_out_loss is not None:
             metadata["held_out_loss"] = held_out_loss
         self.state.set_newest_checkpoint(self.saver.save(metadata))

@@ -32,8 +32,8 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import append_event
 from hetero_mpi.state.saving import MEMORY_SHARE
+from hetero_mpi.training.build import lack_of_room
 from hetero_mpi.training.measuring import LEAST_SHARE, Expected, Pair, message_at_s
-from hetero_mpi.training.reconfigure import lack_of_room
 from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.training.setup.profile_and_plan import planning_request
 from hetero_mpi.util import units

@@ -35,10 +35,10 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import append_event
+from hetero_mpi.state.directory import ShardWriter, supervised
 from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.saving import Snapshots
-from hetero_mpi.state.stored_state import SHARD_METADATA, ShardWriter, StateVersion, supervised
-from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.state.state import State
 from hetero_mpi.training.setup.context import Pending, RunContext
 from hetero_mpi.training.setup.data_setup import prepare
 from hetero_mpi.training.setup.profile_and_plan import Planned, Profiled, obtain_plan, planning_request
@@ -64,16 +64,16 @@ class RunHistory:
     token: str | None = None
     """A random id in all checkpoints of this run; None without fault tolerance."""
     begun: str | None = None
-    """Id of this run over all its starts (``state.checkpoint.directory.new_run_id``); only some ranks know it."""
+    """Id of this run over all its starts (``state.state.new_run_id``); only some ranks know it."""
     kept_version: str | None = None
     """Id of the version on disk that stays until a newer one is whole."""
     profile: ClusterProfile | None = None
     """The profile of the present ranks, in their present numbering."""
     profiled_ranks: int = 0
     """Number of ranks when it was made. The measured micro-batch sizes follow from it."""
-    state: TrainingState | None = None
+    state: State | None = None
     """The training state, which the steps update."""
-    versions: list[StateVersion] = field(default_factory=list)
+    versions: list[State] = field(default_factory=list)
     """Copies of the trained state in this process's memory, oldest first. They outlive plans, transports and other ranks."""
     told: bool = True
     """Has the first step since the last death been reported?"""
@@ -262,7 +262,7 @@ def beside_steps(
     history: RunHistory,
     world: World,
     snapshots: Snapshots,
-    state: TrainingState,
+    state: State,
     described: dict[str, Any],
 ) -> Iterator[Callable[[], None]]:
     """A context that keeps copies of the trained state during a run that may lose ranks or machines. Collective over the active
@@ -277,8 +277,8 @@ def beside_steps(
         return
     local: ShardWriter | None = None
     if supervised():
-        said = world.broadcast_json({key: described[key] for key in SHARD_METADATA if key in described})
-        local = ShardWriter(world, context.run_dir, said, history.kept_version)
+        said = {key: value for key, value in described.items() if key != "profile"}
+        local = ShardWriter(world, context.run_dir, world.broadcast_json(said), history.kept_version)
     threaded = context.job.cluster.communication_thread and world.thread_level == "multiple"
     fixed = every if isinstance(every, int) else None
     with PeerReplicas(world, snapshots, history.versions, fixed, threaded, local) as peers:

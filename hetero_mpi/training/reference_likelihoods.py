@@ -18,7 +18,7 @@ from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.objectives import learns_from, objective
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.state.state import State
 from hetero_mpi.training.setup.context import RunContext
 from hetero_mpi.util.errors import UserError
 
@@ -45,7 +45,7 @@ def check_reference(train: TrainTable, dataset: DataSource, known: NDArray[np.fl
         )
 
 
-def find_reference(context: RunContext, members: World, trainer: Trainer, state: TrainingState) -> None:
+def find_reference(context: RunContext, members: World, trainer: Trainer, state: State) -> None:
     """Compute the likelihoods by the first model, if the run has a reference and begins now. Collective over the active ranks."""
     train, dataset = context.job.train, context.dataset
     if not _has_reference(train) or state.reference is not None:

@@ -1,14 +1,23 @@
-"""The result of a run, as every rank gets it at the end; and that of a run which came to its end before."""
+"""The result of a run, as every rank gets it at the end; that of a run which came to its end before; and the model or adapter
+directory, written through rank 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.data.tokenizer import save_tokenizer
+from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.model.adapters.adapter_files import adapter_directory, write_adapter
+from hetero_mpi.model.result_writer import result_writer
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_from_dict, profile_to_dict, report_from_dict
@@ -16,6 +25,7 @@ from hetero_mpi.report.past_run import read_run
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.rundir.run_directory import result_step
+from hetero_mpi.state.redistribute import LiveState, collect, tensor_shards
 
 
 @dataclass(frozen=True)
@@ -101,3 +111,40 @@ def shared(world: World, result: TrainResult | None) -> TrainResult | None:
         f"More steps: raise [train] steps. Anew: leave --resume out, or choose another --run-dir"
     )
     return found
+
+
+def save_model(
+    trainer: Trainer,
+    directory: Path,
+    shard_bytes: int,
+    tokenizer: PreTrainedTokenizerFast | None,
+    generation: Mapping[str, Any] | None,
+) -> None:
+    """Write the model on rank 0, layer by layer: a Hugging Face directory with its tokenizer, or what else the chain writes.
+    Collective. ``generation``: as ``result_writer`` takes it.
+    """
+    listed = tensor_shards(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
+    coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer, rounded=True))
+    if trainer.rank != 0:
+        for _ in coming:
+            pass
+        return
+    with result_writer(trainer.chain, directory, shard_bytes, generation) as writer:
+        for _, of_layer in groupby(coming, key=lambda pair: trainer.chain.layer_of(pair[0].name)):
+            writer.add({shard.name: tensor for shard, tensor in of_layer})
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, writer.path)
+
+
+def save_adapter(
+    trainer: Trainer, directory: Path, base: str | None, tokenizer: PreTrainedTokenizerFast | None
+) -> None:
+    """Write the adapter on rank 0 as a PEFT directory with the tokenizer. Collective. ``base``: the model it was trained on."""
+    listed = tensor_shards(trainer.tuning, trainer.plan, ("parameters",))
+    coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer))
+    state = {shard.name: tensor.clone() for shard, tensor in coming}
+    if trainer.rank == 0:
+        with adapter_directory(directory) as whole:
+            write_adapter(whole.path, trainer.tuning, state, base)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, whole.path)

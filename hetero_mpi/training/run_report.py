@@ -33,10 +33,9 @@ from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, Trackers, measured_step_s
 from hetero_mpi.rundir.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_result
-from hetero_mpi.state.results import save_adapter, save_model
-from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.state.state import State
 from hetero_mpi.training.live_view import LiveView
-from hetero_mpi.training.result import TrainResult
+from hetero_mpi.training.result import TrainResult, save_adapter, save_model
 from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.training.setup.data_setup import base_name
 from hetero_mpi.training.watchdog import Watchdog
@@ -91,7 +90,7 @@ def open_metrics(context: RunContext, step: int, run_id: str) -> MetricsWriter:
 
 
 def open_display(
-    context: RunContext, state: TrainingState, run_id: str, stack: contextlib.ExitStack, screen: bool
+    context: RunContext, state: State, run_id: str, stack: contextlib.ExitStack, screen: bool
 ) -> tuple[MetricsWriter | None, ProgressDisplay | None]:
     """The metrics and the screen of the steps, on rank 0; nothing elsewhere. ``screen``: no program prints between them."""
     if context.world.rank != 0:
@@ -144,7 +143,7 @@ def files_of(context: RunContext) -> dict[str, Path]:
     return {what: context.run_dir / name for what, name in files.items() if (context.run_dir / name).exists()}
 
 
-def leave_result(context: RunContext, share: Share, state: TrainingState, others: OtherPrograms) -> None:
+def leave_result(context: RunContext, share: Share, state: State, others: OtherPrograms) -> None:
     """Write the result and print the summary. Collective over the active ranks.
 
     Args:
@@ -166,7 +165,7 @@ def leave_result(context: RunContext, share: Share, state: TrainingState, others
         raise UserError("run.result_unwritable", f"{why}; {left}") from error
 
 
-def _leave_result(context: RunContext, share: Share, state: TrainingState, others: OtherPrograms) -> None:
+def _leave_result(context: RunContext, share: Share, state: State, others: OtherPrograms) -> None:
     assert share.members is not None and share.trainer is not None
     taken = others.told(share.members)
     if share.emulation is not None:
@@ -181,7 +180,7 @@ def _leave_result(context: RunContext, share: Share, state: TrainingState, other
             _say_end(context, share.report, state, result_directory, taken)
 
 
-def outcome(context: RunContext, report: PlanReport, state: TrainingState) -> TrainResult:
+def outcome(context: RunContext, report: PlanReport, state: State) -> TrainResult:
     """The run's ``TrainResult``, broadcast from rank 0. Collective over all ranks of the job."""
     world = context.world
     own = {
@@ -225,9 +224,7 @@ def _result_directory(context: RunContext) -> Path:
 _POINT = "KTO's reference point takes a forward pass in each step, which no prediction counts"
 
 
-def _say_end(
-    context: RunContext, report: PlanReport, state: TrainingState, result_directory: Path, others: str
-) -> None:
+def _say_end(context: RunContext, report: PlanReport, state: State, result_directory: Path, others: str) -> None:
     assert context.dataset is not None
     written = {result_directory.name: result_directory}
     if state.newest_checkpoint is not None:

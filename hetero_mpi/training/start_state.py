@@ -1,8 +1,8 @@
 """Where a start begins: with the job's own weights, from a checkpoint, from shards on hosts' disks, or from copies in memory.
 
-All of these are versions of the trained state, which lie in parts at one rank or several (``state.checkpoint.directory.Part``):
-rank 0 has checkpoints, the first rank of every host the shards on its disk, and after a loss the remaining ranks have copies in
-memory. The newest version that is whole is taken, and reported:
+All but the first are versions of the trained state with sources at one rank or several (``directory.Source``): rank 0 has
+checkpoints, the first rank of every host the shards on its disk, and after a loss the remaining ranks have copies in memory. The
+newest version that is whole is taken, and reported:
 
     check_header  compares the header of the checkpoint with the job, before devices are opened and data are read
     find_start    finds the newest whole version; its readers compare checksums and job: a damaged shard is reported and left out,
@@ -18,16 +18,14 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.job.load import LoadedJob, job_to_dict
-from hetero_mpi.job.plan_request import micro_batch_choices
-from hetero_mpi.job.rules import as_toml
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import (
@@ -39,36 +37,35 @@ from hetero_mpi.rundir.run_directory import (
     run_json,
     set_run_aside,
 )
-from hetero_mpi.state.checkpoint import KINDS, CheckpointError, CheckpointReader, newest_good, set_aside, verify
-from hetero_mpi.state.checkpoint.directory import (
-    SHARDS_NAME,
-    Part,
-    keep_versions,
-    new_run_id,
-    newest_readable,
-    newest_version,
-    remove_shards,
-    shards_on_disk,
-)
-from hetero_mpi.state.checkpoint.opening import damage_named
-from hetero_mpi.state.redistribute import deliveries, parcels
-from hetero_mpi.state.stored_state import (
+from hetero_mpi.state.directory import (
     ANY,
     LATEST,
-    VersionReader,
+    SHARDS_NAME,
+    Source,
+    find_checkpoint,
+    keep_versions,
+    newest_good,
+    newest_readable,
+    remove_shards,
+    set_aside,
+    shards_on_disk,
+    supervised,
+)
+from hetero_mpi.state.hdf5 import KINDS, CheckpointError, damage_named
+from hetero_mpi.state.reader import CheckpointReader, verify
+from hetero_mpi.state.redistribute import tensor_shards, transfers
+from hetero_mpi.state.resume_checks import (
     check_data,
     check_fits,
     check_length,
     check_steps,
     check_train,
-    find_checkpoint,
+    other_change,
     rate_change,
     step_change,
-    supervised,
 )
-from hetero_mpi.state.training_state import TrainingState, unpacked
-from hetero_mpi.training.build import start_adapter, start_layers, start_magnitudes
-from hetero_mpi.training.reconfigure import build_share, hand_over
+from hetero_mpi.state.state import State, StateReader, gather_sources, new_run_id, newest_version, share_state
+from hetero_mpi.training.build import build_share, hand_over, start_adapter, start_layers, start_magnitudes
 from hetero_mpi.training.recovery import RunHistory
 from hetero_mpi.training.reference_likelihoods import check_reference
 from hetero_mpi.training.result import TrainResult, finished, shared
@@ -76,25 +73,6 @@ from hetero_mpi.training.setup.context import Pending, RunContext, Share, TrainO
 from hetero_mpi.util.errors import UserError
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StartState:
-    """Where a start begins; the same on all ranks."""
-
-    parts: tuple[Part, ...] = ()
-    """Parts of the version that it goes on from; none: it begins anew."""
-    state: dict[str, Any] = field(default_factory=dict)
-    """The training state then, as ``TrainingState.to_dict`` returns it."""
-
-    @property
-    def having(self) -> dict[str, tuple[int, ...]]:
-        """Name of a parameter or constant -> the ranks that can read its tensors."""
-        found: dict[str, dict[int, None]] = {}
-        for part in self.parts:
-            for name in part.names:
-                found.setdefault(name, {})[part.rank] = None
-        return {name: tuple(ranks) for name, ranks in found.items()}
 
 
 # -------------------------------------------------------------------------------------------------- before anything is measured
@@ -140,69 +118,75 @@ def _described(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def find_start(
     context: RunContext, history: RunHistory, options: TrainOptions, pending: Pending
-) -> tuple[StartState, TrainResult | None]:
-    """(where this start begins, the result of a run that is finished). Collective over all ranks; nobody may be writing shards.
-    Raises CollectiveUserError: there is no such state, or this run would not continue it.
+) -> tuple[State | None, TrainResult | None]:
+    """(the state that this start goes on from, None: it begins anew; the result of a run that is finished). Collective over all
+    ranks; nobody may be writing shards. Raises CollectiveUserError: there is no such state, or this run would not continue it.
     """
     world, resume, run_dir = context.world, options.resume, context.run_dir
-    begun, kept = None, None
+    begun, kept, newest = None, None, resume in (LATEST, ANY)
     if history.losses:
         begun = next((one for one in world.all_gather_json(history.begun) if one is not None), None)
-    parts = _in_memory(world, history, begun) + _checkpoint(context, history, resume, begun)
-    if resume in (LATEST, ANY) or (begun is not None and supervised()):
-        shards = _shards(world, run_dir)
-        latest = begun or max((part.begun for part in (*parts, *shards)), default="")
-        parts, kept = _undamaged(context, parts + [shard for shard in shards if shard.begun == latest])
-        if world.local_rank == 0 and shards:
+    with_shards = newest or (begun is not None and supervised())
+    sources = _sources(context, history, resume, begun, with_shards)
+    if with_shards:
+        latest = begun or max((source.begun for source in sources), default="")
+        version_ids = {source.version_id for source in sources if source.is_shard}
+        usable = [source for source in sources if not source.is_shard or source.begun == latest]
+        sources, kept = _undamaged(context, usable)
+        if world.local_rank == 0 and version_ids:
             # Nobody's work is removed where nothing fits: a mistake in the job may be the reason.
-            stay = {shard.version_id for shard in shards} if kept is None else {kept}
-            pending.add(partial(keep_versions, run_dir, stay, sweep=True))
+            pending.add(partial(keep_versions, run_dir, version_ids if kept is None else {kept}, sweep=True))
     elif not history.losses:
         pending.add(partial(remove_shards, run_dir))  # of a run that this one does not continue
-    chosen = newest_version(parts, _needed(context))
-    start, past = _accepted(context, history, chosen, pending) if chosen else (StartState(), None)
+    chosen = newest_version(sources, _needed(context))
+    start, past = _accepted(context, history, chosen, pending) if chosen else (None, None)
     if past is None and not history.shared(world, history.state):
         _make_room(context, options, bool(chosen), pending)
     if begun is None:
-        begun = chosen[0].begun if chosen and resume in (LATEST, ANY) else ""
+        begun = chosen[0].begun if chosen and newest else ""
         begun = world.broadcast_json(begun or new_run_id(_earlier_runs(world, run_dir)))
     history.begun, history.kept_version = begun, kept
     return start, past
 
 
-def _needed(context: RunContext) -> set[str]:
-    return {*context.tuning.trainable, *context.tuning.constants}
+def _needed(context: RunContext) -> frozenset[str]:
+    return frozenset({*context.tuning.trainable, *context.tuning.constants})
 
 
-def _in_memory(world: World, history: RunHistory, begun: str | None) -> list[Part]:
-    """The versions that ranks have in memory from an earlier attempt. Collective."""
-    own = [version.part(world.rank, begun or "").to_row() for version in history.versions]
-    return [Part.from_row(row) for rows in world.all_gather_json(own) for row in rows]
+def _sources(
+    context: RunContext, history: RunHistory, resume: str | None, begun: str | None, with_shards: bool
+) -> list[Source]:
+    """The sources of all ranks. Collective. Raises CollectiveUserError: a checkpoint that is named is not there, or damaged."""
+    world = context.world
+    own = [version.source(world.rank, begun or "") for version in history.versions]
+    with world.led("opening the checkpoint"):
+        if world.rank == 0:
+            own += _checkpoint(context, history, resume, begun)
+    if with_shards:
+        shards, skipped = shards_on_disk(context.run_dir, world.rank) if world.local_rank == 0 else ([], [])
+        own += shards
+        _tell_skipped(world, skipped)
+    return gather_sources(world, own)
 
 
-def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, begun: str | None) -> list[Part]:
-    """Rank 0's checkpoint: the one that is named, or the newest whole one; after deaths the newest of this run. Collective. Raises
-    CollectiveUserError: the one that is named is not there, or damaged. ``begun``: of the run, after deaths: a new rank 0 may find
-    checkpoints of another run on its disk.
+def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, begun: str | None) -> list[Source]:
+    """Rank 0's checkpoint: the one that is named, or the newest whole one; after deaths the newest of this run. Raises UserError:
+    the one that is named is not there, or damaged. ``begun``: of the run, after deaths: a new rank 0 may find checkpoints of
+    another run on its disk.
     """
-    found: list[list[Any]] = []
-    with context.world.led("opening the checkpoint"):
-        if context.world.rank == 0:
-            path: Path | None = None
-            if history.losses and history.token is not None:
-                path, _ = newest_good(context.run_dir / "checkpoints")
-                path = path if path is not None and _metadata(path).get("run") == history.token else None
-            if path is None and resume in (LATEST, ANY):
-                path, skipped = newest_good(context.run_dir / "checkpoints")
-                say(*(f"passed over {damaged}: {reason}" for damaged, reason in skipped))
-            elif path is None and resume is not None:
-                path, _ = find_checkpoint(context.run_dir, resume)
-            said = _metadata(path) if path is not None else {}
-            foreign = begun is not None and resume in (LATEST, ANY) and said.get("begun") not in (None, begun)
-            if path is not None and not foreign:
-                part = Part(0, path, "", said["step"], said.get("begun") or "", 0, frozenset(_needed(context)))
-                found.append(part.to_row())
-    return [Part.from_row(row) for row in context.world.broadcast_json(found)]
+    newest, after_loss = resume in (LATEST, ANY), bool(history.losses) and history.token is not None
+    path, skipped = newest_good(context.run_dir / "checkpoints") if newest or after_loss else (None, [])
+    if not (after_loss and path is not None and _metadata(path).get("run") == history.token):
+        if newest:
+            say(*(f"passed over {damaged}: {reason}" for damaged, reason in skipped))
+        else:
+            path = find_checkpoint(context.run_dir, resume) if resume is not None else None
+    if path is None:
+        return []
+    said = _metadata(path)
+    if begun is not None and newest and said.get("begun") not in (None, begun):
+        return []
+    return [Source(0, path, "", said["step"], said.get("begun") or "", 0, _needed(context))]
 
 
 def _metadata(path: Path) -> dict[str, Any]:
@@ -210,51 +194,47 @@ def _metadata(path: Path) -> dict[str, Any]:
         return reader.metadata
 
 
-def _shards(world: World, run_dir: Path) -> list[Part]:
-    """The shards on all hosts. Collective. Hosts that share a disk list the same ones: each counts once, for the first rank."""
-    shards, remarks = shards_on_disk(run_dir, world.rank) if world.local_rank == 0 else ([], [])
-    rows = world.all_gather_json([[shard.to_row() for shard in shards], remarks])
-    for host, (_, said) in zip(world.hosts, rows, strict=True):
-        say(*(f"{host}: {remark}" for remark in said))
-    found: dict[tuple[str, int], Part] = {}
-    for shard in (Part.from_row(row) for listed, _ in rows for row in listed):
-        found.setdefault((shard.version_id, shard.writer), shard)
-    return list(found.values())
+def _tell_skipped(world: World, own: Sequence[tuple[Path, str]]) -> set[tuple[int, str]]:
+    """Report all ranks' files that are passed over, each with the reason; returns (rank, path) of each. Collective."""
+    rows = world.all_gather_json([[str(path), reason] for path, reason in own])
+    for host, of_rank in zip(world.hosts, rows, strict=True):
+        say(*(f"{host}: passed over {path}: {reason}" for path, reason in of_rank))
+    return {(rank, path) for rank, of_rank in enumerate(rows) for path, _ in of_rank}
 
 
 def _earlier_runs(world: World, run_dir: Path) -> list[str]:
     """Ids of the runs of which there is a trace on any host. Collective."""
-    own = [str(shard.begun) for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
+    own = [shard.begun for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
     if world.rank == 0:
         own.append(str(run_json(run_dir / RUN_NAME).get("run_id")))
     return [run_id for of_rank in world.all_gather_json(own) for run_id in of_rank]
 
 
-def _undamaged(context: RunContext, parts: list[Part]) -> tuple[list[Part], str | None]:
-    """(the parts but for shards of the newest version that cannot be used, the id of the newest whole version on disks).
+def _undamaged(context: RunContext, sources: list[Source]) -> tuple[list[Source], str | None]:
+    """(the sources but for shards of the newest version that cannot be used, the id of the newest whole version on disks).
     Collective.
     """
     world, needed = context.world, _needed(context)
     while True:
-        own = [part for part in newest_version(parts, needed) if part.is_shard and part.rank == world.rank]
-        damaged = [[str(shard.path), reason] for shard in own if (reason := _damage(context, shard)) is not None]
-        told = world.all_gather_json(damaged)
-        if not any(told):
-            on_disk = newest_version([part for part in parts if part.is_shard], needed)
-            return parts, on_disk[0].version_id if on_disk else None
-        for host, of_rank in zip(world.hosts, told, strict=True):
-            say(*(f"{host}: passed over {path}: {reason}" for path, reason in of_rank))
-        bad = {(rank, path) for rank, of_rank in enumerate(told) for path, _ in of_rank}
-        parts = [part for part in parts if (part.rank, str(part.path)) not in bad]
+        own = [source for source in newest_version(sources, needed) if source.is_shard and source.rank == world.rank]
+        damaged = [
+            (shard.path, reason)
+            for shard in own
+            if shard.path and (reason := _damage(context, shard.path, shard.names))
+        ]
+        bad = _tell_skipped(world, damaged)
+        if not bad:
+            on_disk = newest_version([source for source in sources if source.is_shard], needed)
+            return sources, on_disk[0].version_id if on_disk else None
+        sources = [source for source in sources if (source.rank, str(source.path)) not in bad]
 
 
-def _damage(context: RunContext, shard: Part) -> str | None:
+def _damage(context: RunContext, path: Path, names: frozenset[str]) -> str | None:
     """Why a shard cannot be used; None: it can. Reads every byte, and compares the job."""
-    assert shard.path is not None
-    reason = verify(shard.path)
+    reason = verify(path)
     if reason is None:
         try:
-            _check_fits(context, shard.path, shard.names)
+            _check_fits(context, path, names)
         except UserError as error:
             return str(error)
     return reason
@@ -267,88 +247,67 @@ def _check_fits(context: RunContext, path: Path, names: frozenset[str] | None = 
 
 
 def _accepted(
-    context: RunContext, history: RunHistory, chosen: list[Part], pending: Pending
-) -> tuple[StartState, TrainResult | None]:
-    """(the start that goes on from a version, after that was compared with the job; the result of a run that is finished).
-    Collective. Raises CollectiveUserError: this run would not continue the version.
+    context: RunContext, history: RunHistory, chosen: list[Source], pending: Pending
+) -> tuple[State, TrainResult | None]:
+    """(the state of a version, after that was compared with the job; the result of a run that is finished). Collective. Raises
+    CollectiveUserError: this run would not continue the version.
     """
     world, first, past = context.world, chosen[0], None
-    with VersionReader(world.rank, chosen, history.versions) as reader:
-        said = world.broadcast_json(reader.metadata() if world.rank == first.rank else None, root=first.rank)
-    if first.path is None:
-        return StartState(tuple(chosen), said["state"]), None
-    state = said["state"]
-    with world.led("comparing the stored state with the job"):
-        if world.rank == 0:
-            where = context.run_dir / SHARDS_NAME if first.is_shard else first.path
-            if not first.is_shard:
-                _check_fits(context, first.path)
-            if not _same_data(context, where, said):
-                state["reference"] = None
-            if first.is_shard:
-                state |= _newest_named(context, chosen, pending)
-            else:
-                state["last_checkpoint"] = str(first.path)
-                past = finished(_metadata(first.path), first.path, context.job, context.run_dir)
-                if past is None:
-                    say(f"Resuming from {first.path}, after step {first.step}")
-            pending.add(partial(set_later_aside, context.run_dir, first.step))
-    return StartState(tuple(chosen), world.broadcast_json(state)), shared(world, past)
+    with StateReader(world.rank, chosen, history.versions) as reader:
+        reads = world.rank == first.rank
+        state = share_state(world, reader.state() if reads else None, first.rank)
+        origin = world.broadcast_json(reader.origin() if reads else None, root=first.rank)
+    if first.path is not None:
+        with world.led("comparing the stored state with the job"):
+            if world.rank == 0:
+                where = context.run_dir / SHARDS_NAME if first.is_shard else first.path
+                if not first.is_shard:
+                    _check_fits(context, first.path)
+                same_data = _same_data(context, where, state, origin)
+                good = _newest_named(context, chosen, pending) if first.is_shard else None
+                newest = good if first.is_shard else first.path
+                if not first.is_shard:
+                    past = finished(_metadata(first.path), first.path, context.job, context.run_dir)
+                    if past is None:
+                        say(f"Resuming from {first.path}, after step {first.step}")
+                reference = state.reference if same_data else None
+                state = replace(state, reference=reference, newest_checkpoint=newest, good_checkpoint=good)
+                pending.add(partial(set_later_aside, context.run_dir, first.step))
+        state, past = share_state(world, state if world.rank == 0 else None), shared(world, past)
+    return replace(state.after(history.state), sources=tuple(chosen)), past
 
 
-def _newest_named(context: RunContext, chosen: list[Part], pending: Pending) -> dict[str, Any]:
-    """Report that the run goes on from shards; the training state's entries for the newest whole checkpoint. On rank 0."""
+def _newest_named(context: RunContext, chosen: list[Source], pending: Pending) -> Path | None:
+    """Report that the run goes on from shards; returns the newest whole checkpoint. On rank 0."""
     world, step = context.world, chosen[0].step
     good, _ = newest_good(context.run_dir / "checkpoints")
-    hosts = list(dict.fromkeys(world.hosts[part.rank] for part in chosen))
+    hosts = list(dict.fromkeys(world.hosts[source.rank] for source in chosen))
     other = f"the newest checkpoint here is {good}" if good is not None else "there is no checkpoint here"
     text = f"Going on after step {step}, from copies on the disks of {', '.join(hosts)}; {other}"
     say(text)
     pending.add(partial(append_event, context.run_dir, "copies", text, step=step, hosts=hosts))
-    newest = str(good) if good is not None else None
-    return {"last_checkpoint": newest, "good_checkpoint": newest}
+    return good
 
 
-def _same_data(context: RunContext, path: Path, said: Mapping[str, Any]) -> bool:
+def _same_data(context: RunContext, path: Path, state: State, origin: Mapping[str, Any]) -> bool:
     """Refuse a stored state that this run would not continue; else report what is other than then, and return whether the data are
     the same. On rank 0.
 
     Args:
         path: where the state is.
-        said: as ``VersionReader.metadata`` returns it.
+        origin: as ``StateReader.origin`` returns it.
     """
-    train, step = context.job.train, said["state"]["step"]
+    job, step = context.job, state.step
     assert context.dataset is not None
-    then, now = said["data_fingerprint"], context.dataset.fingerprint()
-    say(*filter(None, [check_data(then, path, now, context.job.checkpoint.allow_other_data)]))
-    check_reference(train, context.dataset, unpacked(said["state"]["reference"]) if then == now else None)
-    check_steps(path, step, train)
+    then, now = origin.get("data_fingerprint"), context.dataset.fingerprint()
+    say(*filter(None, [check_data(then, path, now, job.checkpoint.allow_other_data)]))
+    check_reference(job.train, context.dataset, state.reference if then == now else None)
+    check_steps(path, step, job.train)
     with damage_named(path, "metadata/job"):
-        changes = [told(said["job"]["train"], train, step) for told in (rate_change, step_change)]
-        changes.append(_other_change(said["job"], context, step))
+        changes = [told(origin["job"]["train"], job.train, step) for told in (rate_change, step_change)]
+        changes.append(other_change(origin["job"], job, context.tuning, context.chain, step))
     say(*filter(None, changes))
     return then == now
-
-
-def _other_change(then: Mapping[str, Any], context: RunContext, step: int) -> str | None:
-    """A remark if the job has changed the dropout of an adapter, the place of its base, whose weights are in no checkpoint, or the
-    sequences that masks are drawn for; else None. ``then``: the job's tables when the state after ``step`` steps was written.
-    """
-    job, told = context.job, []
-    if job.adapter.method != "none":
-        dropout, base = then["adapter"].get("dropout", 0.0), then["model"].get("path")
-        if job.adapter.dropout != dropout:
-            told.append(f"[adapter] dropout is {as_toml(job.adapter.dropout)}, was {as_toml(dropout)}")
-        if job.model.path != base and job.model.path is not None and base is not None:
-            text = f'[model] path is "{job.model.path}", was "{base}"'
-            told.append(f"{text}: the run goes on as it was only if the weights there are the same")
-    if context.tuning.uses_dropout(context.chain):
-        sizes = then["train"].get("micro_batch", "auto"), job.train.micro_batch
-        before, now = (micro_batch_choices(job.train.global_batch, size, 1, True)[0][0] for size in sizes)
-        if now != before:
-            text = f"dropout masks are drawn for {now} sequences at a time, were for {before}"
-            told.append(f"{text} ([train] micro_batch)")
-    return f"From step {step + 1} on {'; '.join(told)}" if told and step < job.train.steps else None
 
 
 def _make_room(context: RunContext, options: TrainOptions, found: bool, pending: Pending) -> None:
@@ -395,17 +354,15 @@ def set_later_aside(run_dir: Path, step: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- under the plan
-def begin(
-    context: RunContext, history: RunHistory, report: PlanReport, start: StartState
-) -> tuple[Share, TrainingState]:
+def begin(context: RunContext, history: RunHistory, report: PlanReport, start: State | None) -> tuple[Share, State]:
     """This rank's share of the plan, with the state to begin with. Collective over all ranks. Raises CollectiveUserError: a rank
     cannot build its stage, or start weights cannot be read.
     """
     world, job, begun_s = context.world, context.job, time.perf_counter()
-    if not start.parts:
-        state = TrainingState.initial(job.train.dtype)
-        share = build_share(context, report, state, brought=context.chain.start_is_sent)
-        share = replace(share, seconds={"build": time.perf_counter() - begun_s})
+    state = start or State.initial(job.train.dtype)
+    share = build_share(context, report, state, brought=start is not None or context.chain.start_is_sent)
+    share = replace(share, seconds={"build": time.perf_counter() - begun_s})
+    if start is None:
         problem: CollectiveUserError | None = None
         if share.members is not None and share.trainer is not None:
             try:
@@ -419,15 +376,12 @@ def begin(
                 problem = error
         world.share_problem(problem)
         return share, state
-    state = TrainingState.from_dict(start.state, history.state)
-    share = build_share(context, report, state)
-    share = replace(share, seconds={"build": time.perf_counter() - begun_s})
     world.doing = "bringing back the trained state"
-    having = start.having
-    listed = deliveries(parcels(context.tuning, report.plan, KINDS), lambda parcel: having[parcel.name])
-    with VersionReader(world.rank, start.parts, history.versions) as reader:
+    readers = start.readers()
+    listed = transfers(tensor_shards(context.tuning, report.plan, KINDS), lambda shard: readers[shard.name])
+    with StateReader(world.rank, start.sources, history.versions) as reader:
         received = hand_over(context, share, listed, reader.tensor, state)
     _LOG.info("the state after step %d is back; %d bytes received", state.step, received)
-    if start.parts[0].path is None:
+    if start.sources[0].path is None:
         say(f"Going on after step {state.step}, from copies in memory")
     return share, state

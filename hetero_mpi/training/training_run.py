@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,14 @@ from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_to_dict, 
 from hetero_mpi.report.plan_text import planned_lines
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import holds_run, is_used
-from hetero_mpi.state.checkpoint.directory import remove_shards
+from hetero_mpi.state.directory import remove_shards
 from hetero_mpi.state.saving import Snapshots
-from hetero_mpi.state.training_state import TrainingState
+from hetero_mpi.state.state import State
+from hetero_mpi.training.build import change
 from hetero_mpi.training.follower import Follower, OnEvent
 from hetero_mpi.training.live_view import LiveView
 from hetero_mpi.training.loop import Loop, Training
 from hetero_mpi.training.rebalance import rebalancer_of
-from hetero_mpi.training.reconfigure import change
 from hetero_mpi.training.recovery import RunHistory, beside_steps, plan_again, run_with_recovery
 from hetero_mpi.training.reference_likelihoods import find_reference
 from hetero_mpi.training.result import TrainResult
@@ -57,7 +57,7 @@ from hetero_mpi.training.setup.profile_and_plan import (
 )
 from hetero_mpi.training.setup.setup import claimed, look_around, read_job, set_up
 from hetero_mpi.training.signals import StopRequest
-from hetero_mpi.training.start_state import StartState, begin, check_header, find_start
+from hetero_mpi.training.start_state import begin, check_header, find_start
 from hetero_mpi.training.trial import try_plan
 from hetero_mpi.training.watchdog import watched
 from hetero_mpi.util.background import unharmed
@@ -101,7 +101,8 @@ class JobToRun:
 class FoundState:
     """The result of ``find_state``: where the run continues, or the result of a run that is finished."""
 
-    start: StartState = field(default_factory=StartState)
+    start: State | None = None
+    """None: it begins anew."""
     past: TrainResult | None = None
 
 
@@ -118,7 +119,7 @@ class Built:
     """The result of ``build``: this rank's stage under the plan, and the training state that it holds."""
 
     share: Share
-    state: TrainingState
+    state: State
 
 
 class TrainingRun:
@@ -228,7 +229,7 @@ class TrainingRun:
         pending.add(partial(draw_plan, drawn_for, calibrated.report))
         return calibrated
 
-    def build(self, context: RunContext, history: RunHistory, report: PlanReport, start: StartState) -> Built:
+    def build(self, context: RunContext, history: RunHistory, report: PlanReport, start: State | None) -> Built:
         """Build this rank's stage, and bring the trained state to the ranks that hold it. Idle ranks wait."""
         world = self.world
         world.doing = "building the stages"
@@ -256,7 +257,7 @@ class TrainingRun:
             training = self._training(context, history, state, stack)
             while (word := self._until_change(training, history, share, state)) is not None:
                 if share.members is None:
-                    history.state = state = TrainingState.from_dict(word["state"])
+                    history.state = state = State.from_dict(word["state"])
                 share = _changed(training, share, report_from_dict(word["plan"]), state)
         return Built(share, state)
 
@@ -271,7 +272,7 @@ class TrainingRun:
         return outcome(context, share.report, state)
 
     def _training(
-        self, context: RunContext, history: RunHistory, state: TrainingState, stack: contextlib.ExitStack
+        self, context: RunContext, history: RunHistory, state: State, stack: contextlib.ExitStack
     ) -> Training:
         """The parts that the steps of all plans share. ``stack`` closes it after the last one."""
         rebalancer = rebalancer_of(context, self.options.plan is not None)
@@ -294,7 +295,7 @@ class TrainingRun:
         )
 
     def _until_change(
-        self, training: Training, history: RunHistory, share: Share, state: TrainingState
+        self, training: Training, history: RunHistory, share: Share, state: State
     ) -> dict[str, Any] | None:
         """Train, or sleep on an idle rank, until another plan is due; returns that plan and the state, on all ranks. None: the run
         is over. Collective over all ranks of the job.
@@ -360,7 +361,7 @@ def _metadata(context: RunContext, history: RunHistory) -> dict[str, Any]:
     }
 
 
-def _changed(training: Training, before: Share, report: PlanReport, state: TrainingState) -> Share:
+def _changed(training: Training, before: Share, report: PlanReport, state: State) -> Share:
     """Change to another plan, and report it. Collective over all ranks of the job."""
     begin_s, context = time.perf_counter(), training.context
     share = change(context, before, report, state)

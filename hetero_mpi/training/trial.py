@@ -44,7 +44,7 @@ from hetero_mpi.planning.types.toml_files import (
 )
 from hetero_mpi.profiling.bench import ProfilingStart
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.training.build import group_of, trainer_of
+from hetero_mpi.training.build import group_of, join, trainer_of
 from hetero_mpi.training.measuring import (
     Expected,
     MeasuredSteps,
@@ -56,7 +56,6 @@ from hetero_mpi.training.measuring import (
     to_dict,
     with_others,
 )
-from hetero_mpi.training.reconfigure import join
 from hetero_mpi.training.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.training.setup.profile_and_plan import (
     Planned,

@@ -20,7 +20,7 @@ from hetero_mpi.model.adapters.adapter_files import adapter_of, check_adapter
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
 from hetero_mpi.util.errors import UserError
 from tests.support import training_cases
 from tests.support.errors import refuses

@@ -22,7 +22,8 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.rundir.metrics import Metrics, read_metrics
-from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
+from hetero_mpi.state.reader import CheckpointReader
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.stand_in_gpu import COUNTERS, THROUGH, build
 from tests.support.device_copies import copies_there_and_back

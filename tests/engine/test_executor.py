@@ -24,8 +24,8 @@ from hetero_mpi.model.optimizer import StepDecision
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.planning.schedule import Op
-from hetero_mpi.state.checkpoint import KINDS
-from hetero_mpi.state.redistribute import LiveState, parcels
+from hetero_mpi.state.hdf5 import KINDS
+from hetero_mpi.state.redistribute import LiveState, tensor_shards
 from tests.engine.test_trainer import (
     BATCH,
     CHAINS,
@@ -222,9 +222,9 @@ def _trained_with_weights(
         assert trainer.optimizer is not None and trainer.held is not None
         trainer.update.settle()
         live = LiveState(trainer)
-        own = [parcel for parcel in parcels(trainer.tuning, trainer.plan, KINDS) if parcel.owner == trainer.rank]
-        assert {parcel.name for parcel in own} == trainer.optimizer.targets.keys()
-        state |= {(parcel.kind, parcel.name): live(parcel).clone() for parcel in own}
+        own = [shard for shard in tensor_shards(trainer.tuning, trainer.plan, KINDS) if shard.owner == trainer.rank]
+        assert {shard.name for shard in own} == trainer.optimizer.targets.keys()
+        state |= {(shard.kind, shard.name): live(shard).clone() for shard in own}
     for trainer in threads.trainers:
         assert trainer.held is not None
         for name, parameter in trainer.held.parameters.items():

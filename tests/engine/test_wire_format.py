@@ -27,7 +27,7 @@ from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
 from hetero_mpi.util.errors import UserError
 from tests.engine.test_trainer import (
     LAYOUTS,

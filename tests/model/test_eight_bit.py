@@ -32,10 +32,12 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.moments import EIGHT_BIT, TWO
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.state.checkpoint import KINDS, CheckpointReader, CheckpointWriter, verify
-from hetero_mpi.state.redistribute import LiveState, Parcel, deliveries, parcels, take_over
+from hetero_mpi.state.hdf5 import KINDS
+from hetero_mpi.state.reader import CheckpointReader, verify
+from hetero_mpi.state.redistribute import LiveState, TensorShard, take_over, tensor_shards, transfers
+from hetero_mpi.state.resume_checks import check_tensors, check_train
 from hetero_mpi.state.saving import Snapshot
-from hetero_mpi.state.stored_state import check_tensors, check_train
+from hetero_mpi.state.writer import CheckpointWriter
 from hetero_mpi.training.setup.job_tuning import with_moments
 from hetero_mpi.util.errors import UserError
 from tests.engine.test_trainer import LAYOUTS, LENGTH, batch_of
@@ -68,7 +70,7 @@ def state_of(threads: Threads) -> State:
     found: State = {}
     for trainer in threads.trainers:
         trainer.update.settle()
-        own = [one for one in parcels(trainer.tuning, trainer.plan, KINDS) if one.owner == trainer.rank]
+        own = [one for one in tensor_shards(trainer.tuning, trainer.plan, KINDS) if one.owner == trainer.rank]
         snapshot = Snapshot(own, trainer.backend)
         snapshot.take(LiveState(trainer))
         assert all(torch.equal(snapshot(one), LiveState(trainer)(one)) for one in own)
@@ -133,12 +135,12 @@ def test_moments_take_two_bytes_and_the_plan_counts_them() -> None:
 def brought_back(trainer: Trainer, reader: CheckpointReader) -> None:
     """Parameters and moments of a checkpoint that rank 0 reads, on the ranks that need them."""
 
-    def tensor(parcel: Parcel) -> torch.Tensor:
+    def tensor(shard: TensorShard) -> torch.Tensor:
         assert trainer.rank == 0
-        return torch.from_numpy(reader.read(parcel.kind, parcel.name)[0])
+        return torch.from_numpy(reader.read(shard.kind, shard.name)[0])
 
-    listed = parcels(trainer.tuning, trainer.plan, KINDS)
-    take_over(trainer, deliveries(listed, lambda parcel: (0,)), tensor, 2)
+    listed = tensor_shards(trainer.tuning, trainer.plan, KINDS)
+    take_over(trainer, transfers(listed, lambda shard: (0,)), tensor, 2)
 
 
 @pytest.mark.parametrize("layout", ["reversed, short micro-batch", "unlike pipelines"])

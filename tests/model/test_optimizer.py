@@ -17,7 +17,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
 from hetero_mpi.model.transformers.weights import SeededStart
-from hetero_mpi.state.stored_state import rate_change
+from hetero_mpi.state.resume_checks import rate_change
 from tests.support.family_configs import tiny_keys
 from tests.support.stages import stage_of
 

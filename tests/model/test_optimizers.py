@@ -16,7 +16,8 @@ from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.planning.types.moments import FACTORED, ONE, TWO, kept, saved_bytes
-from hetero_mpi.state.checkpoint import CheckpointWriter, verify
+from hetero_mpi.state.reader import verify
+from hetero_mpi.state.writer import CheckpointWriter
 from hetero_mpi.training.setup.job_tuning import with_moments
 from hetero_mpi.util.errors import UserError
 from tests.engine.test_trainer import LENGTH

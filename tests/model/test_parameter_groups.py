@@ -23,8 +23,9 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.state.checkpoint import CheckpointReader, CheckpointWriter
-from hetero_mpi.state.stored_state import check_fits, check_train, rate_change, step_change
+from hetero_mpi.state.reader import CheckpointReader
+from hetero_mpi.state.resume_checks import check_fits, check_train, rate_change, step_change
+from hetero_mpi.state.writer import CheckpointWriter
 from hetero_mpi.training.setup.job_tuning import tuning_of
 from hetero_mpi.util.errors import UserError
 from tests.support.checkpoint_samples import told

@@ -40,8 +40,8 @@ from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.state.checkpoint import KINDS
-from hetero_mpi.state.redistribute import deliveries, held_under, parcels
+from hetero_mpi.state.hdf5 import KINDS
+from hetero_mpi.state.redistribute import held_under, tensor_shards, transfers
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported
 
 PROFILE = make_profile([1.0] * 3, model=make_model(8), bytes_per_s=1e6)
@@ -335,15 +335,15 @@ def test_what_moves_is_priced_as_it_is_sent(old: Plan, new: Plan) -> None:
     busy: Counter[tuple[str, int]] = Counter()
     given: Counter[tuple[str, int]] = Counter()
     divided, groups = divided_tensors(old, chain, tuning), {stage.ranks[0]: stage.ranks for _, _, stage in old.numbered}
-    for one in deliveries(parcels(tuning, new, KINDS), held_under(tuning, old)):
-        division = divided.get(one.source, {}).get(one.parcel.name)
+    for one in transfers(tensor_shards(tuning, new, KINDS), held_under(tuning, old)):
+        division = divided.get(one.source, {}).get(one.shard.name)
         for place, member in enumerate(groups[one.source]):
             if member != one.source and division is not None and division.cut:
-                size = 4 * math.prod(division.shape(one.parcel.shape, place))
+                size = 4 * math.prod(division.shape(one.shard.shape, place))
                 given.update({("send", member): size, ("receive", one.source): size})
         for destination in one.destinations:
-            busy["send", one.source] += 4 * math.prod(one.parcel.shape)
-            busy["receive", destination] += 4 * math.prod(one.parcel.shape)
+            busy["send", one.source] += 4 * math.prod(one.shard.shape)
+            busy["receive", destination] += 4 * math.prod(one.shard.shape)
     model = model_cost(chain, tuning, "fp32", SEQUENCE, dict.fromkeys(chain.kinds, 1.0))
     priced = moving_s(make_profile([1.0] * 4, model, bytes_per_s=1.0), old, new)
     expected = max(busy.values()) + max(given.values(), default=0)

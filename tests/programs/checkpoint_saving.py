@@ -19,15 +19,12 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend, Memory
 from hetero_mpi.state import saving
-from hetero_mpi.state.checkpoint import (
-    PIECE_BYTES,
-    CheckpointError,
-    CheckpointReader,
-    CheckpointWriter,
-    checkpoint_path,
-)
-from hetero_mpi.state.redistribute import Parcel
+from hetero_mpi.state.directory import checkpoint_path
+from hetero_mpi.state.hdf5 import PIECE_BYTES, CheckpointError
+from hetero_mpi.state.reader import CheckpointReader
+from hetero_mpi.state.redistribute import TensorShard
 from hetero_mpi.state.saving import PIECES_HELD, Saver, Snapshots
+from hetero_mpi.state.writer import CheckpointWriter
 from tests.support.checkpoint_samples import told
 
 KINDS = ("parameters", "moments1", "moments2")
@@ -51,14 +48,16 @@ class Case:
     def __init__(self, world: World, directory: Path, **table: Any) -> None:
         self.world, self.directory = world, directory
         listed = [
-            Parcel(kind, name, shape, torch.float32, HELD[name]) for name, shape in SHAPES.items() for kind in KINDS
+            TensorShard(kind, name, shape, torch.float32, HELD[name])
+            for name, shape in SHAPES.items()
+            for kind in KINDS
         ]
-        own = [parcel for parcel in listed if parcel.owner == world.rank]
-        self.tensors = {(parcel.kind, parcel.name): torch.empty(parcel.shape) for parcel in own}
+        own = [shard for shard in listed if shard.owner == world.rank]
+        self.tensors = {(shard.kind, shard.name): torch.empty(shard.shape) for shard in own}
         wishes = SimpleNamespace(**{"keep": 9, "keep_best": 0, "background": True, **table})
 
-        def live(parcel: Any) -> torch.Tensor:
-            return self.tensors[parcel.kind, parcel.name]
+        def live(shard: Any) -> torch.Tensor:
+            return self.tensors[shard.kind, shard.name]
 
         self.snapshots = snapshots = Snapshots(world.rank, Backend(), listed, live)  # type: ignore[arg-type]
         self.saver = Saver(world, snapshots, directory, wishes, threaded=True)  # type: ignore[arg-type]

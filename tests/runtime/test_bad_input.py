@@ -24,7 +24,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.rundir.run_directory import claim
-from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
 from tests.support.mpi import ROOT, run_bounded, run_mpi
 from tests.support.planning_samples import make_model, make_profile

@@ -31,7 +31,8 @@ from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_r
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.plan_text import idle_lines
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
+from hetero_mpi.state.reader import CheckpointReader
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
 from tests.support.mpi import ROOT, on_ranks, run_mpi
 from tests.support.stages import stage_of

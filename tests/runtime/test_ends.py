@@ -16,7 +16,7 @@ import pytest
 
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
 from hetero_mpi.util.errors import ExitCode
 from tests.runtime.test_signals import stopped
 from tests.support.long_run import LongRun, Running, rank_of

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from hetero_mpi.cli import main
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
+from hetero_mpi.state.reader import CheckpointReader
 from tests.support.jobs import GLOBAL_BATCH, Outcome, Workshop, write_profile
 from tests.support.mpi import on_ranks
 

@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from hetero_mpi.planning.types.toml_files import load_plan
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import KINDS, CheckpointReader, checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
+from hetero_mpi.state.hdf5 import KINDS
+from hetero_mpi.state.reader import CheckpointReader
 from tests.support import case_plans, plain_training, training_cases
 from tests.support.case_product import FULL
 from tests.support.jobs import write_profile

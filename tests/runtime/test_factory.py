@@ -26,7 +26,8 @@ from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
+from hetero_mpi.state.reader import CheckpointReader
 from tests.programs import layers_model
 from tests.support.jobs import Outcome, Workshop
 from tests.support.mpi import ROOT, on_ranks, run_mpi

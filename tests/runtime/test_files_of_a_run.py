@@ -23,7 +23,8 @@ from hetero_mpi.inference.source import open_source
 from hetero_mpi.interop.export import export
 from hetero_mpi.model.files import hub
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
+from hetero_mpi.state.reader import CheckpointReader
 from tests.support import case_plans, training_cases
 from tests.support.jobs import write_profile
 from tests.support.mpi import run_mpi

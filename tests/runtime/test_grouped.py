@@ -17,7 +17,8 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_report, save_plan
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.rundir.rank_steps import read_rank_steps
-from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
+from hetero_mpi.state.reader import CheckpointReader
 from tests.runtime.test_equality import IN_GROUPS, tensors
 from tests.stand_in_gpu import COUNTERS, THROUGH, backend, build
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile

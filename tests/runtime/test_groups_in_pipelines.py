@@ -11,7 +11,7 @@ import pytest
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_report, save_plan
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
 from tests.runtime.test_equality import IN_GROUPS, tensors
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile
 

@@ -20,7 +20,7 @@ from hetero_mpi.interop.export import export
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop
 from tests.support.mpi import on_ranks
 from tests.support.plain_training import short

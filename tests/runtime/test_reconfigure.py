@@ -27,7 +27,8 @@ from hetero_mpi.planning.types.toml_files import load_report, save_plan, save_pr
 from hetero_mpi.rundir.line_files import STEPS_NAME
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.rundir.rank_steps import read_rank_steps
-from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
+from hetero_mpi.state.reader import CheckpointReader
 from hetero_mpi.training.setup.job_tuning import tuning_of
 from tests.runtime.test_equality import IN_GROUPS
 from tests.support import training_cases

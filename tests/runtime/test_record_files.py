@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
+from hetero_mpi.state.reader import CheckpointReader
 from tests.support.jobs import Outcome, Workshop
 
 pytestmark = pytest.mark.slow

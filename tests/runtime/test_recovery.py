@@ -25,7 +25,7 @@ from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
 from hetero_mpi.state.peer_replicas import CopyCosts, peers, steps_between
 from hetero_mpi.util.errors import ExitCode
 from tests.runtime.test_signals import tensors as checkpoint_tensors

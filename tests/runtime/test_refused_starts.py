@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan, save_profile
-from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop
 from tests.support.mpi import ROOT, run_bounded
 

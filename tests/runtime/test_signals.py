@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hetero_mpi.comm.ranks.leave import Interrupted
-from hetero_mpi.state.checkpoint import CheckpointReader
+from hetero_mpi.state.reader import CheckpointReader
 from hetero_mpi.training import signals
 from hetero_mpi.training.signals import REQUESTS, StopRequest
 from hetero_mpi.util.errors import ExitCode

@@ -18,7 +18,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_report, save_plan, save_profile
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
 from hetero_mpi.util.errors import ExitCode
 from tests.runtime.test_reconfigure import EMULATED_BLOCKS, three_alike
 from tests.runtime.test_recovery import losses as losses_of

@@ -21,7 +21,7 @@ from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import checkpoint_path
+from hetero_mpi.state.directory import checkpoint_path
 from tests.support.errors import refuses
 from tests.support.jobs import GLOBAL_BATCH, Workshop
 from tests.support.mpi import on_ranks

@@ -20,7 +20,7 @@ from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.profiling.device import DeviceBenchmark
 from hetero_mpi.profiling.host_profiles import measure_memory
-from hetero_mpi.state.redistribute import Parcel
+from hetero_mpi.state.redistribute import TensorShard
 from hetero_mpi.state.saving import Snapshot
 from tests.stand_in_gpu.fixtures import CHAIN, LARGE, measured, subject
 from tests.support.errors import refuses
@@ -167,12 +167,12 @@ def test_large_host_buffers_are_as_large_as_asked_and_given_back(standin: Any, g
 def test_a_snapshot_takes_what_its_tensors_do(standin: Any, gpu: Backend, uncollected: None) -> None:
     """The checks for room before it count no more than that."""
     shapes = ((700, 1000), (3,), (600, 1000))
-    listed = [Parcel("parameters", str(shape), shape, torch.float32, 0) for shape in shapes]
-    live = {parcel.name: torch.rand(parcel.shape).to(gpu.device) for parcel in listed}
+    listed = [TensorShard("parameters", str(shape), shape, torch.float32, 0) for shape in shapes]
+    live = {shard.name: torch.rand(shard.shape).to(gpu.device) for shard in listed}
     before, rounded = standin.registered_bytes(), standin.pinned_bytes()
     snapshot = Snapshot(listed, gpu)
     assert standin.registered_bytes() - before == 4 * 1_300_003 and standin.pinned_bytes() == rounded
-    snapshot.take(lambda parcel: live[parcel.name])
-    assert all(torch.equal(snapshot(parcel), live[parcel.name].cpu()) for parcel in listed)
+    snapshot.take(lambda shard: live[shard.name])
+    assert all(torch.equal(snapshot(shard), live[shard.name].cpu()) for shard in listed)
     del snapshot
     assert standin.registered_bytes() == before

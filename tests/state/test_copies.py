@@ -5,7 +5,6 @@ Whole hosts with disks of their own are lost in launch/test_elastic.py; here eve
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import signal
 from dataclasses import dataclass, replace
@@ -20,8 +19,10 @@ from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.rundir.run_directory import START_VARIABLE, describe_run
-from hetero_mpi.state.checkpoint import CheckpointReader, checkpoint_path, directory, verify
-from hetero_mpi.state.checkpoint.directory import Part, keep_versions, new_run_id, newest_version, shards_on_disk
+from hetero_mpi.state import state
+from hetero_mpi.state.directory import Source, checkpoint_path, keep_versions, shards_on_disk
+from hetero_mpi.state.reader import CheckpointReader, verify
+from hetero_mpi.state.state import new_run_id, newest_version
 from hetero_mpi.training import start_state
 from hetero_mpi.training.recovery import RunHistory
 from tests.runtime.test_recovery import outliving_or_skip
@@ -32,9 +33,9 @@ from tests.support.long_run import LongRun, newest_step
 pytestmark = pytest.mark.slow
 
 
-def source(rank: int, version_id: str, step: int, names: str, begun: str = "run") -> Part:
+def source(rank: int, version_id: str, step: int, names: str, begun: str = "run") -> Source:
     path = Path(f"{version_id}-{rank}") if version_id else None
-    return Part(rank, path, version_id, step, begun, rank, frozenset(names))
+    return Source(rank, path, version_id, step, begun, rank, frozenset(names))
 
 
 def test_only_shards_of_one_moment_make_a_version() -> None:
@@ -62,11 +63,11 @@ def test_the_later_run_is_the_newer_one_whatever_the_hosts_clocks_say(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0's directory or another host knows of the earlier run, which began where the clock is fast. Else clocks decide."""
-    monkeypatch.setattr(directory.time, "time", lambda: 2_000_000_000.0)
+    monkeypatch.setattr(state.time, "time", lambda: 2_000_000_000.0)
     earlier = new_run_id([new_run_id()])
     if trace == "run.json":
         describe_run(tmp_path, "a", "a.toml", {}, {}, 1, 0, run_id=earlier)
-    monkeypatch.setattr(directory.time, "time", lambda: 1_000_000_000.0)
+    monkeypatch.setattr(state.time, "time", lambda: 1_000_000_000.0)
     elsewhere = [earlier] if trace == "copy" else []
     hosts: Any = SimpleNamespace(rank=0, local_rank=0, all_gather_json=lambda own: [own, elsewhere])
     later = new_run_id(start_state._earlier_runs(hosts, tmp_path))
@@ -88,13 +89,11 @@ def test_a_checkpoint_of_another_run_is_not_taken_after_a_death(
     resume: str | None, begun: str | None, lost: int, found: bool, tmp_path: Path
 ) -> None:
     path = write_checkpoint(checkpoint_path(tmp_path / "checkpoints", 3), told(3, begun="run2", run="t2"), {"a": (2,)})
-    alone: Any = SimpleNamespace(rank=0, led=lambda what: contextlib.nullcontext(), broadcast_json=lambda value: value)
     tuning = SimpleNamespace(trainable={"a": None}, constants={})
-    context: Any = SimpleNamespace(world=alone, run_dir=tmp_path, tuning=tuning)
+    context: Any = SimpleNamespace(run_dir=tmp_path, tuning=tuning)
     history = RunHistory(losses=[Loss(gone=((1, "box"),), before=(0,))] * lost, token="t1")
-    parts = start_state._checkpoint(context, history, resume, begun)
-    assert [(part.path, part.step, part.begun, part.is_shard) for part in parts] == [(path, 3, "run2", False)] * found
-    assert all(part.names == {"a"} for part in parts)
+    sources = start_state._checkpoint(context, history, resume, begun)
+    assert sources == [Source(0, path, "", 3, "run2", 0, frozenset("a"))] * found
     if lost:
         (own,) = start_state._checkpoint(context, RunHistory(losses=history.losses, token="t2"), None, "run2")
         assert own.path == path

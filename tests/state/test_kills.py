@@ -22,7 +22,8 @@ from hetero_mpi.launch.launcher.command_line import build_command
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.state.checkpoint import CheckpointReader, newest_good
+from hetero_mpi.state.directory import newest_good
+from hetero_mpi.state.reader import CheckpointReader
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 
@@ -198,7 +199,7 @@ def test_killed_while_the_result_is_written_it_is_the_former_or_the_new_one_np2(
 
 @pytest.mark.long
 def test_a_full_disk_costs_checkpoints_but_not_the_run_np2(tmp_path: Path) -> None:
-    """A file system with room for some of the checkpoints. (Other ways to fill a disk: tests/checkpoint/test_checkpoint.py.)"""
+    """A file system with room for some of the checkpoints. (Other ways to fill a disk: tests/state/test_checkpoint.py.)"""
     runs, run = Runs(tmp_path, steps=5), tmp_path / "run"
     folder = run / "checkpoints"
     folder.mkdir(parents=True)

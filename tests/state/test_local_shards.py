@@ -3,7 +3,7 @@
 import threading
 from pathlib import Path
 
-from hetero_mpi.state.checkpoint.directory import SHARDS_NAME, keep_versions, remove_shards, shard_path
+from hetero_mpi.state.directory import SHARDS_NAME, keep_versions, remove_shards, shard_path
 from tests.support.jobs import newest_copy_step
 
 RANKS = 6

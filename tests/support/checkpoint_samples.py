@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_mpi.state.checkpoint import CheckpointWriter
+from hetero_mpi.state.writer import CheckpointWriter
 
 
 def told(step: int, **more: Any) -> dict[str, Any]:

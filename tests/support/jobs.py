@@ -22,7 +22,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
-from hetero_mpi.state.checkpoint.directory import SHARDS_NAME
+from hetero_mpi.state.directory import SHARDS_NAME
 from hetero_mpi.training.setup.job_tuning import tuning_of
 from tests.support import training_cases
 from tests.support.mpi import run_mpi

@@ -24,20 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hetero_mpi
-from hetero_mpi.state.checkpoint.format import (
-    FORMAT,
-    FORMAT_VERSION,
-    KINDS,
-    LIBVER,
-    METADATA,
-    STORAGE,
-    CheckpointError,
-    Summary,
-    crc32,
-    cut,
-    file_type,
-    pieces,
-)
+from hetero_mpi.state import hdf5
+from hetero_mpi.state.hdf5 import KINDS, METADATA, STORAGE, CheckpointError, Summary, crc32, cut, file_type, pieces
 from hetero_mpi.util.disk import PROCESS_MARK, atomic_write
 
 DESCRIPTION = (
@@ -75,7 +63,7 @@ class CheckpointWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.path.parent)
             self._sink = Sink(self._appearing.enter_context(atomic_write(self.path, durable=True)))
-            self._file = h5py.File(self._sink, "w", libver=LIBVER)
+            self._file = h5py.File(self._sink, "w", libver=hdf5.LIBVER)
             for kind in (*KINDS, METADATA):
                 self._file.create_group(kind)
             _write_header(self._file)
@@ -169,8 +157,8 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _write_header(file: Any) -> None:
-    file.attrs["format"] = np.bytes_(FORMAT)
-    file.attrs["format_version"] = np.int64(FORMAT_VERSION)
+    file.attrs["format"] = np.bytes_(hdf5.FORMAT)
+    file.attrs["format_version"] = np.int64(hdf5.FORMAT_VERSION)
     file.attrs["program_version"] = np.bytes_(hetero_mpi.__version__)
     file.attrs["description"] = np.bytes_(DESCRIPTION)
 

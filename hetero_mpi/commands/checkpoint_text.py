@@ -11,7 +11,7 @@ from hetero_mpi.planning.types.toml_files import plan_from_dict
 from hetero_mpi.report.plan_text import stages_text
 from hetero_mpi.report.run_text import job_rows
 from hetero_mpi.rundir.run_directory import run_table
-from hetero_mpi.state.checkpoint import CheckpointReader
+from hetero_mpi.state.reader import CheckpointReader
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.terminal import wrapped

@@ -18,20 +18,11 @@ import numpy as np
 import pytest
 
 import hetero_mpi
-from hetero_mpi.report.checkpoint_text import checkpoint_lines
-from hetero_mpi.state.checkpoint import (
-    PIECE_BYTES,
-    CheckpointError,
-    CheckpointReader,
-    CheckpointWriter,
-    checkpoint_path,
-    newest_good,
-    piece_count,
-    pieces,
-    prune,
-    verify,
-)
-from hetero_mpi.state.checkpoint.writer import WINDOW_BYTES
+from hetero_mpi.commands.checkpoint_text import checkpoint_lines
+from hetero_mpi.state.directory import checkpoint_path, newest_good, prune
+from hetero_mpi.state.hdf5 import PIECE_BYTES, CheckpointError, piece_count, pieces
+from hetero_mpi.state.reader import CheckpointReader, verify
+from hetero_mpi.state.writer import WINDOW_BYTES, CheckpointWriter
 from tests.support.checkpoint_samples import told
 from tests.support.errors import refuses
 
@@ -136,7 +127,7 @@ def test_an_exception_leaves_the_former_file_and_nothing_else(tmp_path: Path) ->
 KILLED = """
 import os, signal, sys
 import numpy as np
-from hetero_mpi.state.checkpoint import CheckpointWriter
+from hetero_mpi.state.writer import CheckpointWriter
 with CheckpointWriter(sys.argv[1], {"step": 2}) as writer:
     writer.write("parameters", "w", np.zeros(100_000, np.float32), "float32")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -156,7 +147,8 @@ def test_a_killed_writer_leaves_the_last_good_one_and_the_next_one_cleans_up(tmp
 FULL = """
 import resource, signal, sys
 import numpy as np
-from hetero_mpi.state.checkpoint import CheckpointError, CheckpointWriter
+from hetero_mpi.state.hdf5 import CheckpointError
+from hetero_mpi.state.writer import CheckpointWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 try:
@@ -182,7 +174,10 @@ FAILING = """
 import errno, sys
 from pathlib import Path
 import numpy as np
-from hetero_mpi.state.checkpoint import CheckpointError, CheckpointWriter, verify, writer as module
+from hetero_mpi.state import writer as module
+from hetero_mpi.state.hdf5 import CheckpointError
+from hetero_mpi.state.reader import verify
+from hetero_mpi.state.writer import CheckpointWriter
 from tests.support.checkpoint_samples import told
 path, works = Path(sys.argv[1]), module.os.pwrite
 
@@ -382,7 +377,8 @@ def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import resource, sys
         import numpy as np
-        from hetero_mpi.state.checkpoint import CheckpointReader, CheckpointWriter
+        from hetero_mpi.state.reader import CheckpointReader
+        from hetero_mpi.state.writer import CheckpointWriter
         array = np.ones(2_000_000, np.float32)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with CheckpointWriter(sys.argv[1], {"step": 1}) as writer:

@@ -1,0 +1,235 @@
+"""The checks that a stored state must pass before a run goes on from it, and the remarks on what the job has changed since."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.job.plan_request import micro_batch_choices
+from hetero_mpi.job.rules import REMOVED_KEYS, as_toml
+from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.job.training_tables import AdapterTable, TrainTable
+from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.optimizer import learning_rate
+from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.state.hdf5 import KINDS, damage_named
+from hetero_mpi.state.reader import CheckpointReader
+from hetero_mpi.state.redistribute import held_as
+from hetero_mpi.util.errors import UserError
+
+_FIXED = ("seed", "global_batch", "last_batch", "dtype", "optimizer", "freeze", "preference")
+"""Keys of ``[train]`` that a resumed run has as it began with them."""
+_FIXED_OF_ADAPTER = ("start", "alpha", "rslora", "alpha_pattern", "tokens")
+"""The same of ``[adapter]``: what shapes and names of tensors do not tell."""
+_CHANGEABLE = (
+    *("preference_beta", "preference_smoothing", "preference_margin", "desirable_weight", "undesirable_weight"),
+    *("neftune_noise_alpha", "weight_decay", "beta1", "beta2", "epsilon", "clip_norm", "dropout"),
+)
+"""Keys that it may change, which is told."""
+_OF_RATE = (
+    *("steps", "learning_rate", "schedule", "warmup_steps", "max_warmup_steps"),
+    *("min_learning_rate_ratio", "decay_steps", "decay", "cycles"),
+)
+"""Keys of ``[train]`` that determine the learning rate of a step."""
+_OF_SOME_RATES = ("learning_rates", "lora_plus_ratio")
+"""The same, of some parameters."""
+
+
+def check_fits(
+    reader: CheckpointReader,
+    path: Path,
+    chain: LayerChain,
+    tuning: Tuning,
+    train: TrainTable,
+    sequence_length: int,
+    names: Collection[str] | None = None,
+) -> None:
+    """Refuse a stored state of another model, or of a run whose steps this one would not continue. Raises UserError: with the first
+    difference. ``names``: the model's tensors that a shard holds; None: it is a checkpoint, which holds all.
+    """
+    if names is None and "version_id" in reader.metadata:
+        raise UserError(
+            "checkpoint.copy",
+            f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts",
+        )
+    check_train(reader, path, train)
+    _check_adapter(reader, path, tuning)
+    check_tensors(reader, path, tuning, names)
+    check_length(reader, path, sequence_length)
+    described = reader.told("model_config")
+    with damage_named(path, "metadata/model_config"):
+        changed = chain.changed_since(described)
+    if changed is not None:
+        raise UserError(
+            "resume.setting",
+            f"{path} was written when {changed} had other values, which are in no checkpoint: the run would not continue where it "
+            f"stopped; give it the same values as then, or start without --resume",
+        )
+
+
+def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None:
+    """Refuse a stored state of a run that took its steps in another way. Raises UserError."""
+    then = reader.metadata["job"]
+    for dotted in REMOVED_KEYS:
+        table, _, key = dotted.partition(".")
+        if value := then.get(table, {}).get(key):
+            raise UserError(
+                "resume.setting",
+                f"{path} was written with [{table}] {key} = {as_toml(value)}, which this version does not have: start without "
+                f"--resume, or resume with {reader.writer.partition(',')[0]}",
+            )
+    for key, was in _values(then["train"], _FIXED).items():
+        if getattr(train, key) != "auto":  # the dtype, before it is settled
+            _require_equal(path, f"[train] {key}", was, getattr(train, key))
+
+
+def check_length(reader: CheckpointReader, path: Path, sequence_length: int) -> None:
+    """Refuse a stored state of sequences of another length: the order of samples would differ. Raises UserError."""
+    was = reader.metadata["job"]["data"].get("sequence_length")
+    _require_equal(path, "[data] sequence_length", was, sequence_length)
+
+
+def _check_adapter(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
+    """Refuse the state of an adapter whose tensors would mean something else here, or that had learnt over the base in another
+    form. Raises UserError.
+    """
+    with damage_named(path, "metadata/job"):
+        then, model = (dict(reader.metadata["job"][table]) for table in ("adapter", "model"))
+    if tuning.adapter is None or then.get("method") != "lora":
+        return
+    for key in _FIXED_OF_ADAPTER:
+        was = then.get(key, AdapterTable.model_fields[key].default)
+        _require_equal(path, f"[adapter] {key}", was or None, getattr(tuning.adapter, key) or None)
+    base = model.get("quantization", "none"), "nf4" if tuning.nf4 else "none"
+    _require_equal(path, "[model] quantization", *base)
+    if tuning.nf4:
+        _require_equal(path, "[model] double_quantization", model.get("double_quantization", True), tuning.double)
+
+
+def _require_equal(path: Path, key: str, was: Any, now: Any) -> None:
+    if was != now:
+        raise UserError(
+            "resume.setting",
+            f"{path} was written with {key} = {as_toml(was)}, this job says {as_toml(now)}: the run would not continue where it "
+            f"stopped; set it back, or start without --resume",
+        )
+
+
+def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, held: Collection[str] | None = None) -> None:
+    """Refuse a stored state of another model, before any of its tensors is read. Raises UserError: with the first difference.
+    ``held``: as ``names`` of ``check_fits``.
+    """
+    specs = {**tuning.trainable, **tuning.constants}
+    names, own = set(reader.names("parameters")), set(specs if held is None else held)
+    differences = [f"it holds {name!r}, which this model does not have" for name in sorted(names - own)]
+    differences += [f"it lacks {name!r}" for name in sorted(own - names)]
+    for name in [] if differences else sorted(own & set(specs)):
+        for kind in KINDS:
+            if (there := held_as(tuning, specs[name], kind)) is not None:
+                was = reader.shape(kind, name), reader.dtype(kind, name)
+                now = tuple(there[0]), str(there[1]).removeprefix("torch.")
+                if was != now:
+                    differences.append(f"{kind}/{name} is {was[0]} of {was[1]} there and {now[0]} of {now[1]} here")
+    if differences:
+        raise UserError(
+            "resume.other_model",
+            f"{path} is a checkpoint of another model: {differences[0]}; resume with the job that wrote it",
+        )
+
+
+def check_steps(path: Path, step: int, train: TrainTable) -> None:
+    """Refuse a state of after the job's end. Raises UserError."""
+    if step > train.steps:
+        raise UserError(
+            "resume.steps",
+            f"{path} was written after step {step}, and the job ends at [train] steps = {train.steps}: raise it, or resume from an "
+            f"earlier checkpoint by its name",
+        )
+
+
+def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) -> str | None:
+    """A remark if the run goes on with other data than the checkpoint's; None if with the same. Raises UserError: the data are
+    other ones, and the user does not allow that.
+
+    Args:
+        then: the checkpoint's data fingerprint.
+        fingerprint: of the data now (``Dataset.fingerprint``).
+        allowed: the user allows other data.
+    """
+    if then is None or then == fingerprint:
+        return None
+    if not allowed:
+        raise UserError(
+            "resume.data",
+            f"{path} was written with other data: its files, tokenizer or shares have changed since, so the run would not "
+            "continue where it stopped; restore the data, start without --resume, or go on with the new data: "
+            "--set checkpoint.allow_other_data=true",
+        )
+    return "The data has changed since the checkpoint was written; the run goes on with the new data, as the job allows"
+
+
+# ---------------------------------------------------------------------------------------------------------------- remarks
+def _values(then: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Keys of a stored ``[train]``, with the defaults of those that it does not hold."""
+    return {key: then.get(key, TrainTable.model_fields[key].default) for key in keys}
+
+
+def _changes(then: Mapping[str, Any], train: TrainTable, keys: Iterable[str]) -> dict[str, str]:
+    """Key -> its change, in words."""
+    old = {key: was for key, was in _values(then, keys).items() if getattr(train, key) != was}
+    return {key: f"{key} is {as_toml(getattr(train, key))}, was {as_toml(was)}" for key, was in old.items()}
+
+
+def step_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
+    """A remark if the job has changed what steps do, the learning rate aside; else None. Takes what ``rate_change`` does."""
+    changed = _changes(then, train, _CHANGEABLE)
+    return f"From step {step + 1} on [train] {', '.join(changed.values())}" if changed and step < train.steps else None
+
+
+def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
+    """A warning if the job has changed the learning rate of the next step; None if it is the same.
+
+    Args:
+        then: ``[train]`` when the state after ``step`` steps was written.
+        train: ``[train]`` now.
+    """
+    keys = (*_OF_RATE, *_OF_SOME_RATES)
+    changes, then = _changes(then, train, keys), _values(then, keys)
+    if step >= train.steps or not changes:
+        return None
+    old, new = (learning_rate(one, step) for one in (train.model_copy(update=then), train))
+    changed = ", ".join(changes.values())
+    if math.isclose(old, new, rel_tol=1e-9):
+        told = f"Warning: learning rates of some parameters jump at step {step + 1}, since [train] {changed}"
+        return None if {*_OF_SOME_RATES}.isdisjoint(changes) else told
+    remedy = f"set {', '.join(f'{key} = {as_toml(then[key])}' for key in changes)} again to go on as before"
+    share = new / train.learning_rate
+    if share > 0:
+        remedy += f", or learning_rate = {old / share:.4g} to begin this schedule at the old value"
+    return (
+        f"Warning: the learning rate jumps from {old:.4g} to {new:.4g} at step {step + 1}, since [train] {changed}: "
+        f"it is a function of the step and of these; {remedy}"
+    )
+
+
+def other_change(then: Mapping[str, Any], job: JobConfig, tuning: Tuning, chain: LayerChain, step: int) -> str | None:
+    """A remark if the job has changed the dropout of an adapter, the place of its base, whose weights are in no checkpoint, or the
+    sequences that masks are drawn for; else None. ``then``: the job's tables when the state after ``step`` steps was written.
+    """
+    told = []
+    if job.adapter.method != "none":
+        dropout, base = then["adapter"].get("dropout", 0.0), then["model"].get("path")
+        if job.adapter.dropout != dropout:
+            told.append(f"[adapter] dropout is {as_toml(job.adapter.dropout)}, was {as_toml(dropout)}")
+        if job.model.path != base and job.model.path is not None and base is not None:
+            text = f'[model] path is "{job.model.path}", was "{base}"'
+            told.append(f"{text}: the run goes on as it was only if the weights there are the same")
+    if tuning.uses_dropout(chain):
+        sizes = then["train"].get("micro_batch", "auto"), job.train.micro_batch
+        before, now = (micro_batch_choices(job.train.global_batch, size, 1, True)[0][0] for size in sizes)
+        if now != before:
+            text = f"dropout masks are drawn for {now} sequences at a time, were for {before}"
+            told.append(f"{text} ([train] micro_batch)")
+    return f"From step {step + 1} on {'; '.join(told)}" if told and step < job.train.steps else None
