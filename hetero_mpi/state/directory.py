@@ -14,11 +14,13 @@ import logging
 import math
 import os
 import re
+import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_mpi.rundir.line_files import METRICS_NAME, STEPS_NAME
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import START_VARIABLE
 from hetero_mpi.state.hdf5 import CheckpointError
@@ -113,21 +115,31 @@ def prune(directory: Path, keep: int, keep_best: int = 0, just_written: Path | N
     return removed
 
 
-def set_aside(directory: Path, step: int) -> Path | None:
-    """Move checkpoints of later steps than ``step`` out of the way; return the directory they are in now, if any.
+def set_later_aside(run_dir: Path, step: int) -> None:
+    """Move checkpoints of steps after ``step`` out of the way, with a copy of the metrics of those steps; report where they are.
 
-    They belong to a run that this one does not continue, and would count as its newest.
+    They belong to a run that this one does not continue, and would count as its newest. Raises UserError: they cannot be moved.
     """
-    later = [path for path in _newest_first(directory) if _step_of(path) > step]
-    if not later:
-        return None
     number = 1
-    while (target := directory.with_name(f"{directory.name}-set-aside-{number}")).exists():
+    while (target := run_dir / f"checkpoints-set-aside-{number}").exists():
         number += 1
-    target.mkdir()
-    for path in later:
-        path.rename(target / path.name)
-    return target
+    try:
+        later = [path for path in _newest_first(run_dir / "checkpoints") if _step_of(path) > step]
+        if not later:
+            return
+        target.mkdir()
+        for path in later:
+            path.rename(target / path.name)
+    except OSError as error:
+        raise UserError(
+            "resume.not_archived",
+            f"{run_dir} holds checkpoints of after step {step}, which could not be moved aside ({error.strerror}): make room "
+            f"there, or move them yourself",
+        ) from None
+    for name in (METRICS_NAME, STEPS_NAME):
+        with contextlib.suppress(OSError):  # not there, or no room for a copy
+            shutil.copy2(run_dir / name, target / name)
+    say(f"Checkpoints of an earlier run from after step {step} are in {target} now")
 
 
 def lowest_held_out(directory: Path) -> list[Path]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +46,7 @@ from hetero_mpi.state.directory import (
     newest_good,
     newest_readable,
     remove_shards,
-    set_aside,
+    set_later_aside,
     shards_on_disk,
     supervised,
 )
@@ -334,23 +333,6 @@ def _make_room(context: RunContext, options: TrainOptions, found: bool, pending:
             pending.add_first(
                 lambda: say(f"The earlier run in {run_dir} is in {set_run_aside(run_dir, own_event)} now, whole")
             )
-
-
-def set_later_aside(run_dir: Path, step: int) -> None:
-    """Move checkpoints of steps after ``step`` aside, with a copy of the metrics of those steps. On rank 0."""
-    try:
-        aside = set_aside(run_dir / "checkpoints", step)
-    except OSError as error:
-        raise UserError(
-            "resume.not_archived",
-            f"{run_dir} holds checkpoints of after step {step}, which could not be moved aside ({error.strerror}): make room "
-            f"there, or move them yourself",
-        ) from None
-    if aside is not None:
-        for name in ("metrics.jsonl", "steps.jsonl"):
-            with contextlib.suppress(OSError):  # not there, or no room for a copy
-                shutil.copy2(run_dir / name, aside / name)
-        say(f"Checkpoints of an earlier run from after step {step} are in {aside} now")
 
 
 # ------------------------------------------------------------------------------------------------------------- under the plan

@@ -159,7 +159,7 @@ def a_full_disk_costs_one_checkpoint(world: World, directory: Path) -> None:
         calls += 1
         if calls == 3:
             next(iter(arguments[-1]))
-            raise CheckpointError(f"{writer.path}: no space left on device")
+            raise CheckpointError("checkpoint.unwritable", f"{writer.path}: no space left on device")
         write(writer, *arguments)
 
     case.save(1)
