@@ -25,12 +25,12 @@ from harness import parser_of  # noqa: E402
 
 from hetero_mpi.data.batch import Batch  # noqa: E402
 from hetero_mpi.job.training_tables import TrainTable  # noqa: E402
+from hetero_mpi.model.adapters.adapter_tuning import with_moments  # noqa: E402
 from hetero_mpi.model.layer.quantize import fused_experts  # noqa: E402
 from hetero_mpi.model.transformers.chain import TransformersChain  # noqa: E402
 from hetero_mpi.model.transformers.families import read_config  # noqa: E402
 from hetero_mpi.model.tuning import full_training  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
-from hetero_mpi.training.setup.job_tuning import with_moments  # noqa: E402
 from tests.support.family_configs import tiny_keys  # noqa: E402
 from tests.support.ranks import Threads  # noqa: E402
 from tests.support.training_cases import Case  # noqa: E402

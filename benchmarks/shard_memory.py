@@ -151,11 +151,11 @@ def _opened(directory: Path, held: str) -> tuple[Any, Any, Any, list[int]]:
     from transformers.utils import logging
 
     from hetero_mpi.job.schema import JobConfig
+    from hetero_mpi.model.adapters.adapter_tuning import tuning_of
     from hetero_mpi.model.files.model_files import ModelFiles
     from hetero_mpi.model.transformers.chain import TransformersChain
     from hetero_mpi.model.transformers.families import read_config
     from hetero_mpi.model.transformers.weights import FileStart
-    from hetero_mpi.training.setup.job_tuning import tuning_of
 
     logging.disable_progress_bar()
     files = ModelFiles(directory)

@@ -50,7 +50,6 @@ from hetero_mpi.data.batch import Batch  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.emulation.emulated_cluster import emulate  # noqa: E402
 from hetero_mpi.engine.rank_setup import RankSetup  # noqa: E402
-from hetero_mpi.engine.stage_builder import StageBuilder  # noqa: E402
 from hetero_mpi.engine.trainer import Trainer  # noqa: E402
 from hetero_mpi.job.load import LoadedJob  # noqa: E402
 from hetero_mpi.job.schema import JobConfig  # noqa: E402
@@ -66,6 +65,7 @@ from hetero_mpi.planning.simulator import simulate  # noqa: E402
 from hetero_mpi.planning.types.cost import ModelCost  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
+from hetero_mpi.training.build import StageBuilder  # noqa: E402
 
 SEQUENCE, VOCABULARY = 16, 256
 WARM, STEPS = 2, 8

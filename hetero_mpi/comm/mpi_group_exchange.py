@@ -1,7 +1,7 @@
 """Reduce-scatters and all-gathers over a group of ranks, by messages that the transport's own polling moves.
 
 Every member owns one part of what is exchanged. Parts are cut into segments, and one segment of every member is a piece.
-``group_paths`` says which of two ways pieces take.
+``transport.ring_of`` says which of two ways pieces take.
 
 Directly: a reduce-scatter sends every segment to its owner, which adds what it gets in the order of the ranks; an all-gather sends
 every member's own segment to all others::
@@ -33,9 +33,8 @@ from typing import Any
 import numpy as np
 
 from hetero_mpi.comm import huge_pages
-from hetero_mpi.comm.group_paths import ring_of
 from hetero_mpi.comm.mpi_progress import MpiProgress
-from hetero_mpi.comm.transport import Exchange, Group, Numbers, Part
+from hetero_mpi.comm.transport import Exchange, Group, Numbers, Part, ring_of
 
 PIECE_BYTES = 1 << 22
 """Large enough that messages cost nothing, small enough to add in the cache while the next piece travels."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_mpi.comm.ranks import ulfm
-from hetero_mpi.comm.ranks.back_off import Pause
+from hetero_mpi.comm.ranks.ulfm import Pause
 from hetero_mpi.comm.transport import Message, Request, TransportError, length_problem
 
 Then = Callable[[], None]

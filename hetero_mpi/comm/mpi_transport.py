@@ -21,7 +21,7 @@ from typing import Any
 from hetero_mpi.comm.mpi_group_exchange import GroupExchange
 from hetero_mpi.comm.mpi_progress import MpiProgress
 from hetero_mpi.comm.ranks import ulfm
-from hetero_mpi.comm.ranks.back_off import Pause
+from hetero_mpi.comm.ranks.ulfm import Pause
 from hetero_mpi.comm.transport import (
     Arrived,
     Buffer,
@@ -55,7 +55,7 @@ class MpiTransport(Transport):
 
     ``threaded=False`` makes the same calls on the caller's thread: ``wait`` polls, nothing moves outside it. For
     debugging, and for MPI libraries that allow no second thread. ``hosts``: of every rank, so that exchanges leave each host as
-    seldom as can be (``group_paths``); by default all are on one. Raises UserError: ``threaded`` with a library that grants neither
+    seldom as can be (``ring_of``); by default all are on one. Raises UserError: ``threaded`` with a library that grants neither
     THREAD_MULTIPLE nor THREAD_SERIALIZED.
     """
 

@@ -15,8 +15,8 @@ from hetero_mpi.engine.placement import Placement
 from hetero_mpi.engine.rank_setup import RankSetup
 from hetero_mpi.engine.wire_format import NEAREST, WireFormat
 from hetero_mpi.model.layer.gradients import Finished
+from hetero_mpi.model.layer.interface import seed_from
 from hetero_mpi.model.layer.micro_batch import StepData
-from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, Op, holdings
 from hetero_mpi.planning.types.plan import PipelinePlan

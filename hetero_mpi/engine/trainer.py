@@ -25,8 +25,7 @@ from hetero_mpi.engine.placement import (
     training_share,
 )
 from hetero_mpi.engine.rank_setup import BuildStage, RankSetup
-from hetero_mpi.engine.sharded_update import ShardedUpdate, TiedMatrix
-from hetero_mpi.engine.shared_parts import divided_tensors, shared_parts
+from hetero_mpi.engine.sharded_update import ShardedUpdate, TiedMatrix, divided_tensors, shared_parts
 from hetero_mpi.model.group.division import Division
 from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared, SharedPart
 from hetero_mpi.model.layer.interface import as_input

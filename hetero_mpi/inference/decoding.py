@@ -2,6 +2,8 @@
 
 transformers sizes its attention masks by one layer of the cache, the first of each kind of attention. On a later stage that layer
 is another rank's and holds nothing; so here the layers of other stages count the tokens that have passed, without keeping them.
+
+Also here: several adapters in one stage, of which one computes at a time: those beside the one that the stage was built with.
 """
 
 from __future__ import annotations
@@ -12,18 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero_mpi.device.backend import HOST
+from hetero_mpi.model.layer.interface import ADAPTER_NAME, seed_from
 from hetero_mpi.model.layer.quantize import set_training
-from hetero_mpi.model.layer.seeds import seed_from
-from hetero_mpi.model.several_adapters import OPENED, AdapterSwitch
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.transformers.packed_records import depends_on_length
+from hetero_mpi.model.tuning import Tuning, inject
 from hetero_mpi.util.errors import UserError
 
+OPENED = ADAPTER_NAME
+"""The adapter that a stage was built with, if any. Every other name is another adapter's; that of none is ""."""
 NOT_A_NUMBER = -1
 """The number that ``pick`` gives instead of a token when the model's output is not a number."""
 OWN_CACHE = ("minimax",)
@@ -237,3 +242,30 @@ def _tensor_bytes(value: Any) -> int:
         return value.nbytes
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return sum(map(_tensor_bytes, inner))
+
+
+def add_adapter(stage: Stage, name: str, tuning: Tuning) -> dict[str, nn.Parameter]:
+    """Give a stage one more adapter; returns its tensors here, by their names in adapter files, yet to be filled."""
+    assert tuning.adapter is not None and not tuning.parameters
+    modules = tuning.modules_in(stage.first, stage.last)
+    zeros = lambda own: torch.zeros(tuning.trainable[own].shape)  # noqa: E731
+    found = inject(stage.model, tuning.adapter, modules, [], stage.backend.device, zeros, name)
+    for parameter in found.values():
+        parameter.data = parameter.data.to(stage.dtype)
+    return found
+
+
+class AdapterSwitch:
+    """Which adapter of a stage computes."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._modules = [module for module in stage.model.modules() if hasattr(module, "lora_A")]
+        self._now: str | None = None
+
+    def turn_to(self, name: str) -> None:
+        """``name``: of an adapter, of which a module may have no tensors; then, and for "", it computes as the base does."""
+        if name != self._now:
+            for module in self._modules:
+                if module.active_adapters != [name]:
+                    module.set_adapter(name)
+            self._now = name

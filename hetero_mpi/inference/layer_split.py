@@ -17,6 +17,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.engine.placement import active_ranks
+from hetero_mpi.inference.decoding import add_adapter
 from hetero_mpi.inference.source import GenerateSource, Opened
 from hetero_mpi.inference.writer import Writer
 from hetero_mpi.job.schema import ClusterTable
@@ -26,7 +27,6 @@ from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.model_cost import model_cost
-from hetero_mpi.model.several_adapters import add_adapter
 from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain

@@ -18,8 +18,7 @@ from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, rows_wit
 from hetero_mpi.inference.decoding import require_decodable
 from hetero_mpi.job.load import job_from_dict
 from hetero_mpi.job.schema import ClusterTable, JobConfig
-from hetero_mpi.model.adapters.adapter_files import adapter_of, check_adapter
-from hetero_mpi.model.adapters.adapter_start import as_written
+from hetero_mpi.model.adapters.adapter_files import adapter_of, as_written, check_adapter
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles

@@ -24,6 +24,7 @@ from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.inference.decoding import (
     NOT_A_NUMBER,
+    OPENED,
     Decoder,
     Sampling,
     Scored,
@@ -32,7 +33,6 @@ from hetero_mpi.inference.decoding import (
     scored,
     takes_pieces,
 )
-from hetero_mpi.model.several_adapters import OPENED
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 

@@ -28,13 +28,12 @@ from hetero_mpi.data.answers import ChatTemplate
 from hetero_mpi.data.record_shapes import BadRecord
 from hetero_mpi.data.template_process import rendered_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer
-from hetero_mpi.model.adapter_targets import of_pattern
 from hetero_mpi.model.adapters.adapter_files import adapter_of
 from hetero_mpi.model.adapters.peft_config import CONFIG
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import GENERATION, read_json
 from hetero_mpi.model.transformers.generation import end_tokens, read_generation
-from hetero_mpi.model.tuning import scale_of
+from hetero_mpi.model.tuning import of_pattern, scale_of
 from hetero_mpi.util.errors import UserError
 
 _SYSTEM, _USERS, _ANSWERS = "Qsysq", ("Quaq", "Qubq", "Qucq"), ("Qaaq", "Qabq")

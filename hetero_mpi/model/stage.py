@@ -16,12 +16,11 @@ from torch.autograd.graph import Node
 from hetero_mpi.device.backend import HOST
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.layer.gradients import Beginnings, Finished, GradientReadyHooks, WeightGradients
-from hetero_mpi.model.layer.interface import Start
+from hetero_mpi.model.layer.interface import Start, seed_from
 from hetero_mpi.model.layer.loss import likeliest, target_losses
 from hetero_mpi.model.layer.micro_batch import MicroBatch as MicroBatch
 from hetero_mpi.model.layer.micro_batch import Slices, joined, parts
 from hetero_mpi.model.layer.quantize import set_training
-from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage_layers import LayerShare, StageLayers
 from hetero_mpi.model.stage_layers import StageSpec as StageSpec

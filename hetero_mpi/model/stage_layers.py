@@ -3,16 +3,21 @@
 The whole model's frame is there; the layers this rank does not hold are replaced by modules that pass their input through. So of
 a language model transformers' own class runs: attention masks, rotary embeddings, soft-capping and the like are the library's.
 Layers keep their global indices, so parameter names are the whole model's everywhere.
+
+Also here: trained rows of a few tokens over a frozen embedding or output projection: the others need neither gradients nor
+moments. The numbers are those of peft's ``trainable_token_indices``, which copies the whole matrix in every forward instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
@@ -21,7 +26,6 @@ from hetero_mpi.model.layer.interface import LayerChain, PassThrough, Start
 from hetero_mpi.model.layer.loss import RouterLoss
 from hetero_mpi.model.layer.micro_batch import MicroBatch
 from hetero_mpi.model.layer.quantize import is_empty, quantize
-from hetero_mpi.model.token_rows import use_rows
 from hetero_mpi.model.tuning import ROWS, Tuning, full_training, inject, start_value
 
 
@@ -353,3 +357,23 @@ class StageLayers(HeldLayers):
         position = lambda: self._position.routed if self._position is not None else None  # noqa: E731
         leads = self.divided is None or self.divided.leads
         return RouterLoss(routers, map(self.model.get_submodule, own), position, leads)
+
+
+def use_rows(module: Any, tokens: Sequence[int], rows: nn.Parameter) -> None:
+    """From now on an embedding, or a linear layer, computes with ``rows`` (tokens, width) for these tokens, ascending."""
+    places = torch.tensor(tokens, device=rows.device)
+    if isinstance(module, nn.Embedding):
+        padding = tokens.index(module.padding_idx) if module.padding_idx in tokens else None
+        small = copy.copy(module)  # a family's own embedding may scale what it looks up
+        vars(small).update(_parameters={"weight": rows}, num_embeddings=len(tokens), padding_idx=padding)
+
+    def look_up(_: nn.Module, given: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        found = torch.searchsorted(places, given[0]).clamp(max=len(tokens) - 1)
+        here = (places[found] == given[0]).unsqueeze(-1)
+        return torch.where(here, type(small).forward(small, found), output)
+
+    def project(_: nn.Module, given: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        bias = None if module.bias is None else module.bias[places]
+        return output.index_copy_(-1, places, F.linear(given[0], rows, bias))
+
+    module.register_forward_hook(look_up if isinstance(module, nn.Embedding) else project)

@@ -5,28 +5,30 @@ LoRA (Hu et al. 2021, arXiv:2106.09685) comes through peft, which decides the ta
 (``adapter_tuning``); each stage then injects those it holds. So a stage without any is no error, and names, shapes and start
 values do not depend on the partition. peft takes seconds to import, for which a job without an adapter need not wait: it is
 imported where it is used.
+
+Also here: which modules the settings of an adapter reach, and with which rank and alpha: by peft's own rules.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapter_targets import of_pattern
 from hetero_mpi.model.eager_imports import imported_peft
-from hetero_mpi.model.layer.interface import ADAPTER_NAME, LayerChain, ParameterSpec
-from hetero_mpi.model.layer.seeds import seeded
+from hetero_mpi.model.layer.interface import ADAPTER_NAME, LayerChain, ParameterSpec, seeded
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
 
 MAGNITUDE = ".lora_magnitude_vector"
 """DoRA's tensor, which adapter files name without the ``.weight`` of its module."""
@@ -217,3 +219,32 @@ def full_training(chain: LayerChain) -> Tuning:
 def nothing_trained() -> Tuning:
     """A model that is only used: no gradients, no masters."""
     return Tuning({}, frozen=True)
+
+
+def reaches(
+    module: str,
+    targets: str | Iterable[str],
+    layers: list[int] | None = None,
+    layers_pattern: list[str] | str | None = None,
+    exclude: str | list[str] | None = None,
+) -> bool:
+    """Whether the settings of an adapter reach the module of this name, by peft's own rules."""
+    imported_peft()
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    settings = SimpleNamespace(
+        target_modules=targets,
+        target_parameters=None,
+        exclude_modules=exclude,
+        layers_to_transform=layers,
+        layers_pattern=layers_pattern,
+    )
+    return bool(check_target_module_exists(settings, module))
+
+
+def of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value of ``rank_pattern`` or ``alpha_pattern`` for a module, or a parameter of fused experts. By peft's own rules."""
+    imported_peft()
+    from peft.utils.other import get_pattern_key
+
+    return patterns.get(get_pattern_key(patterns, name), default)

@@ -10,7 +10,7 @@ from operator import add
 
 import numpy as np
 
-from hetero_mpi.comm.group_paths import ring_of
+from hetero_mpi.comm.transport import ring_of
 from hetero_mpi.planning.contention import while_running
 from hetero_mpi.planning.device_times import (
     compute_s,
@@ -91,7 +91,7 @@ def exchange_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float)
     """Seconds of a reduce-scatter or all-gather of ``size_bytes`` over ``ranks``, in whatever order these are given, the way the
     runtime does it, each rank owning as much.
 
-    ``comm.group_paths`` says which. Around a ring from host to host: n - 1 hops of 1/n of the bytes from each rank to the
+    ``comm.transport`` says which. Around a ring from host to host: n - 1 hops of 1/n of the bytes from each rank to the
     next. One message leaves every host in each hop, whose NIC it shares with none; a hop is taken to be as long as the
     slowest link between any two of the ranks, since the ring does not choose its neighbours. By direct exchange: one hop,
     in which every rank sends 1/n to every other, as long as the busiest rank sends or receives; its messages

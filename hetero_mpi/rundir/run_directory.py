@@ -4,6 +4,8 @@
 * When a directory is used again, the files of the earlier run move to ``RUN/set-aside-1``, which is a run directory itself. Every
   move is a rename within the directory. The files by which a run is recognised (metrics, then checkpoints) move last. So a crash
   between two moves loses nothing: the next start goes on with the same target.
+
+Also here: a supervisor's events, in ``RUN/events.jsonl`` and on its stderr.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +29,7 @@ from hetero_mpi.util.background import unharmed
 from hetero_mpi.util.disk import lock, require_regular, write_whole
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import USED_PROFILE
+from hetero_mpi.util.terminal import write_text
 
 LOCK_NAME, RUN_NAME = ".lock", "run.json"
 REPORT_NAME, TRACE_NAME = "report.html", "trace.json"
@@ -285,3 +289,39 @@ def _bring_back(source: Path, target: Path, own: Callable[[Mapping[str, Any]], b
         with target.open("a", encoding="utf-8") as file:
             file.writelines(mine)
         write_whole(source, "".join(line for line in lines if line not in mine))
+
+
+_OF_EVERY_START = ("hosts", "start", "ended", "end")
+
+
+class EventLog:
+    """A supervisor's events: lines with the time of day on stderr, and the same in ``RUN/events.jsonl``.
+
+    In a directory that is used, they wait for one that shows more than a start that is refused or has nothing to do.
+
+    ``supervisor``: its name, which is in all its events, and in the environment of its starts. Raises as ``opened_in``.
+    """
+
+    def __init__(self, run_dir: Path, supervisor: str) -> None:
+        opened_in(run_dir, LOCK_NAME).close()  # the run looks as well, but events may be written before it starts
+        self._supervisor, self._file = supervisor, LineFile(run_dir / EVENTS_NAME, _print)
+        self._waiting: list[dict[str, Any]] = []
+        self._waits, self._run = is_used(run_dir), run_dir / RUN_NAME
+        self._before = _changed_ns(self._run)
+
+    def tell(self, event: str, text: str, **values: Any) -> None:
+        _print(text)
+        self._waiting.append(as_event(event, text, {**values, "supervisor": self._supervisor}))
+        if not self._waits or event not in _OF_EVERY_START or _changed_ns(self._run) != self._before:
+            self._waits = False
+            self._file.write(*self._waiting)
+            self._waiting.clear()
+
+
+def _changed_ns(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _print(text: str) -> None:
+    clock = datetime.datetime.now().strftime("%H:%M:%S")
+    write_text(f"launch {clock}: {text}\n", sys.stderr)

@@ -17,8 +17,9 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,19 +30,22 @@ from hetero_mpi.emulation.emulated_cluster import emulate
 from hetero_mpi.engine.host_group import HostGroup, host_group, require_joinable
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.engine.rank_setup import BuildStage, RankSetup
-from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
-from hetero_mpi.model.adapters.adapter_files import check_adapter, read_adapter
-from hetero_mpi.model.adapters.adapter_start import ReducedStart
+from hetero_mpi.model.adapters.adapter_files import ReducedStart, check_adapter, read_adapter
+from hetero_mpi.model.group.exchanges import StageGroup
+from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.group.refusals import require_divisible
-from hetero_mpi.model.held_layers import Kept
+from hetero_mpi.model.head_slices import HeadSlices
+from hetero_mpi.model.held_layers import Kept, Shared
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.optimizer import LossScale
+from hetero_mpi.model.stage import Stage, StageSpec
+from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.tuning import MAGNITUDE
 from hetero_mpi.planning.schedule import holders, schedule_of
-from hetero_mpi.planning.types.plan import Plan, PlanReport
+from hetero_mpi.planning.types.plan import Plan, PlanReport, StagePlan
 from hetero_mpi.state.file_supply import open_start
 from hetero_mpi.state.hdf5 import KINDS
 from hetero_mpi.state.redistribute import (
@@ -66,6 +70,53 @@ from hetero_mpi.util.errors import UserError
 _LOG = logging.getLogger(__name__)
 Own = Callable[[TensorShard], torch.Tensor]
 """Returns a tensor that this rank has, as a contiguous host tensor."""
+
+
+@dataclass(frozen=True)
+class StageBuilder:
+    """A ``BuildStage`` from weights that are read or kept."""
+
+    setup: RankSetup
+    start: Start | None
+    """Where weights come from; None: left to be filled from a checkpoint."""
+    kept: Kept | None = None
+    """Frozen weights that this rank has already."""
+    stream_folder: Path | None = None
+    """Where a streamed stage keeps frozen weights in files; None: in memory."""
+
+    def __call__(
+        self,
+        own: StagePlan,
+        split_backward: bool,
+        shared: Shared,
+        foreign: Collection[str],
+        beginning: Stage | None,
+    ) -> Stage:
+        setup = self.setup
+        spec = StageSpec(
+            setup.chain,
+            own.first,
+            own.last,
+            setup.backend,
+            setup.train.dtype,
+            setup.train.seed,
+            setup.tuning,
+            own.recompute and not own.streamed,  # it repeats each layer anyway, and its backward is one
+            split_backward and not own.streamed,
+            own.slice_sequences,
+            own.kept_slices,
+            own.disk_layers(setup.chain.layer_count),
+            None if own.head_tokens is None else partial(HeadSlices, language(setup.chain), own.head_tokens),
+            shared,
+            foreign,
+        )
+        if own.streamed:
+            return StreamedStage(spec, self.start, self.kept, folder=self.stream_folder)
+        divided = None
+        if setup.group is not None:
+            together = StageGroup(own.shares, setup.group, own.experts)
+            divided = DividedLayers(language(setup.chain), setup.tuning, together)
+        return Stage(spec, self.start, self.kept, beginning, divided)
 
 
 def join(context: RunContext, report: PlanReport) -> Share:

@@ -5,11 +5,14 @@ directory, written through rank 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.comm.ranks.world import World
@@ -17,7 +20,10 @@ from hetero_mpi.data.tokenizer import save_tokenizer
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.model.adapters.adapter_files import adapter_directory, write_adapter
-from hetero_mpi.model.result_writer import result_writer
+from hetero_mpi.model.custom.custom_chain import CustomChain
+from hetero_mpi.model.files.model_directory import LayersWriter, ModelDirectoryWriter
+from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_from_dict, profile_to_dict, report_from_dict
@@ -148,3 +154,29 @@ def save_adapter(
             write_adapter(whole.path, trainer.tuning, state, base)
             if tokenizer is not None:
                 save_tokenizer(tokenizer, whole.path)
+
+
+class ResultWriter(Protocol):
+    """Takes a trained model layer by layer and writes it to a directory, which appears whole at the end."""
+
+    path: Path
+    """Where other files that belong to it may be put."""
+
+    def add(self, state: dict[str, torch.Tensor]) -> None:
+        """One layer's parameters and constants, in host memory; the layers come in order."""
+        ...
+
+
+def result_writer(
+    chain: LayerChain, directory: Path, shard_bytes: int, generation: Mapping[str, Any] | None
+) -> AbstractContextManager[ResultWriter]:
+    """The writer of a chain's trained model.
+
+    Of a language model in files of at most ``shard_bytes``, with ``generation``, the keys of its ``generation_config.json``, where
+    its base has one. Of layers of one's own ``model.safetensors`` with the full state dict of ``torch.nn.Sequential`` of the
+    layers, in one file of any size.
+    """
+    if not isinstance(chain, CustomChain):
+        return ModelDirectoryWriter(language(chain).model, directory, shard_bytes, generation)
+    sizes = {spec.name: spec.shape for spec in (*chain.parameters.values(), *chain.constants.values())}
+    return LayersWriter(directory, [partial(chain.buffers, layer) for layer in range(chain.layer_count)], sizes)

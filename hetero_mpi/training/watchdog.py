@@ -30,10 +30,9 @@ import numpy as np
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
-from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.ranks.collectives import Collectives, decode, encode
 from hetero_mpi.comm.ranks.leave import end_all
-from hetero_mpi.comm.ranks.ulfm import RankLost
+from hetero_mpi.comm.ranks.ulfm import Pause, RankLost
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Exchange, Message
 from hetero_mpi.device.backend import Backend

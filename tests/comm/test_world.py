@@ -17,8 +17,7 @@ from subprocess import CompletedProcess
 import psutil
 import pytest
 
-from hetero_mpi.comm.links import ALIKE, MEASURED_ALIKE, LinkSamples, agreed, fit_line, spread
-from hetero_mpi.comm.pairs import rounds
+from hetero_mpi.comm.links import ALIKE, MEASURED_ALIKE, LinkSamples, agreed, fit_line, rounds, spread
 from hetero_mpi.comm.ranks.library import (
     MpiLibrary,
     foreign_launcher_problem,

@@ -29,8 +29,8 @@ from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.inference.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, cache_keyword, pick, takes_pieces
 from hetero_mpi.inference.writer import Round, Spelling, Task, TextChanges, Writer
 from hetero_mpi.model.files.model_files import ModelFiles
+from hetero_mpi.model.layer.interface import seed_from
 from hetero_mpi.model.layer.quantize import set_training
-from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import PROVEN_FAMILIES, read_config

@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
-from hetero_mpi.inference.evaluate import harness
-from hetero_mpi.inference.evaluate.evaluate import RESULT, EvaluateOptions, _check
-from hetero_mpi.inference.evaluate.scored_sets import named
+from hetero_mpi.inference.evaluate import evaluate
+from hetero_mpi.inference.evaluate.evaluate import RESULT, EvaluateOptions, _check, named
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.util.errors import UserError
@@ -153,13 +152,13 @@ def test_a_place_that_cannot_be_written_is_known_before_the_weights(tmp_path: Pa
 def test_options_of_the_harness_are_read_before_the_weights() -> None:
     pytest.importorskip("lm_eval")
     with pytest.raises(UserError, match="--lm-eval-args --x 'y: No closing quotation"):
-        harness.Harness("tiny", None, None, 8, "--x 'y")
+        evaluate.Harness("tiny", None, None, 8, "--x 'y")
 
 
 def test_the_harness_is_asked_for_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
     with refuses("evaluate.package_missing"):
-        harness.Harness("tiny", None, None, 8, "")
+        evaluate.Harness("tiny", None, None, 8, "")
 
 
 def rows_of(folder: Path, task: str) -> list[dict[str, Any]]:

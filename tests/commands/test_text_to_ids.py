@@ -18,7 +18,7 @@ from hetero_mpi.data.record_sequences import RecordSequences
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.text_sequences import Corpus, build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe
-from hetero_mpi.inference.evaluate.scored_sets import set_of_files
+from hetero_mpi.inference.evaluate.evaluate import set_of_files
 from hetero_mpi.inference.source import Opened, open_source
 from hetero_mpi.serve.api_requests import ChatRequest, CompletionRequest, parse
 from hetero_mpi.serve.scheduler import Scheduler

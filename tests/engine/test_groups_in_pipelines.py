@@ -10,7 +10,7 @@ import torch
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.placement import parameter_owners
-from hetero_mpi.engine.shared_parts import divided_tensors
+from hetero_mpi.engine.sharded_update import divided_tensors
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.group.division import Division, Holding

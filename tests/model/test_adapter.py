@@ -16,6 +16,7 @@ from hetero_mpi.job.load import load_job
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.adapters.adapter_files import check_adapter, read_adapter, write_adapter
+from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from hetero_mpi.model.layer.quantize import packed_bytes
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
@@ -24,7 +25,6 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.training.setup.job_tuning import tuning_of
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 from tests.support.stages import stage_of

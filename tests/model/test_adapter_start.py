@@ -13,8 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.adapters.adapter_files import adapter_of, write_adapter
-from hetero_mpi.model.adapters.adapter_start import ReducedStart
+from hetero_mpi.model.adapters.adapter_files import ReducedStart, adapter_of, write_adapter
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config

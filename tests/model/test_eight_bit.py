@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable
+from hetero_mpi.model.adapters.adapter_tuning import with_moments
 from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.model_cost import model_cost
-from hetero_mpi.model.optimizer_check import check_optimizer
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
@@ -38,7 +38,7 @@ from hetero_mpi.state.redistribute import LiveState, TensorShard, take_over, ten
 from hetero_mpi.state.resume_checks import check_tensors, check_train
 from hetero_mpi.state.saving import Snapshot
 from hetero_mpi.state.writer import CheckpointWriter
-from hetero_mpi.training.setup.job_tuning import with_moments
+from hetero_mpi.training.setup.setup import check_optimizer
 from hetero_mpi.util.errors import UserError
 from tests.engine.test_trainer import LAYOUTS, LENGTH, batch_of
 from tests.support.checkpoint_samples import told

@@ -16,10 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.interop.export import expert_delta
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_files import adapter_of, check_adapter, write_adapter
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
-from hetero_mpi.model.adapters.merged_adapter import expert_delta
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.quantize import fused_experts, is_empty, unpack_experts

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from hetero_mpi.job.training_tables import TrainTable
+from hetero_mpi.model.adapters.adapter_tuning import with_moments
 from hetero_mpi.model.group.refusals import refusal
 from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.model_cost import model_cost
@@ -18,7 +19,6 @@ from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.planning.types.moments import FACTORED, ONE, TWO, kept, saved_bytes
 from hetero_mpi.state.reader import verify
 from hetero_mpi.state.writer import CheckpointWriter
-from hetero_mpi.training.setup.job_tuning import with_moments
 from hetero_mpi.util.errors import UserError
 from tests.engine.test_trainer import LENGTH
 from tests.model.test_eight_bit import CHAIN, LAYOUTS, Threads, plan_of, take

@@ -15,6 +15,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import TrainTable
+from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from hetero_mpi.model.group.refusals import refusal
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
@@ -26,7 +27,6 @@ from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.state.reader import CheckpointReader
 from hetero_mpi.state.resume_checks import check_fits, check_train, rate_change, step_change
 from hetero_mpi.state.writer import CheckpointWriter
-from hetero_mpi.training.setup.job_tuning import tuning_of
 from hetero_mpi.util.errors import UserError
 from tests.support.checkpoint_samples import told
 from tests.support.errors import refuses

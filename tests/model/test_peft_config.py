@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
+from hetero_mpi.interop.export import merged
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_files import (
     adapter_of,
@@ -21,7 +22,6 @@ from hetero_mpi.model.adapters.adapter_files import (
     write_adapter,
 )
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
-from hetero_mpi.model.adapters.merged_adapter import merged
 from hetero_mpi.model.adapters.peft_config import read_peft_config
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.transformers.chain import TransformersChain

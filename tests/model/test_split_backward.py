@@ -15,13 +15,12 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.held_layers import Segment, SharedPart
+from hetero_mpi.model.layer.interface import seed_from
 from hetero_mpi.model.layer.loss import IGNORED
-from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
-from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.model.transformers.chain import TransformersChain, materialize
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.model.transformers.initial_values import materialize
 from hetero_mpi.model.tuning import Tuning
 from tests.model.test_all_families import UNLIKE
 from tests.support.family_configs import VOCABULARY, dropout_rates, tiny_keys

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.model.adapters.adapter_files import adapter_directory, write_adapter
-from hetero_mpi.training.setup.job_tuning import tuning_of
+from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from tests.model.test_adapter import chain, job
 from tests.model.test_directory import build, export
 from tests.support.errors import refuses

@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 import numpy as np
 import pytest
 
-from hetero_mpi.engine.shared_parts import divided_tensors
+from hetero_mpi.engine.sharded_update import divided_tensors
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config

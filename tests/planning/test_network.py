@@ -11,7 +11,7 @@ from itertools import permutations
 
 import pytest
 
-from hetero_mpi.comm.group_paths import ring_of
+from hetero_mpi.comm.transport import ring_of
 from hetero_mpi.planning.durations import exchange_s
 from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep, simulate

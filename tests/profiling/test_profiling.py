@@ -12,8 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
-from hetero_mpi.comm.links import HostFlows, flows_of
-from hetero_mpi.comm.pairs import quiet_rounds, rounds
+from hetero_mpi.comm.links import HostFlows, flows_of, quiet_rounds, rounds
 from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.plan_request import with_memory
@@ -274,7 +273,7 @@ def test_what_one_device_keeps_more_is_its_own(subject: BenchmarkSpec) -> None:
 
 def test_adapters_are_measured_without_splitting(chain: TransformersChain, subject: BenchmarkSpec) -> None:
     from hetero_mpi.job.schema import JobConfig
-    from hetero_mpi.training.setup.job_tuning import tuning_of
+    from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 
     job = JobConfig.model_validate(
         {"model": {"path": "x"}, "data": {"text": ["x"]}, "adapter": AdapterTable(method="lora")}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from hetero_mpi.comm.ranks import join_guard, mpi_start, ulfm
+from hetero_mpi.comm.ranks import leave, mpi_start, ulfm
 from hetero_mpi.comm.ranks.library import launched_as
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.util.errors import UserError
@@ -34,7 +34,7 @@ def main(world: World) -> int:
 if __name__ == "__main__":
     kind, rank, step = sys.argv[1:4]
     if kind in ("hang", "stopped"):
-        join_guard.LIMIT_S, join_guard._REPORT_S = 3.0, 2.0
+        leave.LIMIT_S, leave._REPORT_S = 3.0, 2.0
     launched = launched_as(os.environ, "")
     if launched is not None and launched.rank == int(rank):
         place, name = step.split(".")

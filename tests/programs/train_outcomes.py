@@ -39,7 +39,7 @@ with eager_imports():  # as a rank of ``train`` does
 
     from hetero_mpi.data.batch import Batch
     from hetero_mpi.device.backend import Memory
-    from hetero_mpi.engine import stage_builder, trainer
+    from hetero_mpi.engine import trainer
     from hetero_mpi.engine.host_group import HostGroup
     from hetero_mpi.engine.trainer import StepResult
     from hetero_mpi.model.files.model_files import ModelFiles
@@ -75,7 +75,7 @@ def loading_fails(world: World, entry: dict[str, Any]) -> Iterator[None]:
     if world.rank != entry["rank"]:
         yield
         return
-    with mock.patch.object(stage_builder, "Stage", side_effect=UserError("test.fault", "the shelf is full: make room")):
+    with mock.patch.object(build, "Stage", side_effect=UserError("test.fault", "the shelf is full: make room")):
         yield
 
 

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.rundir.event_log import EventLog
 from hetero_mpi.rundir.logs import LOGGER, say, setup_logging
 from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, read_metrics, rewards_text
-from hetero_mpi.rundir.run_directory import claim
+from hetero_mpi.rundir.run_directory import EventLog, claim
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 from tests.support.past_runs import metrics

@@ -20,8 +20,7 @@ from transformers import get_scheduler
 
 from hetero_mpi.data.dataset import Samples
 from hetero_mpi.job.load import load_job
-from hetero_mpi.model.layer.interface import as_input
-from hetero_mpi.model.layer.seeds import seed_from
+from hetero_mpi.model.layer.interface import as_input, seed_from
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.schema import JobConfig
+from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -29,7 +30,6 @@ from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.rundir.rank_steps import read_rank_steps
 from hetero_mpi.state.directory import checkpoint_path
 from hetero_mpi.state.reader import CheckpointReader
-from hetero_mpi.training.setup.job_tuning import tuning_of
 from tests.runtime.test_equality import IN_GROUPS
 from tests.support import training_cases
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile

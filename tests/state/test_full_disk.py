@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.rundir.event_log import EventLog
 from hetero_mpi.rundir.line_files import keep_until
 from hetero_mpi.rundir.logs import LOGGER, setup_logging
 from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, StepMetrics, read_metrics
-from hetero_mpi.rundir.run_directory import append_event, claim, set_run_aside
+from hetero_mpi.rundir.run_directory import EventLog, append_event, claim, set_run_aside
 from hetero_mpi.state.directory import checkpoint_path, set_later_aside
 from hetero_mpi.util.errors import ExitCode
 from tests.support.errors import refuses

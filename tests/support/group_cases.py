@@ -11,9 +11,9 @@ from torch import nn
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
+from hetero_mpi.model.layer.interface import seed_from
 from hetero_mpi.model.layer.loss import IGNORED, Routed
 from hetero_mpi.model.layer.quantize import fused_experts
-from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config

@@ -16,6 +16,7 @@ import tomli_w
 
 from hetero_mpi.job.load import load_job
 from hetero_mpi.model.adapters.adapter_files import with_patterns_of
+from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -23,7 +24,6 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.state.directory import SHARDS_NAME
-from hetero_mpi.training.setup.job_tuning import tuning_of
 from tests.support import training_cases
 from tests.support.mpi import run_mpi
 from tests.support.planning_samples import make_profile

@@ -27,8 +27,8 @@ from hetero_mpi.data.batch import IGNORED, Batch
 from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.text_sequences import build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer
+from hetero_mpi.model.layer.interface import seed_from
 from hetero_mpi.model.layer.quantize import fused_experts
-from hetero_mpi.model.layer.seeds import seed_from
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from tests.support.changing_batches import changed
 from tests.support.training_cases import (

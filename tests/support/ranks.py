@@ -35,7 +35,6 @@ from hetero_mpi.comm.transport import (
 )
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.rank_setup import RankSetup
-from hetero_mpi.engine.stage_builder import StageBuilder
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.interface import Start
@@ -46,6 +45,7 @@ from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
+from hetero_mpi.training.build import StageBuilder
 from tests.support.planning_samples import make_model
 
 Route = tuple[int, int, int]

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.comm.ranks.back_off import LONGEST_SLEEP_S, YIELD_S, Pause
-from hetero_mpi.comm.ranks.ulfm import finish, losses
+from hetero_mpi.comm.ranks.ulfm import LONGEST_SLEEP_S, YIELD_S, Pause, finish, losses
 
 PIECE_BYTES = 1 << 30
 """Largest array piece of one collective call: MPI counts are 32 bit in most libraries."""

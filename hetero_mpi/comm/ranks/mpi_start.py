@@ -25,8 +25,7 @@ import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.collectives import Collectives
-from hetero_mpi.comm.ranks.join_guard import joining, next_step, world_of_strangers
-from hetero_mpi.comm.ranks.leave import end_alone, end_together, leave_now
+from hetero_mpi.comm.ranks.leave import end_alone, end_together, joining, leave_now, next_step, world_of_strangers
 from hetero_mpi.comm.ranks.library import (
     ENDED_LINE,
     JOINED_VARIABLE,

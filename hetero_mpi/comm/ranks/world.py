@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
-from hetero_mpi.comm.ranks.back_off import Pause
 from hetero_mpi.comm.ranks.collectives import DROWSY_S, Collectives, decode, encode
+from hetero_mpi.comm.ranks.ulfm import Pause
 from hetero_mpi.util.errors import Problem, UserError
 
 T = TypeVar("T")

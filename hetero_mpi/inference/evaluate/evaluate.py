@@ -1,5 +1,9 @@
 """The command ``evaluate``: loss, perplexity and token accuracy of a finished model, divided over the ranks as for ``generate``; or
 its results in tasks of lm-evaluation-harness, which asks the same ranks by ``serve``.
+
+Also here: sets of data that a model is evaluated on, on rank 0, as texts whose targets are known: cut and wrapped as training
+does it; and lm-evaluation-harness as a client of ``serve``: a process of its own on rank 0's machine, which asks for
+log-likelihoods and texts, prints its table and writes its results.
 """
 
 from __future__ import annotations
@@ -8,23 +12,198 @@ import json
 import math
 import os
 import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.inference.decoding import Scored
-from hetero_mpi.inference.evaluate.harness import Harness
-from hetero_mpi.inference.evaluate.scored_sets import ScoredText, job_of_run, named, own_set, set_of_files
+from hetero_mpi.data.batch import IGNORED, Tokens
+from hetero_mpi.data.dataset import Rows
+from hetero_mpi.data.tokenizer import save_tokenizer
+from hetero_mpi.inference.decoding import Sampling, Scored
 from hetero_mpi.inference.layer_split import set_up, with_writer
 from hetero_mpi.inference.source import Opened, open_source
 from hetero_mpi.inference.writer import NOT_A_NUMBER_TEXT, Task, TextChanges, Writer
+from hetero_mpi.job.load import LoadedJob, job_of_tables
+from hetero_mpi.job.schema import DataTable
 from hetero_mpi.rundir.logs import say
+from hetero_mpi.rundir.run_directory import RUN_NAME, run_json, run_table
+from hetero_mpi.serve.api_server import ApiServer
 from hetero_mpi.serve.scheduler import CacheRoom
 from hetero_mpi.serve.serve import ServeOptions, cache_room, serve
+from hetero_mpi.training.setup.data_setup import prepare
+from hetero_mpi.training.setup.named_sets import read_set
 from hetero_mpi.training.setup.setup import look_around
 from hetero_mpi.util.disk import write_whole, writing
 from hetero_mpi.util.errors import ExitCode, UserError
+
+FOLDER = "lm-eval"
+"""Folder of a run's directory with the results, as the harness names them."""
+_PATIENCE_S = 24 * 3600
+_PACKAGES = Path(__file__).resolve().parents[3]
+
+
+class Harness:
+    """The process; ``begin`` starts it. ``code``: its exit code, once it has ended.
+
+    :raises UserError: the harness is not installed, or its options cannot be read.
+    """
+
+    def __init__(self, tasks: str, limit: int | None, place: Path | None, parallel: int, further: str) -> None:
+        if find_spec("lm_eval") is None:
+            raise UserError(
+                "evaluate.package_missing",
+                f'--tasks needs lm-evaluation-harness: {sys.executable} -m pip install "lm-eval[api]>=0.4.9"',
+            )
+        try:
+            self._further = shlex.split(further)
+        except ValueError as error:
+            raise UserError(
+                "evaluate.arguments", f"--lm-eval-args {further}: {error}; words are as in a shell"
+            ) from None
+        self._tasks, self._limit, self._parallel = tasks, limit, parallel
+        self._output = place / FOLDER if place is not None else None
+        self._folder = tempfile.TemporaryDirectory(prefix="hetero-mpi-lm-eval-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.code = int(ExitCode.FAILED)
+
+    def begin(self, server: ApiServer) -> None:
+        service = server.service
+        save_tokenizer(service.model.tokenizer, Path(self._folder.name))
+        model = {
+            "base_url": f"{server.url}/v1/completions",
+            "model": service.model.name,
+            "tokenizer": self._folder.name,
+            "tokenizer_backend": "huggingface",
+            "num_concurrent": self._parallel,
+            "max_length": service.context.tokens,
+            "timeout": _PATIENCE_S,
+            "max_retries": 1,
+        }
+        words = ["run", "--model", "hetero_mpi", "--model_args", json.dumps(model), "--tasks", self._tasks]
+        words += ["--limit", str(self._limit)] if self._limit is not None else []
+        words += ["--output_path", str(self._output)] if self._output is not None else []
+        quiet = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"}
+        quiet["OPENAI_API_KEY"] = next(iter(server.keys.values()))  # arguments would be in the list of processes
+        own = {name: text for name, text in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
+        quiet["PYTHONPATH"] = os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "hetero_mpi.inference.evaluate.harness_model", *words, *self._further]
+        self._process = subprocess.Popen(command, env={**own, **quiet})
+
+    def ended(self) -> bool:
+        """Has it ended? Then what it says is all there."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None:
+            return False
+        self.code = ExitCode.DONE if code == 0 else ExitCode.FAILED
+        return True
+
+    def close(self) -> None:
+        """End it, if need be."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        self._folder.cleanup()
+        if self._output is not None and self.code == ExitCode.DONE:
+            say(f"results of lm-evaluation-harness: {self._output}")
+
+
+_MOST_TOKENS = 2048
+"""Of a sequence of a model that no run is known of."""
+_TEXT = (".txt", ".text", ".md")
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """A text with known targets. ``weights``: in the loss, of the token behind each token of the prompt; None: it is no target."""
+
+    task: Task
+    weights: list[float | None]
+
+
+def job_of_run(source: Path) -> LoadedJob | None:
+    """The job of a run directory; None: ``source`` is none."""
+    if not (source / RUN_NAME).is_file():
+        return None
+    told = run_json(source / RUN_NAME)
+    return job_of_tables(run_table(told, "job"), str(told.get("name")), Path(str(told.get("job_file"))).parent)
+
+
+def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
+    """The sequences that a run held out, at most ``limit``. Raises UserError: there are none, or its data have gone."""
+    if loaded.job.model.factory is not None or loaded.job.train.preference != "none":
+        raise UserError(
+            "evaluate.no_data",
+            "the run's own held-out data are no text with one loss; name a set by --data, or --tasks",
+        )
+    dataset = prepare(loaded).dataset
+    batch = next(dataset.held_out_batches(limit, limit), None)
+    if batch is None:
+        raise UserError(
+            "evaluate.no_data",
+            "the run held nothing out (data.held_out, data.evaluation); name a set by --data NAME=FILE, or --tasks",
+        )
+    weights = None if batch.weighed is None else batch.weighed.weights
+    return list(_texts(Rows(batch.tokens, batch.targets, positions=batch.positions, weights=weights)))
+
+
+def set_of_files(opened: Opened, loaded: LoadedJob | None, pattern: str, limit: int) -> list[ScoredText]:
+    """The sequences of files that match a pattern, at most ``limit``.
+
+    They are records or text as the run's data were; without a run by the names of the files. Raises UserError: they cannot be read.
+    """
+    if loaded is not None:
+        data = loaded.job.data
+    else:
+        kind = "text" if pattern.lower().endswith(_TEXT) else "records"
+        length = min(opened.positions or _MOST_TOKENS, _MOST_TOKENS)
+        data = DataTable(sequence_length=length, **{kind: [pattern]})  # type: ignore[arg-type]
+    dataset = read_set([pattern], "--data", data, opened.tokenizer, opened.stops, limit)
+    say(*(f"{pattern}: {note}" for note in dataset.notes))
+    return list(_texts(dataset, limit))
+
+
+def _texts(rows: Rows, limit: int | None = None) -> Iterator[ScoredText]:
+    """The texts of sequences, of which a packed one holds several."""
+    for row, (tokens, targets) in enumerate(zip(rows.tokens[:limit], rows.targets[:limit], strict=True)):
+        begins = [0] if rows.positions is None else np.flatnonzero(rows.positions[row] == 0).tolist()
+        for first, last in zip(begins, [*begins[1:], len(tokens)], strict=True):
+            weights = None if rows.weights is None else rows.weights[row][first:last]
+            yield from _text(tokens[first:last], targets[first:last], weights)
+
+
+def _text(tokens: Tokens, targets: Tokens, weights: npt.NDArray[np.float32] | None) -> Iterator[ScoredText]:
+    learnt = targets != IGNORED
+    if learnt.any():
+        length = int(np.flatnonzero(learnt)[-1]) + 1
+        task = Task(tokens[:length].tolist(), [], 1, Sampling(), 0, 1, True, given=[int(targets[length - 1])])
+        own = [1.0] * length if weights is None else weights[:length].tolist()
+        yield ScoredText(task, [one if is_one else None for one, is_one in zip(own, learnt[:length], strict=True)])
+
+
+def named(words: Sequence[str]) -> dict[str, str]:
+    """Name -> pattern of files, of ``NAME=FILES`` or ``FILES``, which bear the file's name. Raises UserError: two have one name."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, is_, rest = word.partition("=")
+        own = (name, rest) if is_ and "/" not in name else (Path(word).stem, word)
+        if not all(own):
+            raise UserError("evaluate.set", f"--data {word}: must be NAME=FILES, or files")
+        if own[0] in found:
+            raise UserError(
+                "evaluate.set", f"--data {word}: there is a set {own[0]!r} already; name it by --data NAME={own[1]}"
+            )
+        found[own[0]] = own[1]
+    return found
+
 
 RESULT = "evaluation.json"
 """File in a run's directory: set -> its numbers."""

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hetero_mpi.comm.links import LinkSamples, measure_links
+from hetero_mpi.comm.links import LinkSamples, measure_links, quiet_rounds
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.pairs import quiet_rounds
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.launch.doctor import checks

@@ -34,8 +34,7 @@ from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXT, AT_ONCE_TEXT
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.launch.supervisor.host_reports import end_starts
 from hetero_mpi.launch.supervisor.watched_hosts import WatchedHost, WatchedHosts
-from hetero_mpi.rundir.event_log import EventLog
-from hetero_mpi.rundir.run_directory import START_VARIABLE
+from hetero_mpi.rundir.run_directory import START_VARIABLE, EventLog
 from hetero_mpi.util.disk import write_whole
 from hetero_mpi.util.errors import AT_ONCE, ExitCode, UserError
 

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.training_tables import NotNegative, Pattern
-from hetero_mpi.model.adapter_targets import reaches
 from hetero_mpi.model.files.model_files import read_json
+from hetero_mpi.model.tuning import reaches
 from hetero_mpi.util.errors import UserError
 
 CONFIG = "adapter_config.json"

@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetero_mpi.model.custom.custom_chain import REMEDY, LayerShape, build_layer, sampled, shapes_of, unlike
 from hetero_mpi.model.custom.layered_model import Builder, LayeredModel, check_not_shared, shared
-from hetero_mpi.model.layer.interface import as_input, embedding_matrices
-from hetero_mpi.model.layer.seeds import seeded
+from hetero_mpi.model.layer.interface import as_input, embedding_matrices, seeded
 from hetero_mpi.util.errors import UserError
 
 _ALIKE = 1e-4

@@ -2,14 +2,17 @@
 
 Two kinds of model answer. ``TransformersChain`` is transformers' language models: embedding, blocks, head. ``CustomChain`` is a
 list of a user's own layers. What travels between layers is one tensor, whose first dimension counts sequences (or samples).
+
+Also here: random numbers as functions of names and positions, never of the partition.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +22,32 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hetero_mpi.model.layer.loss import Routers
+
+
+def seed_from(*parts: int | str) -> int:
+    """A 63-bit seed from any parts, such as (seed, parameter name) or (seed, step, first sample, layer)."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextlib.contextmanager
+def seeded(*parts: int | str) -> Iterator[None]:
+    """A block whose random numbers on the host are functions of ``parts``; the program's own generator stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed_from(*parts))
+        yield
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """A block whose sums have the same bits on ranks with other numbers of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
 
 ADAPTER_NAME = "default"
 """peft's name of the only adapter; it is part of module names but not of the names in adapter files."""

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hetero_mpi.device.backend import HOST
-from hetero_mpi.model.layer.seeds import one_thread
+from hetero_mpi.model.layer.interface import one_thread
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState

@@ -145,7 +145,7 @@ class Costs:
         latency_s = self.latency_s[np.ix_(places, places)] * others
         per_byte_s = self.per_byte_s[np.ix_(places, places)] * others
         hosts = len(set(self.host[np.array(ranks)].tolist()))
-        if hosts not in (1, count):  # around a ring from host to host (``comm.group_paths``)
+        if hosts not in (1, count):  # around a ring from host to host (``comm.transport``)
             slowest = [float((latency_s + per_byte_s * size).max()) for size in part.tolist()]
             return np.where(sizes > 0, (count - 1) * np.array(slowest), 0.0)[which]
         busiest = np.maximum(

@@ -24,7 +24,7 @@ from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.custom.custom_chain import CustomChain, LayerShape
 from hetero_mpi.model.custom.layer_check import checked_layers
 from hetero_mpi.model.custom.layered_model import Builder, LayeredModel, builder_of, outline
-from hetero_mpi.model.layer.seeds import seeded
+from hetero_mpi.model.layer.interface import seeded
 from hetero_mpi.util.errors import UserError
 
 

@@ -1,4 +1,7 @@
-"""The setup of a run, before any weight is read: job, devices, data, the model's shape. ``train`` and ``profile`` begin here."""
+"""The setup of a run, before any weight is read: job, devices, data, the model's shape. ``train`` and ``profile`` begin here.
+
+Also here: the test at a run's start that each rank can step with the job's optimizer.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -28,21 +32,22 @@ from hetero_mpi.device.operators import product_on
 from hetero_mpi.device.products import widen_products
 from hetero_mpi.device.self_test import SelfTest
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.job.rules import as_toml
+from hetero_mpi.job.rules import EIGHT_BIT, as_toml
 from hetero_mpi.job.schema import ClusterTable, TokenizerTable
-from hetero_mpi.job.training_tables import AdapterTable
+from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.adapters.adapter_files import with_patterns_of
+from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from hetero_mpi.model.layer.interface import LayerChain
+from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.optimizer import steps_of
-from hetero_mpi.model.optimizer_check import check_optimizer
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
+from hetero_mpi.planning.types.moments import OF_OPTIMIZER
 from hetero_mpi.rundir.logs import say, setup_logging
 from hetero_mpi.rundir.run_directory import claim, refuse_links
 from hetero_mpi.training.setup.context import RunContext, TrainOptions
 from hetero_mpi.training.setup.custom_model import custom_chain
 from hetero_mpi.training.setup.data_setup import prepare
-from hetero_mpi.training.setup.job_tuning import tuning_of
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.host_limits import core_quota, own_cores
@@ -270,3 +275,26 @@ def _say_ranks(world: World, backend: Backend, threads: int) -> None:
     for rank, (host, name, description, count) in enumerate(rows):
         alike.setdefault(f"{host}, {name} ({description}), {units.plural(count, 'thread')}", []).append(rank)
     say(*(f"  {units.ranks(ranks)}: {text}{' each' if len(ranks) > 1 else ''}" for text, ranks in alike.items()))
+
+
+def check_optimizer(train: TrainTable, backend: Backend, who: str) -> None:
+    """Let the job's optimizer step on this rank's device.
+
+    :raises UserError: it cannot, with the reason and the name ``who`` of the rank.
+    """
+    tensor = Parameter(torch.zeros(64, 64, device=backend.device))
+    tensor.grad = torch.ones_like(tensor)
+    own = OF_OPTIMIZER[train.optimizer][-1]
+    try:
+        LibraryOptimizers(train, False, [(tensor, False, own, 1.0)]).step(1.0)
+        moved = bool((tensor < 0).all())
+        reason = "its step changed nothing"
+    except Exception as error:  # whatever it raises where it has no kernel, or where it is not installed
+        moved, reason = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if not moved:
+        needed = {EIGHT_BIT: "bitsandbytes 0.50", "muon": "torch 2.9"}.get(train.optimizer, "another transformers")
+        raise UserError(
+            "optimizer.unsupported",
+            f'[train] optimizer = "{train.optimizer}" does not step on {who}, {backend.description()} ({reason}); install '
+            f'{needed} or later there, leave that rank out, or set optimizer = "adamw"',
+        )
