@@ -28,8 +28,7 @@ from hetero_mpi.comm.ranks.world import World  # noqa: E402
 from hetero_mpi.comm.transport import Transport  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.engine.executor import Executor, StepData, Update  # noqa: E402
-from hetero_mpi.engine.placement import Placement  # noqa: E402
-from hetero_mpi.engine.rank_setup import RankSetup  # noqa: E402
+from hetero_mpi.engine.placement import Placement, RankSetup  # noqa: E402
 from hetero_mpi.job.training_tables import TrainTable  # noqa: E402
 from hetero_mpi.model.stage import MicroBatch, Stage  # noqa: E402
 from hetero_mpi.model.transformers.chain import TransformersChain  # noqa: E402

@@ -49,7 +49,7 @@ from hetero_mpi.comm.ranks.world import World  # noqa: E402
 from hetero_mpi.data.batch import Batch  # noqa: E402
 from hetero_mpi.device.backend import Backend  # noqa: E402
 from hetero_mpi.emulation.emulated_cluster import emulate  # noqa: E402
-from hetero_mpi.engine.rank_setup import RankSetup  # noqa: E402
+from hetero_mpi.engine.placement import RankSetup  # noqa: E402
 from hetero_mpi.engine.trainer import Trainer  # noqa: E402
 from hetero_mpi.job.load import LoadedJob  # noqa: E402
 from hetero_mpi.job.schema import JobConfig  # noqa: E402

@@ -19,7 +19,7 @@ from hetero_mpi.comm.transport import Transport
 from hetero_mpi.emulation.paced_stage import ActionPacer, PacedStage, Sleeper
 from hetero_mpi.emulation.paced_transport import Delay, PacedTransport
 from hetero_mpi.engine.channel import EVALUATION, TIED_TAG
-from hetero_mpi.engine.rank_setup import BuildStage
+from hetero_mpi.engine.placement import BuildStage
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.plan_request import with_memory
 from hetero_mpi.model.held_layers import Shared

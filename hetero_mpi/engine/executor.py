@@ -11,8 +11,7 @@ import torch
 
 from hetero_mpi.device.backend import HOST, Mark
 from hetero_mpi.engine.channel import BACKWARD, EVALUATION, FORWARD, Inbox, Outbox, tag_of
-from hetero_mpi.engine.placement import Placement
-from hetero_mpi.engine.rank_setup import RankSetup
+from hetero_mpi.engine.placement import Placement, RankSetup
 from hetero_mpi.engine.wire_format import NEAREST, WireFormat
 from hetero_mpi.model.layer.gradients import Finished
 from hetero_mpi.model.layer.interface import seed_from

@@ -17,14 +17,15 @@ from hetero_mpi.engine.executor import Executor
 from hetero_mpi.engine.memory_trial import Nowhere, UpdateAlone, memory_explained
 from hetero_mpi.engine.placement import (
     BatchShare,
+    BuildStage,
     Placement,
+    RankSetup,
     evaluation_shares,
     parameter_owners,
     places_of,
     slots,
     training_share,
 )
-from hetero_mpi.engine.rank_setup import BuildStage, RankSetup
 from hetero_mpi.engine.sharded_update import ShardedUpdate, TiedMatrix, divided_tensors, shared_parts
 from hetero_mpi.model.group.division import Division
 from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared, SharedPart

@@ -12,7 +12,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from types import FunctionType, ModuleType
@@ -41,7 +41,7 @@ def eager_imports() -> Iterator[None]:
         if _COMPILER not in sys.modules:
             _stand_in(torch)
             torch.compile = _compile_late(torch.compile)
-            _leave_out_distributed()
+            _leave_out_distributed(torch)
         yield
     finally:
         gc.enable()
@@ -108,28 +108,12 @@ def _stand_in(torch: ModuleType) -> None:
             sys.modules.pop(name, None)
 
 
-def _leave_out_distributed() -> None:
+def _leave_out_distributed(torch: ModuleType) -> None:
     """transformers asks once whether torch was built with it, and remembers the answer."""
-    with _without_distributed():
+    known, torch.distributed.is_available = torch.distributed.is_available, lambda: False
+    try:
         from transformers.utils import is_torch_distributed_available
 
         is_torch_distributed_available()
-
-
-def imported_peft(name: str = "peft") -> ModuleType:
-    """peft, or a module that may import it, without ``torch.distributed`` where nobody has imported that: it would look for the
-    compiler's part of it."""
-    with nullcontext() if "torch.distributed.tensor" in sys.modules else _without_distributed():
-        return importlib.import_module(name)
-
-
-@contextmanager
-def _without_distributed() -> Iterator[None]:
-    """In here torch says that it was built without ``torch.distributed``."""
-    import torch
-
-    known, torch.distributed.is_available = torch.distributed.is_available, lambda: False
-    try:
-        yield
     finally:
         torch.distributed.is_available = known

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.eager_imports import imported_peft
+from hetero_mpi.model.tuning import imported_peft
 from hetero_mpi.planning.types import moments as kinds
 from hetero_mpi.planning.types.cost import MOMENT_BLOCK
 

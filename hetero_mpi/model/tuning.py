@@ -11,11 +11,13 @@ Also here: which modules the settings of an adapter reach, and with which rank a
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hetero_mpi.job.training_tables import AdapterTable
-from hetero_mpi.model.eager_imports import imported_peft
 from hetero_mpi.model.layer.interface import ADAPTER_NAME, LayerChain, ParameterSpec, seeded
 
 if TYPE_CHECKING:
@@ -219,6 +220,18 @@ def full_training(chain: LayerChain) -> Tuning:
 def nothing_trained() -> Tuning:
     """A model that is only used: no gradients, no masters."""
     return Tuning({}, frozen=True)
+
+
+def imported_peft(name: str = "peft") -> ModuleType:
+    """peft, or a module that may import it, without ``torch.distributed`` where nobody has imported that: it would look for the
+    compiler's part of it."""
+    known = torch.distributed.is_available
+    if "torch.distributed.tensor" not in sys.modules:
+        torch.distributed.is_available = lambda: False
+    try:
+        return importlib.import_module(name)
+    finally:
+        torch.distributed.is_available = known
 
 
 def reaches(

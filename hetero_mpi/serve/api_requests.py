@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 
 from hetero_mpi.inference.decoding import Sampling
 from hetero_mpi.serve.request_fields import refused_fields
-from hetero_mpi.serve.tool_calls import opened
 from hetero_mpi.serve.web.server import HttpError
+from hetero_mpi.serve.wording import opened
 
 COMPLETION_TOKENS = 16
 """New tokens of a plain completion whose client gives no number, as in OpenAI's API. A chat may fill the context."""

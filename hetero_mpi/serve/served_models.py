@@ -17,7 +17,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.generation import read_generation
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.serve.api_requests import SamplingDefaults
-from hetero_mpi.serve.tool_calls import form_of
+from hetero_mpi.serve.wording import form_of
 from hetero_mpi.util.errors import UserError
 
 _OF_CALLS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")

@@ -28,8 +28,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.device.backend import return_freed_memory
 from hetero_mpi.emulation.emulated_cluster import emulate
 from hetero_mpi.engine.host_group import HostGroup, host_group, require_joinable
-from hetero_mpi.engine.placement import active_ranks
-from hetero_mpi.engine.rank_setup import BuildStage, RankSetup
+from hetero_mpi.engine.placement import BuildStage, RankSetup, active_ranks
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
 from hetero_mpi.model.adapters.adapter_files import ReducedStart, check_adapter, read_adapter

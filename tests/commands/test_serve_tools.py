@@ -20,8 +20,8 @@ from hetero_mpi.serve.api_server import ApiServer
 from hetero_mpi.serve.scheduler import Scheduler
 from hetero_mpi.serve.served_models import ServedModel, served_models
 from hetero_mpi.serve.service import Service, context_of
-from hetero_mpi.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallForm, form_of
 from hetero_mpi.serve.web.server import HttpError, Names, bound_socket
+from hetero_mpi.serve.wording import HERMES, LLAMA, MISTRAL, CallForm, form_of
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.data.test_tools import DEEPSEEK, QWEN
 from tests.data.test_tools import LLAMA as LLAMA_TEMPLATE

@@ -34,7 +34,7 @@ from hetero_mpi.comm.transport import (
     length_problem,
 )
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.engine.rank_setup import RankSetup
+from hetero_mpi.engine.placement import RankSetup
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.interface import Start

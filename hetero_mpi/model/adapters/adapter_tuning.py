@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from hetero_mpi.job.rules import EIGHT_BIT, as_toml
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
-from hetero_mpi.model.eager_imports import imported_peft
 from hetero_mpi.model.layer.interface import ADAPTER_NAME, WRAPPED, LayerChain, ParameterSpec
 from hetero_mpi.model.layer.quantize import fused_experts, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain, build_on_meta, language
@@ -28,6 +27,7 @@ from hetero_mpi.model.tuning import (
     add_adapters,
     began_with,
     full_training,
+    imported_peft,
     lora_config,
     name_in_file,
     of_pattern,
