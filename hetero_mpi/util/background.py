@@ -97,8 +97,10 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
     """Start ``python -m module`` of this package, with pipes to its stdin and from its stdout. ``options``: of Popen."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    options |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**os.environ, **variables}}
-    return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": os.environ, **options}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments], **{**options, "env": {**options["env"], **variables}}
+    )
 
 
 def lines_of(stream: IO[AnyStr]) -> queue.Queue[AnyStr | None]:

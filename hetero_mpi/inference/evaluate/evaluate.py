@@ -42,13 +42,13 @@ from hetero_mpi.serve.serve import ServeOptions, cache_room, serve
 from hetero_mpi.training.setup.data_setup import prepare
 from hetero_mpi.training.setup.named_sets import read_set
 from hetero_mpi.training.setup.setup import look_around
+from hetero_mpi.util.background import start_module
 from hetero_mpi.util.disk import write_whole, writing
 from hetero_mpi.util.errors import ExitCode, UserError
 
 FOLDER = "lm-eval"
 """Folder of a run's directory with the results, as the harness names them."""
 _PATIENCE_S = 24 * 3600
-_PACKAGES = Path(__file__).resolve().parents[3]
 
 
 class Harness:
@@ -94,9 +94,8 @@ class Harness:
         quiet = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"}
         quiet["OPENAI_API_KEY"] = next(iter(server.keys.values()))  # arguments would be in the list of processes
         own = {name: text for name, text in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
-        quiet["PYTHONPATH"] = os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "hetero_mpi.inference.evaluate.harness_model", *words, *self._further]
-        self._process = subprocess.Popen(command, env={**own, **quiet})
+        module, words = "hetero_mpi.inference.evaluate.harness_model", [*words, *self._further]
+        self._process = start_module(module, *words, env={**own, **quiet}, stdin=None, stdout=None)
 
     def ended(self) -> bool:
         """Has it ended? Then what it says is all there."""
