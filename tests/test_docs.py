@@ -18,10 +18,11 @@ import tomli
 
 from hetero_mpi import __version__
 from hetero_mpi.cli import main, parser
-from hetero_mpi.commands.reference_pages import COMMANDS_HEADER, ENVIRONMENT, UNITS
+from hetero_mpi.commands.reference_pages import COMMANDS_HEADER, ENVIRONMENT
 from hetero_mpi.job.load import load_job
-from hetero_mpi.job.rules import broken_keys, rule_of
+from hetero_mpi.job.rules import broken_keys, facts, rule_of
 from hetero_mpi.job.schema import TABLES
+from hetero_mpi.job.training_tables import Unit
 from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts
 from hetero_mpi.launch.hosts.mesh import read_mesh
 from hetero_mpi.planning.decision.planner import make_plan
@@ -406,7 +407,7 @@ def test_every_number_of_the_job_has_its_unit() -> None:
         for key, field in model.model_fields.items()
         if "number" in rule_of(field)
     }
-    assert numbers - plain == set(UNITS), "name its unit in hetero_mpi/commands/reference_pages.py"
+    assert numbers - plain == {(table, key) for table, model in TABLES.items() for key in facts(model, Unit)}
 
 
 def test_grids_and_printed_blocks_are_the_programs() -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from hetero_mpi.commands.options import parser
-from hetero_mpi.job.rules import as_toml, rule_of
+from hetero_mpi.job.rules import as_toml, facts, rule_of
 from hetero_mpi.job.schema import TABLES
+from hetero_mpi.job.training_tables import LANGUAGE, Example, OnlyIf, OnResume, Unit
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.terminal import line_width
 
@@ -27,39 +28,6 @@ HEADER = """\
 #
 # Any key can be changed for one run on the command line: --set train.steps=6 --set model.config.hidden_size=64
 """
-
-EXAMPLES: dict[tuple[str, str], str] = {
-    ("model", "path"): '"models/SmolLM2-135M"',
-    ("model", "shard_cache"): '"~/.cache/hetero_mpi"',
-    ("model", "config"): '{ model_type = "llama", hidden_size = 256, num_hidden_layers = 8 }',
-    ("model", "factory"): '"cnn_model:cnn"',
-    ("adapter", "path"): '"runs/first/adapter"',
-    ("adapter", "modules_to_save"): '["embed_tokens", "lm_head"]',
-    ("adapter", "tokens"): '["<tool>"]',
-    ("adapter", "tokens_in"): '"embedding"',
-    ("adapter", "layers"): "[2, 3]",
-    ("adapter", "rank_pattern"): "{ down_proj = 32 }",
-    ("adapter", "alpha_pattern"): "{ down_proj = 64.0 }",
-    ("tokenizer", "path"): '"models/SmolLM2-135M"',
-    ("tokenizer", "train_vocab_size"): "4096",
-    ("data", "text"): '["{stdlib}/**/*.py", "notes/*.txt"]',
-    ("data", "records"): '["data/*.jsonl", "more/chat.parquet", "hf:org/name:train"]',
-    ("data", "keys"): '{ prompt = "query", completion = "reply" }',
-    ("data", "weights"): "[3, 1]",
-    ("data", "evaluation"): '["evaluation/*.jsonl"]',
-    ("data", "evaluation_sets"): '{ wiki = ["wiki/*.jsonl"], code = ["code/*.jsonl"] }',
-    ("data", "max_bytes"): "30_000_000",
-    ("train", "epochs"): "3",
-    ("train", "learning_rates"): "{ embed_tokens = 1e-5 }",
-    ("train", "neftune_noise_alpha"): "5.0",
-    ("train", "max_warmup_steps"): "100",
-    ("sample", "prompt"): '"def main("',
-    ("profile", "path"): '"profiles/homelab.toml"',
-    ("profile", "save_as"): '"profiles/homelab.toml"',
-    ("cluster", "emulate"): '"homelab-5090-strix-halo"',
-    ("cluster", "memory_bytes"): "8_000_000_000",
-}
-"""(table, key) -> what a key without a default may look like, as TOML."""
 
 JOB_HEADER = """\
 # Job files: every key
@@ -102,32 +70,6 @@ ENVIRONMENT = {
 }
 """Environment variables that a person may set -> what they do. Those of MPI, torch and Hugging Face have their effects too."""
 
-_KEYS_IN = {
-    "share": "adapter.dropout train.preference_smoothing train.min_learning_rate_ratio data.held_out plan.memory_reserve "
-    "sample.top_p",
-    "shares": "data.weights",
-    "entries": "tokenizer.train_vocab_size",
-    "records": "data.skip_bad",
-    "tokens": "data.sequence_length sample.max_new_tokens",
-    "bytes": "data.max_bytes output.shard_bytes profile.largest_message_bytes cluster.memory_bytes",
-    "steps or share": "train.warmup_steps train.decay_steps train.evaluate_every checkpoint.every",
-    "steps": "train.steps train.max_warmup_steps checkpoint.replicate_every",
-    "cycles": "train.cycles",
-    "epochs": "train.epochs",
-    "evaluations": "train.patience",
-    "sequences": "train.global_batch train.micro_batch train.evaluate_sequences",
-    "blocks": "adapter.layers train.freeze",
-    "stages": "plan.stages_per_rank",
-    "pipelines": "plan.pipelines",
-    "files": "checkpoint.keep checkpoint.keep_best",
-    "times": "profile.repeats",
-    "threads": "cluster.threads",
-    "s": "cluster.watchdog_s",
-    "s per s": "cluster.time_scale",
-}
-UNITS = {tuple(key.split(".")): unit for unit, keys in _KEYS_IN.items() for key in keys.split()}
-"""(table, key) -> what a number counts; keys that are not here are numbers without a unit, or no numbers."""
-
 _SHORT = {
     'empty ("")': "empty",
     "texts in quotes": "texts",
@@ -163,12 +105,22 @@ def reference_text() -> str:
 
 
 def _key(table: str, key: str, field: FieldInfo) -> str:
-    lines = _comment(field.description or "") + "\n" + _comment(f"Accepts {rule_of(field)}.")
-    default = None if field.is_required() else field.default
-    if default is not None:
-        return f"{lines}\n{key} = {as_toml(default)}\n"
-    required = "Required, for example" if field.is_required() else "Empty by default; for example"
-    return f"{lines}\n# {required}:\n# {key} = {EXAMPLES[table, key]}\n"
+    lines = _comment(_meaning(table, key)) + "\n" + _comment(f"Accepts {rule_of(field)}.")
+    if field.default is not None:
+        return f"{lines}\n{key} = {as_toml(field.default)}\n"
+    return f"{lines}\n# Empty by default; for example:\n# {key} = {_fact(table, key, Example)}\n"
+
+
+def _fact(table: str, key: str, kind: type[str]) -> str:
+    return next(iter(facts(TABLES[table], kind).get(key, [])), "")
+
+
+def _meaning(table: str, key: str) -> str:
+    """The text below a field, the conditions under which its key has an effect, and what becomes of a change on resume."""
+    conditions = [text for text in facts(TABLES[table], OnlyIf).get(key, []) if text != LANGUAGE]
+    notes = [f"Only if {' and '.join(f'``{text}``' for text in conditions)}."] if conditions else []
+    notes += ["A resumed run must not change it."] if _fact(table, key, OnResume) == "same" else []
+    return " ".join([TABLES[table].model_fields[key].description or "", *notes])
 
 
 def _comment(text: str) -> str:
@@ -193,18 +145,17 @@ def job_page() -> str:
 
 
 def _key_row(table: str, key: str, field: FieldInfo) -> str:
-    default = None if field.is_required() else field.default
-    meaning = _plain(field.description or "")
-    if (table, key) in EXAMPLES:
-        meaning += f" Example: `{EXAMPLES[table, key]}`"
+    meaning = _plain(_meaning(table, key))
+    if example := _fact(table, key, Example):
+        meaning += f" Example: `{example}`"
     accepts = rule_of(field)
     for words, short in _SHORT.items():
         accepts = accepts.replace(words, short)
-    if default is None:
+    if field.default is None:
         accepts = accepts.removesuffix(" or empty")
-    if unit := UNITS.get((table, key)):
+    if unit := _fact(table, key, Unit):
         accepts += f" ({unit})"
-    usual = "required" if field.is_required() else "empty" if default is None else f"`{as_toml(default)}`"
+    usual = "empty" if field.default is None else f"`{as_toml(field.default)}`"
     return _row(f"`{key}`", accepts, usual, meaning)
 
 

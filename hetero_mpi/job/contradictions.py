@@ -1,17 +1,19 @@
-"""Rules between the keys of a job file, which no single field can hold."""
+"""Rules between the keys of a job file: conditions of its fields (``OnlyIf``), and what no single field can hold."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from hetero_mpi.job.rules import ELSEWHERE, LARGEST_AUTO, MOST_MICRO_BATCHES, leads_out, speed_change
+from hetero_mpi.job.rules import ELSEWHERE, LARGEST_AUTO, MOST_MICRO_BATCHES, facts, leads_out, speed_change
+from hetero_mpi.job.training_tables import OnlyIf
 from hetero_mpi.objectives import Settings, objectives_by_key
 
 Problems = Iterator[tuple[str, str]]
@@ -44,6 +46,7 @@ class Known:
 
 def contradictions(known: Known, name: str) -> Problems:
     """All broken rules; a rule about a broken value keeps silent. ``name``: the job's, for ``output.run_dir``."""
+    yield from _unmet_conditions(known)
     yield from _model(known)
     yield from _written_places(known)
     if known("model.factory") is not None:
@@ -51,16 +54,39 @@ def contradictions(known: Known, name: str) -> Problems:
     else:
         yield from _tokenizer(known)
         yield from _data(known)
-    yield from _train(known)
-    yield from _schedule(known)
     yield from _preference(known)
-    yield from _evaluation_sets(known)
+    yield from _train(known)
     if known("plan.schedule") == "split" and known("adapter.method") not in (None, "none"):
         rule = 'puts off the gradients of trained matrices, and an adapter leaves these frozen: use "auto" or "1f1b"'
         yield "plan.schedule", rule
     yield from _cluster(known)
-    yield from _profile(known)
     yield from _run_dir(known, name)
+
+
+def is_met(condition: str, value_of: Callable[[str], Any]) -> bool:
+    """Whether a condition (``OnlyIf``, without "and") holds. ``value_of``: a key -> its value, None where it is empty."""
+    for alternative in re.split(r" or (?=[a-z_]+[.])", condition):
+        key, _, state = alternative.partition(" ")
+        value = value_of(key)
+        if state in ("is set", "is empty"):
+            met = (value is None) == (state == "is empty")
+        else:
+            named = [json.loads(text) for text in state.removeprefix("= ").removeprefix("is not ").split(" or ")]
+            met = (value in named) == state.startswith("=")
+        if met:
+            return True
+    return False
+
+
+def _unmet_conditions(known: Known) -> Problems:
+    """The first condition that is not met, of each key that is set and has no effect without it."""
+    for table, model in known.tables.items():
+        for key, conditions in facts(model, OnlyIf).items():
+            every = [part for text in conditions for part in text.split(" and ")]
+            sound = [text for text in every if known.all_sound(*re.findall(r"[a-z_]+[.]\w+", text))]
+            unmet = [text for text in sound if not is_met(text, known)]
+            if unmet and known.changed(f"{table}.{key}"):
+                yield f"{table}.{key}", f"has an effect only if {unmet[0]}: leave it out, or change that"
 
 
 def _model(known: Known) -> Problems:
@@ -73,58 +99,16 @@ def _model(known: Known) -> Problems:
         config = known("model.config")
         if isinstance(config, dict) and "model_type" not in config:
             yield "model.config", 'needs model_type, the family\'s name in transformers, such as "llama"'
-    if known("model.quantization") == "nf4" and known("adapter.method") == "none":
-        yield "model.quantization", 'frozen 4-bit weights cannot be trained themselves: set adapter.method = "lora"'
-    if known("adapter.parameters") and known("adapter.dropout"):
-        rule = "peft adds an adapter of experts to their weights, so nothing can be dropped before it: set adapter.dropout = 0"
-        yield "adapter.parameters", rule
     start = known("adapter.start")
     if start is not None and not re.fullmatch(r"default|olora|pissa(_niter_[1-9]\d?)?", start):
         yield "adapter.start", 'must be "default", "pissa", "pissa_niter_4" (or another number) or "olora"'
-    for key in ("path", "parameters", "dora") if start not in (None, "default") else ():
-        if known(f"adapter.{key}"):
-            yield "adapter.start", f"is for new adapters of linear layers without DoRA: leave it out, or adapter.{key}"
-    if known("adapter.parameters") and known("adapter.dora"):
-        yield "adapter.dora", "peft has no DoRA for experts: leave it out, or adapter.parameters"
-
-
-_TEXT_ONLY = (
-    *("model.shard_cache", "model.quantization", "adapter.method", "adapter.path", "tokenizer.add"),
-    *("tokenizer.path", "tokenizer.train_vocab_size", "data.text", "data.records", "data.keys", "data.weights"),
-    *(
-        "data.evaluation",
-        "data.evaluation_sets",
-        "data.skip_bad",
-        "data.documents",
-        "data.template",
-        "data.train_on_prompt",
-        "data.packing",
-        "data.isolate",
-    ),
-    *(
-        "tokenizer.add_special",
-        "data.pad",
-        "data.max_bytes",
-        "train.preference",
-        "train.lora_plus_ratio",
-        "train.neftune_noise_alpha",
-        "train.dropout",
-        "train.wire",
-        "sample.prompt",
-        "cluster.emulate",
-    ),
-)
-"""Keys for language models only."""
 
 
 def _factory(known: Known) -> Problems:
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", known("model.factory")) is None:
         yield "model.factory", 'is written "package.module:function", such as "cnn_model:cnn"'
-    foreign = [key for key in _TEXT_ONLY if known.changed(key)]
     if known.changed("data.sequence_length") and known("data.sequence_length") != 1:
-        foreign.append("data.sequence_length")
-    for key in foreign:
-        yield key, "is for language models, and this job's comes from model.factory: leave it out"
+        yield "data.sequence_length", "is for language models, and this job's comes from model.factory: leave it out"
     if any(isinstance(entry, int) for entry in known("train.freeze") or ()):
         yield "train.freeze", 'blocks have numbers in language models only: name parameters, such as "conv1.weight"'
     if known("train.dtype") not in (None, "auto", "fp32"):
@@ -133,12 +117,10 @@ def _factory(known: Known) -> Problems:
 
 def _tokenizer(known: Known) -> Problems:
     config, path, vocab_size = known("model.config"), known("tokenizer.path"), known("tokenizer.train_vocab_size")
-    if known.all_sound("model.path", "tokenizer.path", "tokenizer.train_vocab_size"):
-        if path is None and vocab_size is None and known("model.path") is None:
-            rule = "a tokenizer is needed: set it, or tokenizer.train_vocab_size (only model.path brings its own)"
-            yield "tokenizer.path", rule
-        if path is not None and vocab_size is not None:
-            yield "tokenizer.path", "set tokenizer.path or tokenizer.train_vocab_size, not both"
+    sound = known.all_sound("model.path", "tokenizer.path", "tokenizer.train_vocab_size")
+    if sound and path is None and vocab_size is None and known("model.path") is None:
+        rule = "a tokenizer is needed: set it, or tokenizer.train_vocab_size (only model.path brings its own)"
+        yield "tokenizer.path", rule
     rows = config.get("vocab_size") if isinstance(config, dict) else None
     if type(rows) is int and vocab_size is not None and vocab_size > rows:
         rule = f"must be at most model.config.vocab_size = {rows}: every token needs a row of the embedding"
@@ -153,15 +135,6 @@ def _data(known: Known) -> Problems:
         state = "neither is set" if text is None else "both are set"
         yield "data.text", f"set exactly one of data.text and data.records; {state}"
         return
-    if records is None:
-        other, used, keys = "records", "text", ["weights", "template", "train_on_prompt", "isolate"]
-        if known("data.documents") in ("file", "line"):
-            keys += ["keys", "skip_bad"]
-    else:
-        other, used, keys = "text", "records", ["documents", "max_bytes"]
-    for key in keys:
-        if known.changed(f"data.{key}"):
-            yield f"data.{key}", f"applies to data.{other} only, and this job has data.{used}: leave it out"
     for key in ("data.text", "data.evaluation") if records is None and known("data.documents") != "record" else ():
         if any(entry.startswith("hf:") for entry in known(key) or ()):
             rule = 'holds records: name it in data.records, or learn their text: data.documents = "record"'
@@ -171,7 +144,10 @@ def _data(known: Known) -> Problems:
         yield "data.keys", "two keys cannot be read from one: give each a name of its own"
     wrong = next((name for name in names if (name == "text") == (records is not None)), None)
     if wrong is not None:
-        yield "data.keys", f"{wrong} is no key of what is learnt from data.{used}: leave it out"
+        yield (
+            "data.keys",
+            f"{wrong} is no key of what is learnt from data.{'text' if records is None else 'records'}: leave it out",
+        )
     if weights is not None and records is not None and len(weights) != len(records):
         yield "data.weights", f"must be one for each entry of data.records: there are {len(weights)} and {len(records)}"
     if weights is not None and any(text.startswith("!") for text in records or ()):
@@ -180,35 +156,11 @@ def _data(known: Known) -> Problems:
     if known("data.template") == "chat" and known("tokenizer.train_vocab_size") is not None:
         rule = 'a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"'
         yield "data.template", rule
-    if known("train.preference") not in (None, "none"):
-        if records is None:
-            yield "train.preference", "learns from answers: set data.records, not data.text"
-        for key, wrong in (("data.isolate", (False,)), ("data.train_on_prompt", (True, "chats"))):
-            if known(key) in wrong:
-                yield key, "does not apply to preferences (train.preference), whose records are compared: leave it out"
-
-
-_OF_SCHEDULE = {"decay_steps": "warmup_stable_decay", "decay": "warmup_stable_decay", "cycles": "cosine_with_restarts"}
-"""Key of ``[train]`` -> the schedule that it applies to."""
-
-
-def _schedule(known: Known) -> Problems:
-    schedule = known("train.schedule")
-    for key, only in _OF_SCHEDULE.items() if schedule is not None else ():
-        if schedule != only and known.changed(f"train.{key}"):
-            yield f"train.{key}", f'applies to schedule = "{only}" only, and this job has "{schedule}": leave it out'
-    for key in ("beta1", "beta2", "epsilon") if known("train.optimizer") == "adafactor" else ():
-        if known.changed(f"train.{key}"):
-            yield f"train.{key}", 'is AdamW\'s, and train.optimizer = "adafactor" has none: leave it out'
-    adapted = known("adapter.method") == "lora"
-    if adapted and known.changed("train.freeze"):
-        yield "train.freeze", "is for training of all weights; an adapter leaves these frozen: leave it out"
-    own = ("modules_to_save", "tokens", "tokens_in", "start")
-    for key in ("train.lora_plus_ratio", *(f"adapter.{name}" for name in own)):
-        if not adapted and known.changed(key):
-            yield key, 'is for adapters: set adapter.method = "lora", or leave it out'
-    if schedule == "constant" and known("train.min_learning_rate_ratio"):
-        yield "train.min_learning_rate_ratio", 'is where a schedule ends, and "constant" does not fall: leave it out'
+    if known("train.preference") not in (None, "none") and known("data.isolate") is False:
+        yield (
+            "data.isolate",
+            "does not apply to preferences (train.preference), whose records are compared: leave it out",
+        )
 
 
 def _preference(known: Known) -> Problems:
@@ -219,23 +171,10 @@ def _preference(known: Known) -> Problems:
             yield f"train.{key}", f"is for train.preference = {' and '.join(readers[key])}: leave it out"
 
 
-def _evaluation_sets(known: Known) -> Problems:
-    if known("data.evaluation_sets") and known("train.preference") not in (None, "none"):
-        yield "data.evaluation_sets", "have a loss per token: leave them out where preferences are learnt"
-    elif known("data.evaluation_sets") and known("data.held_out") == 0 and known("data.evaluation") is None:
-        yield "data.evaluation_sets", "stand beside the held-out loss: set data.evaluation, or data.held_out above 0"
-
-
 def _train(known: Known) -> Problems:
     """The first rule that is broken."""
     micro, batch = known("train.micro_batch"), known("train.global_batch")
-    if known("train.epochs") is not None and known.changed("train.steps"):
-        yield "train.epochs", "takes the place of train.steps: set one of them"
-    elif known("train.patience") and known("train.evaluate_every") == 0:
-        yield "train.patience", "counts evaluations: set train.evaluate_every, the steps between them"
-    elif known("train.patience") and known("data.held_out") == 0 and known("data.evaluation") is None:
-        yield "train.patience", "counts evaluations, and nothing is held out: set data.held_out or data.evaluation"
-    elif micro is None or batch is None:
+    if micro is None or batch is None:
         return
     elif type(micro) is int and batch % micro:
         divisors = [size for size in range(1, min(batch, 1024) + 1) if batch % size == 0]
@@ -255,15 +194,6 @@ def _cluster(known: Known) -> Problems:
     if wrong is not None:
         rule = 'each is written "rank R runs at SPEED from step N", such as "rank 1 runs at 0.5 from step 20"'
         yield "cluster.emulate_changes", f"{rule}; this is not: {wrong!r}"
-    elif known("cluster.emulate") is None and known.all_sound("cluster.emulate"):
-        for key in ("cluster.time_scale", "cluster.emulate_first", "cluster.emulate_changes"):
-            if known.changed(key):
-                yield key, "applies to emulated clusters only: set cluster.emulate, or leave it out"
-
-
-def _profile(known: Known) -> Problems:
-    if known("profile.save_as") is not None and known("cluster.emulate") is not None:
-        yield "profile.save_as", "emulated devices are not measured: leave it out"
     if known("profile.trial") is True and known("cluster.emulate") is not None:
         rule = "emulated devices keep to their profile, so a trial would tell nothing of it: leave it out"
         yield "profile.trial", rule

@@ -54,6 +54,14 @@ def may_be_empty(field: FieldInfo) -> bool:
     return type(None) in get_args(field.annotation)
 
 
+def facts(model: type[BaseModel], kind: type[str]) -> dict[str, list[str]]:
+    """Key -> the metadata of one kind (``Unit``, ``Example``, ``OnlyIf``, ``OnResume``) of its field, for keys that have any."""
+    metadata = {
+        key: [text for text in field.metadata if isinstance(text, kind)] for key, field in model.model_fields.items()
+    }
+    return {key: texts for key, texts in metadata.items() if texts}
+
+
 def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
     if get_origin(annotation) is Annotated:
         plain, *metadata = get_args(annotation)

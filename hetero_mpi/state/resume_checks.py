@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.job.plan_request import micro_batch_choices
-from hetero_mpi.job.rules import REMOVED_KEYS, as_toml
+from hetero_mpi.job.rules import REMOVED_KEYS, as_toml, facts
 from hetero_mpi.job.schema import JobConfig
-from hetero_mpi.job.training_tables import AdapterTable, TrainTable
+from hetero_mpi.job.training_tables import AdapterTable, OnResume, TrainTable
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.optimizer import learning_rate
 from hetero_mpi.model.tuning import Tuning
@@ -19,22 +19,15 @@ from hetero_mpi.state.reader import CheckpointReader
 from hetero_mpi.state.redistribute import held_as
 from hetero_mpi.util.errors import UserError
 
-_FIXED = ("seed", "global_batch", "last_batch", "dtype", "optimizer", "freeze", "preference")
-"""Keys of ``[train]`` that a resumed run has as it began with them."""
-_FIXED_OF_ADAPTER = ("start", "alpha", "rslora", "alpha_pattern", "tokens")
-"""The same of ``[adapter]``: what shapes and names of tensors do not tell."""
-_CHANGEABLE = (
-    *("preference_beta", "preference_smoothing", "preference_margin", "desirable_weight", "undesirable_weight"),
-    *("neftune_noise_alpha", "weight_decay", "beta1", "beta2", "epsilon", "clip_norm", "dropout"),
-)
-"""Keys that it may change, which is told."""
-_OF_RATE = (
-    *("steps", "learning_rate", "schedule", "warmup_steps", "max_warmup_steps"),
-    *("min_learning_rate_ratio", "decay_steps", "decay", "cycles"),
-)
-"""Keys of ``[train]`` that determine the learning rate of a step."""
-_OF_SOME_RATES = ("learning_rates", "lora_plus_ratio")
-"""The same, of some parameters."""
+
+def _keys(table: type[AdapterTable | TrainTable], rule: str) -> tuple[str, ...]:
+    """Keys of a table for which a resumed run has this ``OnResume`` rule."""
+    return tuple(key for key, rules in facts(table, OnResume).items() if rule in rules)
+
+
+_FIXED, _FIXED_OF_ADAPTER = _keys(TrainTable, "same"), _keys(AdapterTable, "same")
+"""Keys that a resumed run has as it began with them; of an adapter what shapes and names of tensors do not tell."""
+_CHANGEABLE, _OF_RATE, _OF_SOME_RATES = (_keys(TrainTable, rule) for rule in ("reported", "rate", "rates"))
 
 
 def check_fits(

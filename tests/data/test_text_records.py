@@ -106,7 +106,7 @@ def test_bad_records_of_texts(folder: Path) -> None:
         (["data.text=['body.jsonl']", RECORD], "'text' is missing; the record has 'id', 'body' (data.keys names another"),
         (["data.text=['body.parquet']", RECORD], "'text' is missing; the record has 'id', 'body' (data.keys names another"),
         (["data.text=['text.jsonl']", RECORD, BODY], "text is read from 'body', and no record has that key"),
-        (["data.text=['a'] ", BODY], "keys = {text = \"body\"}: applies to data.records only"),
+        (["data.text=['a'] ", BODY], "keys = {text = \"body\"}: has an effect only if data.records is set"),
         (["data.text=['a']", RECORD, "data.keys={prompt = 'q'}"], "prompt is no key of what is learnt from data.text"),
         (["data.records=['a']", "data.keys={text = 'q'}"], "text is no key of what is learnt from data.records"),
         (["data.records=['a']", "data.keys={prompt = 'q', output = 'q'}"], "two keys cannot be read from one"),

@@ -119,7 +119,7 @@ def test_weights_beside_evaluation_files(folder: Path) -> None:
         (["data.weights=[]"], r"must be a list of numbers above 0"),
         (["data.weights=[1]"], r"must be one for each entry of data.records: there are 1 and 2"),
         (["data.weights=[1, 1]", "data.records=['a.jsonl', '!b.jsonl']"], r"one that begins with ! takes files away"),
-        (["data.weights=[1]", "data.records=", "data.text=['a.jsonl']"], r"weights = \[1\]: applies to data.records only"),
+        (["data.weights=[1]", "data.records=", "data.text=['a.jsonl']"], r"weights = \[1\]: has an effect only if"),
         (["data.weights=[1, 100000]"], r"data.records a.jsonl gives none of the 72 sequences of an epoch with its weight 1 of"),
         (["data.weights=[1, 1]", "data.records=['a.jsonl', 'c*']"], r"data.records c\* must match at least one file"),
         (

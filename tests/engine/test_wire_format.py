@@ -204,7 +204,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted_np2(tmp_path
 
 def test_models_of_ones_own_are_not_rounded() -> None:
     tables: dict[str, dict[str, Any]] = {"model": {"factory": "cnn_model:cnn"}, "data": {}, "train": {"wire": "int8"}}
-    with pytest.raises(UserError, match=r"wire = \"int8\": is for language models"):
+    with pytest.raises(UserError, match=r"wire = \"int8\": has an effect only if model.factory is empty"):
         job_of_tables(tables, "cnn", ".")
 
 

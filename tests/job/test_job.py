@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.commands.reference_pages import EXAMPLES, reference_text
+from hetero_mpi.commands.reference_pages import reference_text
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.job.rules import REMOVED_KEYS
+from hetero_mpi.job.rules import REMOVED_KEYS, facts
 from hetero_mpi.job.schema import TABLES, JobConfig
+from hetero_mpi.job.training_tables import Example
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 
@@ -152,11 +153,14 @@ def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -
         ),
         (["model.path=x"], "model.factory; model.path and model.config are set"),
         (["model.config="], "model] path: set exactly one of model.path, model.config and model.factory; none is set"),
-        (["tokenizer.path=x"], 'tokenizer] path = "x": set tokenizer.path or tokenizer.train_vocab_size, not both'),
+        (["tokenizer.path=x"], 'tokenizer] path = "x": has an effect only if tokenizer.train_vocab_size is empty'),
         (["tokenizer.train_vocab_size=513"], "must be at most model.config.vocab_size = 512"),
         (["tokenizer.train_vocab_size=256"], 'must be a whole number of at least 257 or empty ("")'),
-        (["cluster.time_scale=2.0"], "[cluster] time_scale = 2.0: applies to emulated clusters only"),
-        (["cluster.emulate_first=true"], "[cluster] emulate_first = true: applies to emulated clusters only"),
+        (["cluster.time_scale=2.0"], "[cluster] time_scale = 2.0: has an effect only if cluster.emulate is set"),
+        (
+            ["cluster.emulate_first=true"],
+            "[cluster] emulate_first = true: has an effect only if cluster.emulate is set",
+        ),
         (
             ["profile.trial=true", "cluster.emulate=p.toml"],
             "[profile] trial = true: emulated devices keep to their profile",
@@ -164,7 +168,7 @@ def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -
         (["profile.trial=maybe"], "[profile] trial"),
         (
             ["profile.save_as=a.toml", "cluster.emulate=p.toml"],
-            '[profile] save_as = "a.toml": emulated devices are not measured',
+            '[profile] save_as = "a.toml": has an effect only if cluster.emulate is empty',
         ),
         (["adapter.method=lora", "plan.schedule=split"], "an adapter leaves these frozen"),
         (["plan.pipelines=0"], '[plan] pipelines = 0: must be a whole number of at least 1 or "auto"'),
@@ -197,44 +201,49 @@ def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -
         (["data.template=jinja"], 'must be "auto" or "chat" or "plain"'),
         (
             ["train.cycles=2"],
-            'cycles = 2: applies to schedule = "cosine_with_restarts" only, and this job has "cosine"',
+            'cycles = 2: has an effect only if train.schedule = "cosine_with_restarts": leave it out',
         ),
-        (["train.decay=linear"], 'decay = "linear": applies to schedule = "warmup_stable_decay" only'),
+        (["train.decay=linear"], 'decay = "linear": has an effect only if train.schedule = "warmup_stable_decay"'),
         (["train.warmup_steps=1.5"], "must be a whole number of at least 0 or a number of at least 0 and below 1"),
-        (["train.schedule=constant", "train.min_learning_rate_ratio=0.1"], '"constant" does not fall: leave it out'),
-        (["data.template=plain"], 'template = "plain": applies to data.records only, and this job has data.text'),
-        (["data.train_on_prompt=true"], "train_on_prompt = true: applies to data.records only"),
-        (["train.epochs=2", "train.steps=7"], "epochs = 2: takes the place of train.steps: set one of them"),
-        (["train.patience=2"], "patience = 2: counts evaluations: set train.evaluate_every"),
-        (["data.evaluation_sets={a=['x']}", "data.held_out=0"], "stand beside the held-out loss: set data.evaluation"),
+        (["train.schedule=constant", "train.min_learning_rate_ratio=0.1"], 'only if train.schedule is not "constant"'),
+        (["data.template=plain"], 'template = "plain": has an effect only if data.records is set'),
+        (["data.train_on_prompt=true"], "train_on_prompt = true: has an effect only if data.records is set"),
+        (["train.epochs=2", "train.steps=7"], "steps = 7: has an effect only if train.epochs is empty"),
+        (["train.patience=2"], "patience = 2: has an effect only if train.evaluate_every is not 0"),
+        (
+            ["data.evaluation_sets={a=['x']}", "data.held_out=0"],
+            "only if data.held_out is not 0 or data.evaluation is set",
+        ),
         (
             ["data.text=", "data.records=['a.jsonl']", "data.evaluation_sets={a=['x']}", "train.preference='dpo'"],
-            "leave them out where preferences are learnt",
+            'only if train.preference = "none"',
         ),
         (["data.evaluation_sets={'a b'=['x']}"], "a name of at most 40 letters, digits, points, - and _ ="),
         (
             ["train.patience=2", "train.evaluate_every=5", "data.held_out=0"],
-            "patience = 2: counts evaluations, and nothing is",
+            "patience = 2: has an effect only if data.held_out is not 0 or data.evaluation",
         ),
-        (["data.isolate=true"], "isolate = true: applies to data.records only"),
+        (["data.isolate=true"], "isolate = true: has an effect only if data.records is set"),
         (
             ["data.text=", "data.records=['a.jsonl']", "data.max_bytes=5", "data.documents=line"],
-            "max_bytes = 5: applies to data.text only, and this job has data.records: leave it out",
+            "max_bytes = 5: has an effect only if data.text is set: leave it out",
         ),
-        (["data.text=", "data.records=['a']", "data.documents=line"], 'documents = "line": applies to data.text only'),
+        (
+            ["data.text=", "data.records=['a']", "data.documents=line"],
+            'documents = "line": has an effect only if data.text is set',
+        ),
         (
             ["data.text=", "data.records=['a']", "data.template=chat"],
             'template = "chat": a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"',
         ),
-        (["train.preference=dpo"], 'preference = "dpo": learns from answers: set data.records, not data.text'),
+        (["train.preference=dpo"], 'preference = "dpo": has an effect only if data.records is set'),
         (
             ["train.preference_beta=0.2"],
             "preference_beta = 0.2: is for train.preference = dpo and hinge and ipo and kto and orpo and robust",
         ),
-        (["train.preference_margin=1"], "preference_margin = 1: is for train.preference = simpo: leave it out"),
         (
             ["train.preference=orpo", "train.preference_smoothing=0.1"],
-            "preference_smoothing = 0.1: is for train.preference = dpo and robust and simpo",
+            'preference_smoothing = 0.1: is for train.preference = dpo and robust and simpo',
         ),
         (["train.preference=dpo", "train.undesirable_weight=2"], "is for train.preference = kto: leave it out"),
         (
@@ -246,7 +255,7 @@ def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -
         (["train.steps=2.0"], "steps = 2.0: must be a whole number of at least 1"),
         (
             ["train.optimizer=adafactor", "train.beta2=0.9"],
-            'beta2 = 0.9: is AdamW\'s, and train.optimizer = "adafactor" has none',
+            'beta2 = 0.9: has an effect only if train.optimizer is not "adafactor"',
         ),
         (
             ["adapter.method=lora", "adapter.start=pissa_4"],
@@ -254,12 +263,12 @@ def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -
         ),
         (
             ["adapter.method=lora", "adapter.start=olora", "adapter.dora=true"],
-            "without DoRA: leave it out, or adapter.dora",
+            "only if adapter.dora = false",
         ),
-        (["adapter.method=lora", "adapter.start=pissa", "adapter.path=a"], "leave it out, or adapter.path"),
+        (["adapter.method=lora", "adapter.start=pissa", "adapter.path=a"], "only if adapter.path is empty"),
         (["adapter.method=lora", "adapter.start="], 'start = "": must be "default"'),
-        (["adapter.start=pissa"], 'is for adapters: set adapter.method = "lora"'),
-        (["adapter.tokens_in=head"], 'is for adapters: set adapter.method = "lora"'),
+        (["adapter.start=pissa"], 'only if adapter.method = "lora"'),
+        (["adapter.tokens_in=head"], 'only if adapter.method = "lora"'),
     ],
 )
 def test_contradictions(tmp_path: Path, overrides: list[str], expected: str) -> None:
@@ -277,14 +286,14 @@ def test_a_model_of_layers_needs_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["data.text=['a.txt']"], 'text = ["a.txt"]: is for language models'),
-        (["tokenizer.path=t"], '[tokenizer] path = "t": is for language models'),
-        (["adapter.method=lora"], 'method = "lora": is for language models'),
+        (["data.text=['a.txt']"], 'text = ["a.txt"]: has an effect only if model.factory is empty'),
+        (["tokenizer.path=t"], '[tokenizer] path = "t": has an effect only if model.factory is empty'),
+        (["adapter.method=lora"], 'method = "lora": has an effect only if model.factory is empty'),
         (["data.sequence_length=64"], "sequence_length = 64: is for language models"),
-        (["data.pad=longest"], 'pad = "longest": is for language models'),
-        (["sample.prompt=hello"], 'prompt = "hello": is for language models'),
-        (["cluster.emulate=p.toml"], 'emulate = "p.toml": is for language models'),
-        (["train.desirable_weight=2"], "desirable_weight = 2: is for train.preference = kto: leave it out"),
+        (["data.pad=longest"], 'pad = "longest": has an effect only if model.factory is empty'),
+        (["sample.prompt=hello"], 'prompt = "hello": has an effect only if model.factory is empty'),
+        (["cluster.emulate=p.toml"], 'emulate = "p.toml": has an effect only if model.factory is empty'),
+        (["train.desirable_weight=2"], 'desirable_weight = 2: is for train.preference = kto'),
         (["train.freeze=[0]"], "freeze = [0]: blocks have numbers in language models only: name parameters"),
         (["train.dtype=bf16"], 'dtype = "bf16": must be fp32, as the model\'s layers are'),
         (["model.factory=my_model.model"], 'is written "package.module:function"'),
@@ -378,7 +387,11 @@ def test_the_reference_file_is_the_code() -> None:
 
 
 def test_the_reference_file_loads_when_completed() -> None:
-    needed = [f"model.config={EXAMPLES['model', 'config']}", "tokenizer.train_vocab_size=512", "data.text=['a.txt']"]
+    needed = [
+        f"model.config={facts(TABLES['model'], Example)['config'][0]}",
+        "tokenizer.train_vocab_size=512",
+        "data.text=['a.txt']",
+    ]
     completed = load_job(REFERENCE, needed).job
     minimal = JobConfig.model_validate(
         {"model": completed.model, "tokenizer": completed.tokenizer, "data": {"text": ["a.txt"]}}, strict=False
@@ -388,7 +401,8 @@ def test_the_reference_file_loads_when_completed() -> None:
 
 def test_every_example_of_the_reference_is_a_valid_value() -> None:
     """Uncommenting an example gives a file whose only problems are keys that exclude each other."""
-    for (table, key), example in EXAMPLES.items():
+    examples = [(table, *one) for table, model in TABLES.items() for one in facts(model, Example).items()]
+    for table, key, (example,) in examples:
         assert f"# {key} = {example}\n" in reference_text()
         complete = {"model.path": "m", "data.text": "['a.txt']", f"{table}.{key}": example}
         if (table, key) == ("data", "records"):
