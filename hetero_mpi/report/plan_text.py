@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.durations import Durations, stage_s
@@ -185,43 +186,45 @@ def stage_table(
     name: Callable[[DeviceProfile], str] = device_text,
 ) -> Table:  # fmt: skip
     """A row for every stage. ``memory``: predicted, of ranks; ``name``: what a device is called."""
-    columns = (
-        Column("pipeline"),
-        Column("stage"),
-        Column("rank"),
-        Column(device_heading(profile) if profile is not None else "device"),
-        Column("layers", lambda one: units.layers(one.first, one.last, plan.layers)),
-        Column("micro-batches"),
-        Column("weights", units.count),
-        Column("memory", fullest_text),
-        Column("compute", units.seconds),
-        Column("recompute"),
-        Column("warm-up"),
-    )
-    if profile is not None:
-        profile = Durations(plan, profile).profile
-    rows, told = [], set[int]()
-    for number, index, stage in plan.numbered:
-        pipeline = plan.pipelines[index]
-        devices = [profile.devices[rank] for rank in stage.ranks] if profile is not None else []
+    known = Durations(plan, profile).profile if profile is not None else None
+    columns = [
+        Column("pipeline", lambda row: row.index if len(plan.pipelines) > 1 else None),
+        Column("stage", "number"),
+        Column("rank", lambda row: _ranks_text(row.stage)),
+        Column(
+            device_heading(profile) if profile is not None else "device",
+            lambda row: (
+                ", ".join(dict.fromkeys(name(known.devices[rank]) for rank in row.stage.ranks)) if known else None
+            ),
+        ),
+        Column("layers", lambda row: units.layers(row.stage.first, row.stage.last, plan.layers)),
+        Column("micro-batches", lambda row: f"{row.pipeline.micro_batches} x {row.pipeline.micro_batch}"),
+        Column("weights", lambda row: _parameters(row.stage, known) if known else None, units.count),
         # A rank's memory is that of all its stages: it stands beside the first.
-        fresh = set(stage.ranks) - told
-        told |= fresh
-        ranks = ", ".join(map(str, stage.ranks))
-        rows.append((
-            index if len(plan.pipelines) > 1 else None,
-            number,
-            f"{ranks} ({heads_text(stage)})" if stage.grouped else ranks,
-            ", ".join(dict.fromkeys(map(name, devices))),
-            stage,
-            f"{pipeline.micro_batches} x {pipeline.micro_batch}",
-            _parameters(stage, profile) if profile is not None else None,
-            [known for known in memory if known.rank in fresh],
-            _micro_batch_s(pipeline, stage, plan, profile) if profile is not None else None,
-            _again(pipeline, stage),
-            stage.warm_up,
-        ))  # fmt: skip
+        Column("memory", lambda row: [one for one in memory if row.number in plan.of_rank(one.rank)[:1]], fullest_text),
+        Column(
+            "compute",
+            lambda row: _micro_batch_s(row.pipeline, row.stage, plan, known) if known else None,
+            units.seconds,
+        ),
+        Column("recompute", lambda row: _again(row.pipeline, row.stage)),
+        Column("warm-up", lambda row: row.stage.warm_up),
+    ]
+    rows = [_StageRow(number, index, plan.pipelines[index], stage) for number, index, stage in plan.numbered]
     return Table(columns, rows)
+
+
+class _StageRow(NamedTuple):
+    number: int
+    index: int
+    """Of the pipeline."""
+    pipeline: PipelinePlan
+    stage: StagePlan
+
+
+def _ranks_text(stage: StagePlan) -> str:
+    ranks = ", ".join(map(str, stage.ranks))
+    return f"{ranks} ({heads_text(stage)})" if stage.grouped else ranks
 
 
 def _again(pipeline: PipelinePlan, stage: StagePlan) -> str:
@@ -310,23 +313,38 @@ def shared_nic_lines(step_s: float, predicted_s: float) -> list[str]:
     return wrapped("Simulated so that ", f"all messages of a host to others pass through one NIC: {change}")
 
 
+_CAUSES = {
+    "idles": "total_s",
+    "waits for activations": "activations_s",
+    "gradients": "gradients_s",
+    "the link": "link_s",
+    "all-reduce": "sums_s",
+    "its group": "group_s",
+    "the end": "end_s",
+}
+"""Column -> field of ``Idling``."""
+
+
 def idling_lines(step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequence[RankMemory]) -> list[str]:
     """A row per rank, in shares of the step: computing, and idling by cause; and its peak of memory."""
-    waits = ("waits for activations", "gradients", "the link", "all-reduce", "its group", "the end")
-    names = ("computes", "idles", *waits)
-    columns, rows = [Column("rank"), *(Column(name, units.percent) for name in names)], []
-    for rank in sorted(step.busy_s):
-        cause = causes[rank]
-        waited = (cause.activations_s, cause.gradients_s, cause.link_s, cause.sums_s, cause.group_s, cause.end_s)
-        spent = step.busy_s[rank] - cause.group_s, cause.total_s, *waited
-        shares = (units.ratio(seconds, step.step_s) for seconds in spent)
-        held = [one for one in memory if one.rank == rank]
-        rows.append((rank, *shares, held))
-    table = Table([*columns, Column("memory peak", fullest_text)], rows)
+
+    def share(seconds: float) -> str:
+        return units.percent(units.ratio(seconds, step.step_s))
+
+    def idle_s(field: str, rank: int) -> float:
+        return float(getattr(causes[rank], field))
+
+    columns = (
+        Column("rank", int),
+        Column("computes", lambda rank: step.busy_s[rank] - causes[rank].group_s, share),
+        *(Column(title, partial(idle_s, field), share) for title, field in _CAUSES.items()),
+        Column("memory peak", lambda rank: [one for one in memory if one.rank == rank], fullest_text),
+    )
+    table = Table(columns, sorted(step.busy_s))
     table = table if any(cause.group_s for cause in causes.values()) else table.without("its group")
     return [
         *table.lines(MOST_STAGES),
-        *(["  every rank: trace.json"] if len(rows) > MOST_STAGES else []),
+        *(["  every rank: trace.json"] if len(table.rows) > MOST_STAGES else []),
         "  all-reduce: of gradients, with other ranks; the end: done, while others are not",
     ]
 

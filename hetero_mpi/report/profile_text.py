@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
+from typing import Any
 
 from hetero_mpi.planning.device_times import compute_s
 from hetero_mpi.planning.schedule import Op
@@ -14,6 +16,7 @@ from hetero_mpi.planning.types.profile import (
     ClusterProfile,
     Curve,
     DeviceProfile,
+    HostLinkProfile,
     HostProfile,
     LinkProfile,
 )
@@ -78,21 +81,17 @@ def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
 
 
 def rank_table(profile: ClusterProfile) -> Table:
+    host = "emulated host" if profile.emulated else "host"
     columns = (
-        Column("rank"),
-        Column("emulated host" if profile.emulated else "host", left=True),
-        Column(device_heading(profile), left=True),
-        Column("forward", units.seconds),
-        Column("backward", units.seconds),
-        Column("memory", units.size),
-        Column("why so much", left=True),
+        Column("rank", "rank"),
+        Column(host, lambda device: units.shortened(device.host, LONGEST_HOST), left=True),
+        Column(device_heading(profile), device_text, left=True),
+        Column("forward", lambda device: block_s(profile, device, Op.F), units.seconds),
+        Column("backward", lambda device: block_s(profile, device, Op.B), units.seconds),
+        Column("memory", "memory_bytes", units.size),
+        Column("why so much", "memory_reason", left=True),
     )
-    rows = []
-    for device in profile.devices:
-        times = (block_s(profile, device, op) for op in (Op.F, Op.B))
-        host = units.shortened(device.host, LONGEST_HOST)
-        rows.append((device.rank, host, device_text(device), *times, device.memory_bytes, device.memory_reason))
-    return Table(columns, rows)
+    return Table(columns, profile.devices)
 
 
 def _link_lines(profile: ClusterProfile) -> list[str]:
@@ -156,10 +155,12 @@ def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DevicePro
 
 def _curve_table(device: DeviceProfile) -> Table:
     """The seconds of every layer kind by tokens: those that planning uses, how much longer was timed, and the spread of that."""
-    timed = Column("timed", units.change), Column("spread", units.percent)
-    times = [Column(name, units.seconds) for name in ("forward", "backward", "again", "input", "weights")]
-    columns = (Column("layer"), Column("tokens", "{:,}".format), times[0], *timed, times[1], *timed, *times[2:])
-    rows = []
+    sampled = (("timed", units.change), ("spread", units.percent))
+    forms: tuple[tuple[str, Callable[[Any], str]], ...] = (
+        ("layer", str), ("tokens", "{:,}".format), ("forward", units.seconds), *sampled, ("backward", units.seconds), *sampled,
+        ("again", units.seconds), ("input", units.seconds), ("weights", units.seconds),
+    )  # fmt: skip
+    rows: list[tuple[Any, ...]] = []
     for kind, own in device.layers.items():
         both, more = (own.forward_s, own.backward_s), (own.recompute_s, own.input_s, own.weight_s)
         tokens = sorted({count for curve in both for count in curve.sample_tokens or curve.tokens})
@@ -167,7 +168,7 @@ def _curve_table(device: DeviceProfile) -> Table:
             cells = [cell for curve in both for cell in _sample(curve, count)]
             cells += [_sample(curve, count)[0] for curve in more]
             rows.append((kind if count == tokens[0] else None, count, *cells))
-    return Table(columns, rows)
+    return Table([Column(title, itemgetter(place), form) for place, (title, form) in enumerate(forms)], rows)
 
 
 def _sample(curve: Curve | None, tokens: int) -> tuple[float | None, float | None, float | None]:
@@ -185,78 +186,68 @@ def _sample(curve: Curve | None, tokens: int) -> tuple[float | None, float | Non
 def _host_table(profile: ClusterProfile) -> Table:
     """A row per host: the memory, NIC and copies that its ranks share, where the profile says so."""
 
+    def ranks(host: HostProfile) -> list[int]:
+        return [device.rank for device in profile.devices if device.host == host.name]
+
+    def sharing(host: HostProfile) -> list[int]:
+        return [rank for rank in ranks(host) if profile.devices[rank].shares_host_memory]
+
     def nic(host: HostProfile) -> str:
         return "shared" if host.shared_nic else "not shared" if math.isfinite(host.flows_bytes_per_s) else ""
 
+    def speed(bytes_per_s: float | None) -> str:
+        return units.bandwidth(bytes_per_s) if bytes_per_s is not None and math.isfinite(bytes_per_s) else ""
+
     columns = (
-        Column("host", left=True),
-        Column("ranks", units.numbers),
-        Column("in its memory", units.numbers),
-        Column("memory", units.size),
-        Column("NIC", left=True),
-        Column("all flows out", units.bandwidth),  # of its ranks to other hosts
-        Column("all copies in", units.bandwidth),  # of its memory to its devices
-        Column("disk reads", units.bandwidth),  # of weights for which there is no memory
-        Column("why so much memory", left=True),
+        Column("host", "name", left=True),
+        Column("ranks", ranks, units.numbers),
+        Column("in its memory", sharing, units.numbers),
+        Column("memory", lambda host: host.memory_bytes if sharing(host) else None, units.size),
+        Column("NIC", nic, left=True),
+        Column("all flows out", "flows_bytes_per_s", speed),  # of its ranks to other hosts
+        Column("all copies in", "copies_bytes_per_s", speed),  # of its memory to its devices
+        Column("disk reads", "disk_bytes_per_s", speed),  # of weights for which there is no memory
+        Column("why so much memory", lambda host: host.memory_reason if sharing(host) else None, left=True),
     )
-    rows = []
-    for host in profile.hosts:
-        own = [device for device in profile.devices if device.host == host.name]
-        sharing = [device.rank for device in own if device.shares_host_memory]
-        memory = (host.memory_bytes, host.memory_reason) if sharing else (None, None)
-        speeds = (
-            value if math.isfinite(value) else None for value in (host.flows_bytes_per_s, host.copies_bytes_per_s)
-        )
-        ranks = [device.rank for device in own]
-        rows.append((host.name, ranks, sharing, memory[0], nic(host), *speeds, host.disk_bytes_per_s, memory[1]))
-    return Table(columns, rows)
+    return Table(columns, profile.hosts)
 
 
 def residuals(link: LinkProfile) -> list[float]:
-    """Relative error of ``latency_s + bytes / bytes_per_s`` at each sample of a link."""
+    """Absolute relative error of ``latency_s + bytes / bytes_per_s`` at each sample of a link."""
     samples = zip(link.sample_bytes, link.sample_s, strict=True)
-    return [(link.latency_s + size / link.bytes_per_s) / seconds - 1 for size, seconds in samples if seconds > 0]
+    return [abs((link.latency_s + size / link.bytes_per_s) / seconds - 1) for size, seconds in samples if seconds > 0]
 
 
 def _links(profile: ClusterProfile, every: bool) -> list[str]:
     """Links, of many those that fit a line worst; or links as they are given by pairs of hosts."""
     if not profile.links:
-        links = _host_link_table(profile)
-        return ["", "Links", *links.lines(None if every else MOST_ROWS)] if links.rows else []
-    table = _link_table(profile)
-    rows, what = list(table.rows), "Links"
-    if len(rows) > MOST_LINKS and not every:
-        worst_first = sorted(range(len(rows)), key=lambda place: (-(rows[place][5] or 0.0), place))
-        what = f"Links: the {MOST_LINKS} of {len(rows):,} that fit a line worst"
-        rows = [rows[place] for place in sorted(worst_first[:MOST_LINKS])]
-    lines = ["", what, *replace(table, rows=rows).lines()]
+        by_hosts = Table((Column("where", _host_link_ends), *_SPEED), profile.host_links)
+        return ["", "Links", *by_hosts.lines(None if every else MOST_ROWS)] if by_hosts.rows else []
+    links, what = sorted(profile.links, key=lambda link: (link.source, link.destination)), "Links"
+    if len(links) > MOST_LINKS and not every:
+        worst_first = sorted(links, key=lambda link: -max(residuals(link), default=0.0))
+        what = f"Links: the {MOST_LINKS} of {len(links):,} that fit a line worst"
+        links = [link for link in links if link in worst_first[:MOST_LINKS]]
+    columns = (
+        Column("link", lambda link: f"{link.source} -> {link.destination}", left=True),
+        Column("where", lambda link: "inside a host" if link.same_host else "between hosts"),
+        *_SPEED,
+        Column(
+            "residual (median)",
+            lambda link: statistics.median(found) if (found := residuals(link)) else None,
+            units.percent,
+        ),
+        Column("(worst)", lambda link: max(residuals(link), default=None), units.percent),
+        Column("samples", lambda link: len(residuals(link)) or None),
+    )
+    lines = ["", what, *Table(columns, links).lines()]
     return [*lines, "  residual: how far latency + bytes / bandwidth is from a measured message"]
 
 
-def _link_table(profile: ClusterProfile) -> Table:
-    columns = (
-        Column("link", left=True),
-        Column("where"),
-        Column("latency", units.seconds),
-        Column("bandwidth", units.bandwidth),
-        Column("residual (median)", units.percent),
-        Column("(worst)", units.percent),
-        Column("samples"),
-    )
-    rows = []
-    for link in sorted(profile.links, key=lambda link: (link.source, link.destination)):
-        found = [abs(one) for one in residuals(link)]
-        errors = (statistics.median(found), max(found), len(found)) if found else (None, None, None)
-        where = "inside a host" if link.same_host else "between hosts"
-        name = f"{link.source} -> {link.destination}"
-        rows.append((name, where, link.latency_s, link.bytes_per_s, *errors))
-    return Table(columns, rows)
+_SPEED = Column("latency", "latency_s", units.seconds), Column("bandwidth", "bytes_per_s", units.bandwidth)
 
 
-def _host_link_table(profile: ClusterProfile) -> Table:
-    """Links that the profile gives by pairs of hosts."""
-    rows = []
-    for link in profile.host_links:
-        ends = "any other two hosts" if link.source == ANY_HOST else f"{link.source} -> {link.destination}"
-        rows.append(("inside a host" if link.same_host else ends, link.latency_s, link.bytes_per_s))
-    return Table((Column("where"), Column("latency", units.seconds), Column("bandwidth", units.bandwidth)), rows)
+def _host_link_ends(link: HostLinkProfile) -> str:
+    if link.same_host:
+        return "inside a host"
+    return "any other two hosts" if link.source == ANY_HOST else f"{link.source} -> {link.destination}"

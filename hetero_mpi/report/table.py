@@ -1,5 +1,7 @@
-"""A table of a plan, a profile or a run: columns with their units, and rows. It is shown as lines of text (``Table.lines``), or on
-the page of a run (``page/report.html``).
+"""A table of a plan, a profile or a run, as data: its columns, and an object for each row. It is shown as lines of text
+(``Table.lines``), or on the page of a run (``page.html``)::
+
+    Table([Column("rank", "rank"), Column("memory", "memory_bytes", units.size)], profile.devices).lines()
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from hetero_mpi.util.terminal import line_width, printable, wrapped
@@ -24,38 +27,40 @@ _UNIT = re.compile(r"(?<=\d) (?=(%|[a-zA-Z]{1,2}(/s)?)(?:\s|,|;|\)|$))")
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, and how the values below it become texts."""
+    """A heading, the value below it in each row, and how this value is written."""
 
-    name: str
-    show: Callable[[Any], str] = str
+    title: str
+    value: str | Callable[[Any], Any]
+    """A function of the row, or the name of its attribute. None: unknown."""
+    format: Callable[[Any], str] = str
     left: bool = False
     """It stands at the left; others stand at the right if all their texts begin with a digit."""
 
-    def text(self, value: Any) -> str:
-        return "" if value is None else value if isinstance(value, str) else self.show(value)
+    def text(self, row: Any) -> str:
+        value = getattr(row, self.value) if isinstance(self.value, str) else self.value(row)
+        return "" if value is None else value if isinstance(value, str) else self.format(value)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, and rows with a value for each of them; None: unknown. A column without any text is not shown."""
+    """Columns, and an object for each row. A column without any text is not shown."""
 
     columns: Sequence[Column]
-    rows: Sequence[Sequence[Any]]
+    rows: Sequence[Any]
 
     @classmethod
     def of_texts(cls, headings: Iterable[str], rows: Sequence[Sequence[Any]]) -> Table:
-        """A table whose columns show values as they are."""
-        return cls([Column(heading) for heading in headings], rows)
+        """A table whose rows are texts, one for each heading."""
+        return cls([Column(heading, itemgetter(place)) for place, heading in enumerate(headings)], rows)
 
-    def without(self, *names: str) -> Table:
-        """The table without the columns of these names."""
-        kept = [place for place, column in enumerate(self.columns) if column.name not in names]
-        return Table([self.columns[place] for place in kept], [[row[place] for place in kept] for row in self.rows])
+    def without(self, *titles: str) -> Table:
+        """The table without the columns of these titles."""
+        return replace(self, columns=[column for column in self.columns if column.title not in titles])
 
     def texts(self) -> list[tuple[Column, list[str]]]:
         """The columns that are shown, each with its texts."""
-        found = [(column, [column.text(row[place]) for row in self.rows]) for place, column in enumerate(self.columns)]
-        return [(column, texts) for column, texts in found if any(texts)]
+        columns = [(column, [column.text(row) for row in self.rows]) for column in self.columns]
+        return [(column, texts) for column, texts in columns if any(texts)]
 
     def __bool__(self) -> bool:
         """Whether there is anything to show."""
@@ -64,7 +69,7 @@ class Table:
     def html(self) -> tuple[list[tuple[str, bool]], list[tuple[str, ...]]]:
         """Headings, each with whether its column stands at the right; and rows of texts."""
         shown = self.texts()
-        headings = [(column.name, _at_right(column, texts)) for column, texts in shown]
+        headings = [(column.title, _at_right(column, texts)) for column, texts in shown]
         return headings, list(zip(*(texts for _, texts in shown), strict=True))
 
     def lines(self, most: int | None = None) -> list[str]:
@@ -77,7 +82,7 @@ class Table:
             return [*replace(self, rows=rows).lines(), f"  ... and {len(self.rows) - len(rows):,} more"]
         shown = self.texts()
         right = [_at_right(column, texts) for column, texts in shown]
-        cells = [[unbroken(printable(text)) for text in (column.name, *texts)] for column, texts in shown]
+        cells = [[unbroken(printable(text)) for text in (column.title, *texts)] for column, texts in shown]
         least = [max(len(word) for cell in column for word in cell.split(" ")) for column in cells]
         widths, most = [max(map(len, column)) for column in cells], line_width()
         if sum(least) + 2 * len(least) > most:

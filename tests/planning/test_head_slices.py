@@ -84,7 +84,7 @@ def test_the_planner_slices_heads_where_nothing_fits_otherwise() -> None:
     assert [stage.head_tokens for _, _, stage in found.plan.numbered] == [1024]
     assert found.predicted_step_s == pytest.approx(roomy.predicted_step_s * 10.3 / 9.3, rel=0.1)
     assert any("logits and losses are computed 1,024 tokens at a time" in reason for reason in found.reasons)
-    assert "head" in str(stage_table(found.plan, narrow, found.memory).rows[0])
+    assert "head" in stage_table(found.plan, narrow, found.memory).html()[1][0]
     assert complete_plan(found.plan, narrow, request).predicted_step_s == found.predicted_step_s
     unsliced = replace(narrow.model.layers[-1], logits_bytes_per_token=0.0)
     model = replace(narrow.model, layers=(*narrow.model.layers[:-1], unsliced))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import pytest
 
 from hetero_mpi.report.table import Column, Table
 from hetero_mpi.util import units
 
 COLUMNS = (
-    Column("rank"),
-    Column("device"),
-    Column("forward", units.seconds),
-    Column("memory", units.size),
-    Column("reason"),
+    Column("rank", itemgetter(0)),
+    Column("device", lambda row: row[1]),
+    Column("forward", itemgetter(2), units.seconds),
+    Column("memory", itemgetter(3), units.size),
+    Column("reason", itemgetter(4)),
 )
 ROWS = [
     (0, "cuda A100", 0.001, 8e9, "free"),
