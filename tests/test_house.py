@@ -64,7 +64,7 @@ SET_FROM_OUTSIDE = {
     r"(.+\.)?(_transport|inner)\.idle": "the transport is told during a wait that the processor has nothing to compute",
     r"history\.\w+": "what outlives an attempt is filled in while the attempt goes on",
     r"self\.clock\.current": "the benchmark's clock is told which layer it times",
-    r"report\.\w+|self\.console\.size": "a tally of documents grows as they are read; rich is told the size of the terminal",
+    r"report\.\w+": "a tally of documents grows as they are read",
     r"ctx\.\w+": "torch.autograd.Function's context is made to be filled by forward",
     r"(.+\.)?(grad|data|training|forward|weight|bias|quant_state|recompute)": "tensors and modules of torch",
     r"(config|tokenizer|layer|parameter|sdpa_attention|self\.model)\.\w+": "objects of transformers and tokenizers",
@@ -236,7 +236,7 @@ def test_no_package_imports_what_it_must_not(path: Path) -> None:
     assert not tops & {"pickle", "dill", "cloudpickle"}
 
 
-SLOW = ("matplotlib", "jinja2", "rich")
+SLOW = ("matplotlib", "jinja2")
 """What draws: loaded where something is shown, never when a rank starts."""
 DRAWING = ("figures", "page", "screen")
 """Modules of ``report`` that load it."""

@@ -286,8 +286,8 @@ class ReportTable(JobTable):
     """Files that a run leaves to be looked at."""
 
     write: bool = True
-    """Write ``architecture.png`` and ``.svg`` before the first step, ``report.html`` and ``trace.json`` after the last one; while
-    the run goes on and is not watched, ``report.html`` every 5 minutes. The command ``report`` writes the report of any run."""
+    """Write ``architecture.png`` and ``.svg`` before the first step, ``report.html`` and ``trace.json`` after the last one.
+    The command ``report`` writes the report of any run at any time."""
     watch: bool | Annotated[int, Field(ge=0, lt=2**16)] = False
     """Serve the live page of the run on rank 0's machine, to its user: true, on port 8642, or where that is taken any; or on this
     port. ``watch RUN`` serves the page of any run."""

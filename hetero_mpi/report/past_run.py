@@ -14,10 +14,11 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import Plan, PlanReport
@@ -27,7 +28,7 @@ from hetero_mpi.rundir.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, 
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import Metrics, StepMetrics, measured_step_s, read_metrics, warm_steps
 from hetero_mpi.rundir.present import Present, read_present
-from hetero_mpi.rundir.rank_steps import RankStep, read_rank_steps
+from hetero_mpi.rundir.rank_steps import RankStep, newest_step, on_one_clock, read_rank_steps
 from hetero_mpi.rundir.run_directory import RUN_NAME, SAMPLE_NAME, run_json, run_starts, run_table
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
@@ -138,12 +139,18 @@ class PastRun:
         held_out = self.metrics.evaluations
         return math.exp(min(held_out[-1].loss, 100.0)) if held_out and of_text and not routed else None
 
+    @cached_property
     def predicted(self) -> SimulatedStep | None:
         """The simulated step of the newest plan, at the speeds for which it was made; None without plan or profile."""
         if self.plan is None or self.profile is None:
             return None
         ratios = {rank: 1 / speed for rank, speed in self.speeds.items() if speed > 0}
         return simulate(self.plan, with_slowness(self.profile, ratios))
+
+    @cached_property
+    def recorded(self) -> tuple[Event, ...]:
+        """The events of the newest step that was recorded under the newest plan, by one clock."""
+        return on_one_clock(newest_step(self.rank_steps, self.plan)) if self.plan is not None else ()
 
 
 def read_run(directory: Path) -> PastRun:

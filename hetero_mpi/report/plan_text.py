@@ -188,7 +188,7 @@ def stage_table(
     """A row for every stage. ``memory``: predicted, of ranks; ``name``: what a device is called."""
     known = Durations(plan, profile).profile if profile is not None else None
     columns = [
-        Column("pipeline", lambda row: row.index if len(plan.pipelines) > 1 else None),
+        Column("pipeline", lambda row: row.pipeline_index if len(plan.pipelines) > 1 else None),
         Column("stage", "number"),
         Column("rank", lambda row: _ranks_text(row.stage)),
         Column(
@@ -216,8 +216,7 @@ def stage_table(
 
 class _StageRow(NamedTuple):
     number: int
-    index: int
-    """Of the pipeline."""
+    pipeline_index: int
     pipeline: PipelinePlan
     stage: StagePlan
 

@@ -183,6 +183,10 @@ def _sample(curve: Curve | None, tokens: int) -> tuple[float | None, float | Non
     return line_s, statistics.median(curve.samples[place]) / line_s - 1, curve.spread[place]
 
 
+def finite_bandwidth(bytes_per_s: float) -> str:
+    return units.bandwidth(bytes_per_s) if math.isfinite(bytes_per_s) else ""
+
+
 def _host_table(profile: ClusterProfile) -> Table:
     """A row per host: the memory, NIC and copies that its ranks share, where the profile says so."""
 
@@ -195,18 +199,15 @@ def _host_table(profile: ClusterProfile) -> Table:
     def nic(host: HostProfile) -> str:
         return "shared" if host.shared_nic else "not shared" if math.isfinite(host.flows_bytes_per_s) else ""
 
-    def speed(bytes_per_s: float | None) -> str:
-        return units.bandwidth(bytes_per_s) if bytes_per_s is not None and math.isfinite(bytes_per_s) else ""
-
     columns = (
         Column("host", "name", left=True),
         Column("ranks", ranks, units.numbers),
         Column("in its memory", sharing, units.numbers),
         Column("memory", lambda host: host.memory_bytes if sharing(host) else None, units.size),
         Column("NIC", nic, left=True),
-        Column("all flows out", "flows_bytes_per_s", speed),  # of its ranks to other hosts
-        Column("all copies in", "copies_bytes_per_s", speed),  # of its memory to its devices
-        Column("disk reads", "disk_bytes_per_s", speed),  # of weights for which there is no memory
+        Column("all flows out", "flows_bytes_per_s", finite_bandwidth),  # of its ranks to other hosts
+        Column("all copies in", "copies_bytes_per_s", finite_bandwidth),  # of its memory to its devices
+        Column("disk reads", "disk_bytes_per_s", finite_bandwidth),  # of weights for which there is no memory
         Column("why so much memory", lambda host: host.memory_reason if sharing(host) else None, left=True),
     )
     return Table(columns, profile.hosts)

@@ -1,27 +1,41 @@
-"""Progress of the training loop: a screen that is drawn in place on a terminal, else plain lines now and then."""
+"""Progress of the training loop: a few lines at the bottom of a terminal that are drawn in place, else plain lines now and then.
+
+::
+
+    quickstart: 2 stages on 2 of 3 ranks, schedule 1F1B
+    step 120/300 ━━━━━━━━━━━━                     40 %, 1:12 left
+    loss 5.1234   5,242 tokens/s   391 ms per step, 291 ms predicted (+34 %)
+
+    rank  holds                  computes          predicted  now
+       0  embedding, blocks 0-1  ━━━━━━━━    82 %       91 %  forward 3
+       1  blocks 2-5, head       ━━━━━━━     74 %       80 %  waits for rank 0 to send
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import statistics
 import sys
+import threading
 import time
+import unicodedata
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.plan_text import stages_text
+from hetero_mpi.rundir.logs import SHOWN
 from hetero_mpi.rundir.metrics import StepMetrics, rewards_text
 from hetero_mpi.rundir.present import Standing
 from hetero_mpi.util import units
-from hetero_mpi.util.background import BestEffort
-from hetero_mpi.util.terminal import is_terminal, write_text
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from hetero_mpi.util.background import Background, BestEffort
+from hetero_mpi.util.terminal import is_terminal, printable, terminal_size, write_text
 
 LINE_EVERY_S, LINE_AT_LEAST_EVERY_S = 5.0, 600.0
 LINES_PER_RUN = 10
@@ -29,6 +43,11 @@ LATER = 0.25
 """The next line comes after this share of the time so far, within those limits."""
 _RECENT = 20
 """Number of steps whose median is shown as the present speed."""
+DRAW_EVERY_S = 0.5
+_BAR, _SHORT_BAR = 30, 10
+_MAX_HOLDS = 26
+"""Characters of the column ``holds``."""
+_BAR_PARTS = re.compile("[━╸]+")
 
 
 @dataclass(frozen=True)
@@ -103,11 +122,8 @@ class ProgressDisplay:
         self._latest: StepMetrics | None = None
         self._recent: deque[StepMetrics] = deque(maxlen=_RECENT)
         self._write_line = BestEffort("printing a step", lambda line: write_text(self._line(line) + "\n", self._stream))
-        self._screen = None
-        if screen and is_terminal(self._stream):
-            from hetero_mpi.report.screen import Screen  # loads rich
-
-            self._screen = Screen(self._stream, self.view)
+        watched = screen and is_terminal(self._stream) and os.environ.get("TERM") != "dumb"
+        self._screen = Screen(self._stream, self.view) if watched else None
 
     def show(self, about: Overview, standings: Standings) -> None:
         """Show another plan from now on."""
@@ -130,20 +146,37 @@ class ProgressDisplay:
         if self._screen is not None:
             self._screen.__exit__()
 
-    def view(self, rows: int) -> Group:
+    def view(self, rows: int) -> list[str]:
         """The screen's contents, in at most ``rows`` rows."""
-        from hetero_mpi.report.screen import view
+        step, total, ranks = (
+            self._latest.step if self._latest else self.first_step,
+            self.total_steps,
+            self.overview.ranks,
+        )
+        share = step / total if total else 1.0
+        left = f", {self._left(step)} left" if self.first_step < step < total else ""
+        progress = (
+            f"step {step:>{len(str(total))}}/{total} {_bar(share, _BAR)} {100 * share:3.0f} %{self._epoch(step)}{left}"
+        )
+        lines, room = [self.overview.title, progress, self._speed_text()], rows - 6
+        if ranks and room > 0:
+            shown = ranks if len(ranks) <= room else ranks[: room - 1]
+            lines += ["", *self._rank_lines(shown)]
+            lines += [f"  and {len(ranks) - len(shown)} more ranks"] if len(shown) < len(ranks) else []
+        return lines
 
-        step = self._latest.step if self._latest is not None else self.first_step
-        left = self._epoch(step)
-        left += f", {self._left(step)} left" if self.first_step < step < self.total_steps else ""
+    def _rank_lines(self, ranks: Sequence[RankRow]) -> list[str]:
         standings = self.standings()
-        ranks = [
-            (row.rank, row.holds, now.computed, row.predicted, now.text)
-            for row in self.overview.ranks
-            for now in [standings.get(row.rank, Standing(""))]
-        ]
-        return view(self.overview.title, (step, self.total_steps), left, self._speed_text(), ranks, rows)
+        wide = min(max(len(row.holds) for row in ranks), _MAX_HOLDS) if ranks else 0
+        lines = [f"rank  {'holds':<{wide}}  {'computes':<16}  predicted  now"]
+        for row in ranks:
+            now = standings.get(row.rank, Standing(""))
+            computes = (
+                f"{_bar(now.computed, _SHORT_BAR)} {100 * now.computed:3.0f} %" if now.computed is not None else ""
+            )
+            predicted = f"{100 * row.predicted:.0f} %"
+            lines.append(f"{row.rank:>4}  {_cut(row.holds, wide):<{wide}}  {computes:<16}  {predicted:>9}  {now.text}")
+        return lines
 
     def _speed_text(self) -> str:
         """The loss, and the present speed beside the predicted one."""
@@ -183,6 +216,70 @@ class ProgressDisplay:
         """The time that the steps after ``step`` will take, as a clock."""
         per_step_s = (self._now_s() - self._started_s) / (step - self.first_step)
         return units.clock(per_step_s * (self.total_steps - step))
+
+
+class Screen:
+    """Lines that are drawn in place while the context lasts; the last ones stay at its end. Other output is printed above them.
+
+    Args:
+        stream: a terminal.
+        view: returns the lines to show in so many rows; called from the drawing thread.
+    """
+
+    def __init__(self, stream: TextIO, view: Callable[[int], Sequence[str]], every_s: float = DRAW_EVERY_S) -> None:
+        self._stream, self._view, self._every_s = stream, BestEffort("drawing the screen", view), every_s
+        self._writing, self._stop = threading.Lock(), threading.Event()
+        self._lines: Sequence[str] = ()
+        self._height = 0
+
+    def say(self, text: str) -> None:
+        """Print a line above the screen."""
+        self._draw(text + "\n")
+
+    def __enter__(self) -> Screen:
+        self._draw()
+        SHOWN.append(self)
+        self._drawing = Background("drawing the screen", self._redraw)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        SHOWN.remove(self)
+        self._stop.set()
+        self._drawing.finish()
+        self._draw()
+
+    def _redraw(self) -> None:
+        while not self._stop.wait(self._every_s):
+            self._draw()
+
+    def _draw(self, above: str = "") -> None:
+        """Go back over the lines of the last time, and write ``above`` and the present ones. Each ends its line: launchers pass on
+        whole ones."""
+        size = terminal_size(self._stream)
+        self._lines = self._view(size.lines - 2) or self._lines
+        lines = [_cut(printable(line), size.columns) for line in self._lines]
+        if not os.environ.get("NO_COLOR"):
+            lines = [_BAR_PARTS.sub("\x1b[34m\\g<0>\x1b[0m", line) for line in lines]
+        with self._writing, contextlib.suppress(OSError, ValueError):  # the terminal may have gone: no reason to fail
+            back = f"\x1b[{self._height}A\x1b[J" if self._height else ""
+            self._height = len(lines)
+            self._stream.write(back + above + "".join(f"{line}\n" for line in lines))
+            self._stream.flush()
+
+
+def _cut(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns of a terminal."""
+    taken = 0
+    for place, character in enumerate(text):
+        taken += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if taken > width:
+            return text[: place - 1] + "…"
+    return text
+
+
+def _bar(share: float, width: int) -> str:
+    halves = int(2 * width * min(max(share, 0.0), 1.0))
+    return f"{'━' * (halves // 2) + '╸' * (halves % 2):<{width}}"
 
 
 def _loss(line: StepMetrics) -> str:

@@ -87,7 +87,7 @@ def _copies(event: Event) -> TypeGuard[MeasuredEvent]:
 
 def run_events(run: PastRun) -> dict[str, Sequence[Event]]:
     """A run's recorded steps; and the predicted step, once for each recorded one, beginning with it. Empty: nothing is known."""
-    simulation = run.predicted()
+    simulation = run.predicted
     if run.plan is None or simulation is None:
         return {}
     measured = [event for records in steps_under(run.rank_steps, run.plan) for event in on_one_clock(records)]

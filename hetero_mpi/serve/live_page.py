@@ -1,7 +1,7 @@
-"""The live page: the report of a run as it is at this moment, for browsers. Its parts are drawn once for all who watch.
+"""The live page: the page of a run as it is at this moment, for browsers. Its parts are drawn once for all who watch.
 
 A process of its own serves it, at a low priority: drawing would hold the interpreter of a rank, and with it the step. Numbers,
-curves, ranks and events are as new as the files; the other figures cost most, and are drawn beside the requests when anything but
+curves, ranks and events are as new as the files; the other parts take longest, and are drawn beside the requests when anything but
 steps has changed, with a pause that is some times as long. Who watches shows a token, which is in the address that is printed,
 behind the #: browsers keep that to themselves. On another address than this machine's own no hosts, users and paths are named, and
 no logs shown.
@@ -25,9 +25,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from hetero_mpi.report.figures.style import palette_css
-from hetero_mpi.report.page import sections
-from hetero_mpi.report.page.document import TEMPLATES, about, key_figures, page_sections, part
+from hetero_mpi.report.page.document import SECTIONS, draw_part, live_page, page_parts
 from hetero_mpi.report.past_run import PastRun, anonymous, read_run
 from hetero_mpi.rundir.metrics import Metrics
 from hetero_mpi.rundir.present import NICENESS, read_present
@@ -47,7 +45,8 @@ _LOG_BYTES = 1 << 15
 _UNKEPT = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin"}
 
 
-_CHEAP_SECTIONS = sections.learning, sections.next_commands, sections.happenings, sections.checkpoints
+_AT_EACH_LOOK = ("header", "tiles", "now", "learning", "next_commands", "checkpoints", "happenings")
+"""Parts that are drawn at once; the others are drawn on a thread."""
 
 
 class Parts:
@@ -59,9 +58,11 @@ class Parts:
     def __init__(self, directory: Path, shared: bool) -> None:
         self._directory, self._shared = directory, shared
         self._asking, self._wanted, self._closed = threading.Lock(), threading.Event(), threading.Event()
-        self._figures: dict[str, str] = {}
+        self._drawn = dict.fromkeys(
+            (make.__name__ for make in SECTIONS if make.__name__ not in _AT_EACH_LOOK), Markup()
+        )
         self._version = int(time.time() * 1000)  # later than any that an earlier server of this run has told
-        self._shown: dict[str, tuple[int, str]] = {}
+        self._shown: dict[str, tuple[int, Markup]] = {}
         self.asked_s = self._next_s = float("-inf")
         self._run: PastRun | None = None
         self._drawing = Background("drawing the figures", self._draw)
@@ -94,36 +95,26 @@ class Parts:
 
     def _look(self) -> None:
         try:
-            parts = self._parts()
+            self._show(self._parts())
+            return
         except UserError as error:
             text = "There is no run, or its files cannot be read." if self._shared else str(error)
-            parts = {"header": Markup("<h1>A run</h1><p>{}</p>").format(text)}
         except Exception as error:  # as in ``_draw``; a dropped connection would read as an end of the run
             logging.getLogger(__name__).exception("reading the run")
             said = "" if self._shared else f": {error}"
             text = f"The files of the run cannot be shown now ({type(error).__name__}{said})."
-            parts = {"header": Markup("<h1>A run</h1><p>{}</p>").format(text)}
-        self._show(parts)
+        self._show({"header": Markup("<h1>A run</h1><p>{}</p>").format(text)})
 
-    def _parts(self) -> dict[str, str]:
+    def _parts(self) -> dict[str, Markup]:
         run = read_run(self._directory)
         run = anonymous(run) if self._shared else run
         if run != self._run:
             self._run = run
             self._wanted.set()
-        logs = (
-            sorted(path.stem[5:] for path in (self._directory / "logs").glob("rank-*.log")) if not self._shared else []
-        )
-        return {
-            "header": part("header", run, about(run)),
-            "tiles": part("tiles", key_figures(run)),
-            "now": part("now", run),
-            **self._figures,
-            **_markup(run, [one(run) for one in _CHEAP_SECTIONS]),
-            "logs": part("logs", logs),
-        }  # fmt: skip
+        logs = [] if self._shared else sorted(path.stem[5:] for path in (self._directory / "logs").glob("rank-*.log"))
+        return {**page_parts(run, self._drawn), "logs": draw_part("logs", logs)}
 
-    def _show(self, parts: dict[str, str]) -> None:
+    def _show(self, parts: dict[str, Markup]) -> None:
         before, self._shown = self._shown, {}
         for name, text in parts.items():
             since, former = before.get(name, (0, None))
@@ -132,7 +123,7 @@ class Parts:
             self._shown[name] = since, text
 
     def _draw(self) -> None:
-        """Draw the figures of the newest run that was read, unless only its steps have changed."""
+        """Draw the parts that take long, of the newest run that was read, unless only its steps have changed."""
         before: object = None
         while self._wanted.wait() and not self._closed.is_set():
             self._wanted.clear()
@@ -142,18 +133,11 @@ class Parts:
             if rest == before:
                 continue
             try:
-                self._figures, before = _markup(run, page_sections(run)), rest
+                parts = page_parts(run, dict.fromkeys(_AT_EACH_LOOK, Markup()))
+                self._drawn, before = {name: parts[name] for name in self._drawn}, rest
             except Exception:  # a run of another version, or a defect: the numbers are shown all the same
                 logging.getLogger(__name__).exception("drawing the figures")
             self._closed.wait(_REST * (time.monotonic() - begin_s))
-
-
-def _markup(run: PastRun, found: Sequence[sections.Section]) -> dict[str, str]:
-    """Name -> markup of sections; empty of those that have nothing to tell."""
-    names = (re.sub(r"\W+", "-", one.title.lower()) for one in found)
-    return {
-        name: part("section", one, run.emulated) if one.told else "" for name, one in zip(names, found, strict=True)
-    }
 
 
 class LiveServer(WebServer):
@@ -171,8 +155,7 @@ class _LiveConnection(Connection):
         if self.command == "POST":
             raise HttpError(405, "the page of a run can be looked at only (GET)", allow="GET, HEAD")
         if self.route == "":
-            page = TEMPLATES.get_template("live.html").render(palette=Markup(palette_css()))
-            self.send_content(page.encode(), "text/html; charset=utf-8", _UNKEPT)
+            self.send_content(live_page().encode(), "text/html; charset=utf-8", _UNKEPT)
             return
         if self.route == "/live.js":
             script = Path(__file__).with_name("live.js").read_bytes()

@@ -1,5 +1,5 @@
-"""The reports of rank 0 during a run: the screen, ``run.json``, ``architecture.png``, ``trace.json`` and ``report.html``.
-Failures there do not end a run: they are reported, and training goes on.
+"""What rank 0 shows of a run: the screen, ``run.json``, ``now.json`` and ``architecture.png``, the live page, and at the end
+``report.html`` and ``trace.json``. Failures there do not end a run: they are reported, and training goes on.
 
 After the last step: the model or adapter is written, a sample is generated, and the summary is printed. What other programs took
 of the cores is measured while the run computes, as it is no part of a profile.
@@ -8,10 +8,12 @@ of the cores is measured while the run computes, as it is no part of a profile.
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,6 +24,7 @@ from hetero_mpi.emulation.emulated_cluster import punctuality_lines
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.inference.generate import write_sample
 from hetero_mpi.job.load import job_to_dict
+from hetero_mpi.job.schema import ReportTable
 from hetero_mpi.objectives import learns_from
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan, PlanReport
@@ -30,17 +33,17 @@ from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.progress import ProgressDisplay, overview
 from hetero_mpi.report.run_text import final_lines
 from hetero_mpi.report.trace import save_run_trace
-from hetero_mpi.rundir.logs import say
+from hetero_mpi.rundir.logs import say, write_line
 from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, Trackers, measured_step_s
+from hetero_mpi.rundir.present import Present, write_present
 from hetero_mpi.rundir.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_result
 from hetero_mpi.state.state import State
-from hetero_mpi.training.live_view import LiveView
 from hetero_mpi.training.result import TrainResult, save_adapter, save_model
 from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.training.setup.data_setup import base_name
 from hetero_mpi.training.watchdog import Watchdog
 from hetero_mpi.util import units
-from hetero_mpi.util.background import BestEffort, unharmed
+from hetero_mpi.util.background import Background, BestEffort, start_module, unattended, unharmed
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.host_limits import own_cores
 from hetero_mpi.util.shipped import USED_PROFILE
@@ -114,27 +117,84 @@ def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, 
         display.show(overview(plan, context.profile, context.loaded.name), standings)
 
 
-@contextlib.contextmanager
-def reported(context: RunContext, live: LiveView) -> Iterator[None]:
-    """A block after which ``report.html`` and ``trace.json`` are written, if it ends on all ranks together."""
-    try:
-        yield
-    except CollectiveUserError as error:
-        live.end(str(error))
-        write_files(context)
-        raise
-    write_files(context)
+TELL_S = 0.5
+_PATIENCE_S = 5.0
+"""For the page's process, which shows the end to who watches."""
 
 
-def write_files(context: RunContext) -> None:
+class LiveView:
+    """A run as rank 0 shows it, around all its attempts: ``now.json``, and the live page where the job asks for it;
+    after an error on all ranks, the report. On other ranks it does nothing.
+
+    A process of its own draws the page, at a low priority and off the step's path. It ends with its pipe, so with rank 0, however
+    that ends.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._asked, self._run_dir = ReportTable(), Path()
+        self._display: ProgressDisplay | None = None
+        self._page: subprocess.Popen[bytes] | None = None
+        self._stop = threading.Event()
+        self._telling: Background[None] | None = None
+        self._write = BestEffort("writing now.json", self._write_present)
+
+    def begin(self, asked: ReportTable, run_dir: Path, display: ProgressDisplay | None) -> None:
+        """The start is accepted: show the run from now on. ``display`` knows what the ranks do; other ranks than 0 have none."""
+        if display is None:
+            return
+        self._asked, self._run_dir, self._display = asked, run_dir, display
+        if asked.watch is not False and self._page is None:
+            port = [str(asked.watch)] if asked.watch is not True else []
+            with unharmed("starting the live page"):  # an interrupt of the terminal is not for it
+                apart: dict[str, Any] = {"stderr": subprocess.DEVNULL, "start_new_session": True}
+                self._page = start_module("hetero_mpi.serve.live_page", str(run_dir), *port, **apart)
+                unattended("passing on the page's address", self._pass_on)
+        if self._telling is None and (asked.write or self._page is not None):
+            with unharmed("telling what the ranks do"):
+                self._telling = Background("telling what the ranks do", self._tell)
+
+    def __enter__(self) -> LiveView:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self._telling is not None:
+            self._stop.set()
+            self._telling.finish()
+            known = isinstance(error, CollectiveUserError)
+            self._write(str(error) if known else f"{kind.__name__}: {error}" if kind is not None else "")
+            if known:
+                write_files(self._run_dir, self._asked)
+        if self._page is not None and self._page.stdin is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired), unharmed("ending the live page"):
+                self._page.stdin.close()
+                self._page.wait(_PATIENCE_S)
+
+    def _tell(self) -> None:
+        while not self._stop.wait(TELL_S):
+            self._write(None)
+
+    def _write_present(self, ended: str | None) -> None:
+        assert self._display is not None
+        ranks = {str(rank): now for rank, now in self._display.standings().items()}
+        write_present(self._run_dir, Present(time.time(), self._world.doing, ended, ranks))
+
+    def _pass_on(self) -> None:
+        """Print what the page's process says. A log would keep the token."""
+        assert self._page is not None and self._page.stdout is not None
+        for line in self._page.stdout:
+            write_line(line.decode(errors="replace").rstrip())
+
+
+def write_files(run_dir: Path, asked: ReportTable) -> None:
     """``report.html`` and ``trace.json``, on rank 0."""
-    if context.world.rank == 0 and context.job.report.write:
+    if asked.write:
         with unharmed("writing the report"):
             from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
-            run = read_run(context.run_dir)
-            write_report(run, context.run_dir / REPORT_NAME)
-            save_run_trace(run, context.run_dir / TRACE_NAME)
+            run = read_run(run_dir)
+            write_report(run, run_dir / REPORT_NAME)
+            save_run_trace(run, run_dir / TRACE_NAME)
 
 
 def files_of(context: RunContext) -> dict[str, Path]:
@@ -175,7 +235,7 @@ def _leave_result(context: RunContext, share: Share, state: State, others: Other
     if context.world.rank == 0:
         with unharmed("writing run.json"):
             note_result(context.run_dir, state.step)
-        write_files(context)  # again: now there is a result, and what it writes
+        write_files(context.run_dir, context.job.report)
         with unharmed("printing the summary"):
             _say_end(context, share.report, state, result_directory, taken)
 

@@ -29,20 +29,19 @@ from hetero_mpi.state.saving import Snapshots
 from hetero_mpi.state.state import State
 from hetero_mpi.training.build import change
 from hetero_mpi.training.follower import Follower, OnEvent
-from hetero_mpi.training.live_view import LiveView
 from hetero_mpi.training.loop import Loop, Training
 from hetero_mpi.training.rebalance import rebalancer_of
 from hetero_mpi.training.recovery import RunHistory, beside_steps, plan_again, run_with_recovery
 from hetero_mpi.training.reference_likelihoods import find_reference
 from hetero_mpi.training.result import TrainResult
 from hetero_mpi.training.run_report import (
+    LiveView,
     OtherPrograms,
     draw_plan,
     keep_profile,
     leave_result,
     open_display,
     outcome,
-    reported,
     show_plan,
 )
 from hetero_mpi.training.setup.context import Pending, RunContext, Share, TrainOptions
@@ -78,10 +77,11 @@ def train(
     Raises:
         UserError: an error the user can correct; the same on all ranks.
     """
-    with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, LiveView(world) as live:
+    with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop:
         follower = Follower(world, stop, on_event) if on_event is not None else None
         try:
-            return run_with_recovery(world, TrainingRun(world, options, stop, live, follower).run)
+            with LiveView(world) as live:
+                return run_with_recovery(world, TrainingRun(world, options, stop, live, follower).run)
         except CollectiveUserError as error:
             if follower is None or not follower.left or error.exit_code != ExitCode.STOPPED:
                 raise
@@ -252,7 +252,7 @@ class TrainingRun:
         refer to the trainer of a share: a change of plan needs its memory.
         """
         share, state = built.share, built.state
-        with reported(context, self._live), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             stack.enter_context(self._stop.noting())
             training = self._training(context, history, state, stack)
             while (word := self._until_change(training, history, share, state)) is not None:

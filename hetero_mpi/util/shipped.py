@@ -17,7 +17,7 @@ from hetero_mpi.util.errors import UserError
 DISTRIBUTION = "hetero_mpi"
 REQUIRED = (
     "torch", "mpi4py", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes", "h5py",
-    "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2", "rich",
+    "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2",
 )  # fmt: skip
 """Modules that a run imports; a test compares them with pyproject.toml."""
 USED_PROFILE = "used-profile.toml"

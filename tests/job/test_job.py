@@ -243,7 +243,7 @@ def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -
         ),
         (
             ["train.preference=orpo", "train.preference_smoothing=0.1"],
-            'preference_smoothing = 0.1: is for train.preference = dpo and robust and simpo',
+            "preference_smoothing = 0.1: is for train.preference = dpo and robust and simpo",
         ),
         (["train.preference=dpo", "train.undesirable_weight=2"], "is for train.preference = kto: leave it out"),
         (
@@ -293,7 +293,7 @@ def test_a_model_of_layers_needs_nothing_else(tmp_path: Path) -> None:
         (["data.pad=longest"], 'pad = "longest": has an effect only if model.factory is empty'),
         (["sample.prompt=hello"], 'prompt = "hello": has an effect only if model.factory is empty'),
         (["cluster.emulate=p.toml"], 'emulate = "p.toml": has an effect only if model.factory is empty'),
-        (["train.desirable_weight=2"], 'desirable_weight = 2: is for train.preference = kto'),
+        (["train.desirable_weight=2"], "desirable_weight = 2: is for train.preference = kto"),
         (["train.freeze=[0]"], "freeze = [0]: blocks have numbers in language models only: name parameters"),
         (["train.dtype=bf16"], 'dtype = "bf16": must be fp32, as the model\'s layers are'),
         (["model.factory=my_model.model"], 'is written "package.module:function"'),

@@ -6,11 +6,11 @@ import os
 import sys
 import time
 
-from hetero_mpi.report.screen import Screen
+from hetero_mpi.report.progress import Screen
 from hetero_mpi.util.terminal import is_terminal
 
 if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
     assert is_terminal(sys.stdout)
-    with Screen(sys.stdout, lambda rows: "\n".join(f"row {number}" for number in range(3))):
+    with Screen(sys.stdout, lambda rows: [f"row {number}" for number in range(3)]):
         while not os.path.exists(sys.argv[1]):
             time.sleep(0.05)

@@ -46,7 +46,7 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.model.optimizer import Optimizer, StepDecider
     from hetero_mpi.model.stage import MicroBatch, Stage
     from hetero_mpi.state import saving
-    from hetero_mpi.training import build, live_view, rebalance, training_run, trial, watchdog
+    from hetero_mpi.training import build, rebalance, run_report, training_run, trial, watchdog
     from hetero_mpi.training.rebalance import StepWord
     from hetero_mpi.training.setup.context import RunContext, Share, TrainOptions
     from hetero_mpi.training.training_run import train
@@ -318,10 +318,9 @@ def no_room_to_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def something_beside_fails(world: World, entry: dict[str, Any]) -> Iterator[None]:
-    """Calling any of ``entry["names"]`` ("module:object.attribute") fails on every rank, and a report would be drawn at once."""
+    """Calling any of ``entry["names"]`` ("module:object.attribute") fails on every rank."""
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(live_view, "REPORT_EVERY_S", 0.0))
-        patches.enter_context(mock.patch.object(live_view, "TELL_S", 0.01))
+        patches.enter_context(mock.patch.object(run_report, "TELL_S", 0.01))
         patches.enter_context(mock.patch.object(watchdog, "_LOOK_S", 0.05))
         for name in entry["names"]:
             module, _, path = name.partition(":")

@@ -130,7 +130,7 @@ def test_the_page_tells_exchanging_from_waiting_in_a_group(run: PastRun) -> None
     spent = {0: 5.0, 1: 3.0, 2: 0.0}
     usage = {rank: Usage(10, 10.0, computing_s=4.0, group_s=seconds) for rank, seconds in spent.items()}
     records = tuple(replace(one, usage=usage[one.rank]) for one in run.rank_steps)
-    section = sections.usage(replace(run, rank_steps=records), run.predicted())
+    section = sections.usage(replace(run, rank_steps=records))
     assert section.table is not None
     headings, rows = section.table.html()
     names = [name.split("</i>")[-1].strip() for name, _ in headings]

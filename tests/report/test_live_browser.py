@@ -86,15 +86,13 @@ def test_it_follows_the_run_and_asks_for_nothing_else(watched: Watched) -> None:
     seen = set[str]()
     page.wait_for("different work", lambda: seen.add(watched.ranks()["1"].splitlines()[0]) or len(seen) > 1)
     assert "MB of" in watched.ranks()["0"] and "busy" in watched.ranks()["0"]
-    page.wait_for(
-        "the curves", lambda: page.value("document.querySelectorAll('#part-learning-and-speed svg').length") >= 3
-    )
+    page.wait_for("the curves", lambda: page.value("document.querySelectorAll('#part-learning svg').length") >= 3)
     written = [(0.0, 0)]
 
     def follows() -> bool:
         """The curves show what was written two seconds ago."""
         written.append((time.monotonic(), read_metrics(watched.running.run / METRICS_NAME).steps[-1].step))
-        labels = page.value("[...document.querySelectorAll('#part-learning-and-speed svg')].map(one => one.ariaLabel)")
+        labels = page.value("[...document.querySelectorAll('#part-learning svg')].map(one => one.ariaLabel)")
         shown = [int(found[1].replace(",", "")) for label in labels if (found := re.search(r" to ([\d,]+)$", label))]
         return len(shown) >= 3 and min(shown) >= max(step for when, step in written if when < written[-1][0] - 2.0)
 
@@ -117,7 +115,7 @@ def test_it_fits_the_window_light_and_dark(watched: Watched, width: int, scheme:
     page = watched.browser
     page.look(width, scheme=scheme, mobile=width < 600)
     page.wait_for("the ranks", watched.ranks)
-    page.wait_for("the curves", lambda: page.value("document.querySelectorAll('#part-learning-and-speed svg').length"))
+    page.wait_for("the curves", lambda: page.value("document.querySelectorAll('#part-learning svg').length"))
     assert page.value("document.documentElement.scrollWidth") <= width, "nothing but what says so scrolls sideways"
     box = "[...document.querySelectorAll('.rank')].every(one => one.getBoundingClientRect().right <= window.innerWidth)"
     assert page.value(box)

@@ -23,13 +23,15 @@ import psutil
 import pytest
 
 from hetero_mpi.cli import main
+from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.commands.options import parser
 from hetero_mpi.device import sensors as device_sensors
 from hetero_mpi.device.accelerators import CudaBackend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.schema import ReportTable
+from hetero_mpi.report.page import document, sections
 from hetero_mpi.report.page.document import key_figures, report_html, write_report
-from hetero_mpi.report.past_run import anonymous, read_run
+from hetero_mpi.report.past_run import PastRun, anonymous, read_run
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.rundir import present
 from hetero_mpi.rundir.metrics import MetricsWriter
@@ -37,8 +39,8 @@ from hetero_mpi.rundir.present import Present, Standing, read_present, write_pre
 from hetero_mpi.serve import live_page
 from hetero_mpi.serve.live_page import LiveServer, watch
 from hetero_mpi.serve.web.server import Names, bound_socket
-from hetero_mpi.training import live_view
-from hetero_mpi.training.live_view import LiveView
+from hetero_mpi.training import run_report
+from hetero_mpi.training.run_report import LiveView
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 from tests.support.mpi import ROOT
@@ -93,7 +95,7 @@ def test_texts_that_no_file_can_hold_are_spelt_out(run: Path, tmp_path: Path) ->
     for run_shown in (read_run(run), anonymous(read_run(run))):
         page = write_report(run_shown, tmp_path / "page.html").read_text()
         assert all(f"{what}\\ud800&lt;b&gt;" in page for what in ("<h1>", "library-", "kind-", "text-"))
-    assert "text-" in live_page.Parts(run, False).since(0)["parts"]["what-happened"]
+    assert "text-" in live_page.Parts(run, False).since(0)["parts"]["happenings"]
 
 
 @pytest.mark.parametrize("steps", ["many", [100], {"a": 1}, None, 1.5])
@@ -124,9 +126,7 @@ def test_a_defect_in_reading_is_told_and_not_taken_for_the_end(run: Path, monkey
 
 def test_a_run_that_goes_on_says_what_its_ranks_do(run: Path) -> None:
     page = report_html(read_run(run))
-    assert (
-        "It goes on: training step 61." in page and '<p class="sub">As of ' in page and 'http-equiv="refresh"' in page
-    )
+    assert "It goes on: training step 61." in page and '<p class="sub">As of ' in page
     for text in (
         "forward 3",
         "waits for rank 0 to send, for 12.0 s",
@@ -144,7 +144,7 @@ def test_a_run_that_is_over_is_a_report(run: Path) -> None:
         for step in range(61, 101):
             writer.step(metrics(step))
     page = report_html(read_run(run))
-    assert "Training is over after 100 steps." in page and "<h2>Now" not in page and "refresh" not in page
+    assert "Training is over after 100 steps." in page and "<h2>Now" not in page
 
 
 def test_a_run_that_broke_off_tells_its_last_word(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_others_see_no_names_no_paths_and_no_logs(run: Path) -> None:
         drawn = dict[bool, str]()
         for server in (own, others):
             deadline = time.monotonic() + 60
-            while "where-everything-is" not in (text := asked(server, "/changes/0")[1]) and time.monotonic() < deadline:
+            while '"topology": "<' not in (text := asked(server, "/changes/0")[1]) and time.monotonic() < deadline:
                 time.sleep(0.1)
             drawn[server is own] = text
         assert all(name in drawn[True] for name in names) and 'data-log=\\"0001\\"' in drawn[True]
@@ -256,8 +256,14 @@ def test_others_see_no_names_no_paths_and_no_logs(run: Path) -> None:
 
 def test_only_what_has_changed_is_sent_and_figures_are_drawn_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = list[int]()
-    sections = live_page.page_sections
-    monkeypatch.setattr(live_page, "page_sections", lambda one: drawn.append(1) or sections(one))  # type: ignore[func-returns-value]
+
+    def counted(run: PastRun) -> sections.Section:
+        drawn.append(1)
+        return topology(run)
+
+    counted.__name__ = "topology"
+    topology = sections.topology
+    monkeypatch.setattr(document, "SECTIONS", tuple(counted if one is topology else one for one in document.SECTIONS))
     monkeypatch.setattr(live_page, "LOOK_S", 0.0)
     monkeypatch.setattr(live_page, "_REST", 0.0)
 
@@ -270,12 +276,10 @@ def test_only_what_has_changed_is_sent_and_figures_are_drawn_once(run: Path, mon
         assert all({"header", "tiles", "now", "logs"} <= one["parts"].keys() for one in first)
         seen, deadline = first[0], time.monotonic() + 60
         # Curves are there at once, the other sections when they have been drawn.
-        while not {"learning-and-speed", "links"} <= {*seen["order"]} and time.monotonic() < deadline:
+        while not seen["parts"].get("links") and time.monotonic() < deadline:
             seen = changes(0)
         assert (
-            seen["order"][:3] == ["header", "tiles", "now"]
-            and "<svg" in seen["parts"]["learning-and-speed"]
-            and len(drawn) == 1
+            seen["order"][:3] == ["header", "tiles", "now"] and "<svg" in seen["parts"]["learning"] and len(drawn) == 1
         )
         while (more := changes(seen["version"]))["parts"]:
             seen = more
@@ -306,7 +310,7 @@ def test_the_address_has_the_token_behind_the_hash(run: Path, monkeypatch: pytes
 
 
 def test_rank_0_writes_what_the_ranks_do_and_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_view, "TELL_S", 0.01)
+    monkeypatch.setattr(run_report, "TELL_S", 0.01)
     world: Any = SimpleNamespace(doing="training step 3")
     display = ProgressDisplay(10)
     display.standings = lambda: {0: Standing("training step 3, 0F1", computed=0.5)}
@@ -326,12 +330,11 @@ def test_rank_0_writes_what_the_ranks_do_and_how_it_ended(tmp_path: Path, monkey
         assert told.alive and told.doing == "training step 3" and told.ranks["0"].text == "forward 1"
         raise ZeroDivisionError("of a test")
     assert shown(True).ended == "ZeroDivisionError: of a test" and not shown(True).alive
-    with LiveView(world) as live:
+    with pytest.raises(CollectiveUserError), LiveView(world) as live:
         live.begin(ReportTable(), tmp_path, display)
         shown(False)
-        live.end("step 3: the loss is nan")
-        live.end("")
-    assert shown(True).ended == "step 3: the loss is nan", "it is told once"
+        raise CollectiveUserError("run.not_finite", "step 3: the loss is nan")
+    assert shown(True).ended == "step 3: the loss is nan"
     with LiveView(world) as live:
         live.begin(ReportTable(), tmp_path, display)
     assert shown(True).ended == ""
@@ -343,19 +346,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from hetero_mpi.job.schema import ReportTable
 from hetero_mpi.report.progress import ProgressDisplay
-from hetero_mpi.training import live_view
+from hetero_mpi.training.run_report import LiveView
 
-live_view.REPORT_EVERY_S = 0.0
-with live_view.LiveView(SimpleNamespace(doing="training step 61")) as live:
-    live.begin(ReportTable(watch=0 if "watch" in sys.argv else False), Path(sys.argv[1]), ProgressDisplay(100))
+with LiveView(SimpleNamespace(doing="training step 61")) as live:
+    live.begin(ReportTable(watch=0), Path(sys.argv[1]), ProgressDisplay(100))
     time.sleep(600)
 """
 
 
 @contextmanager
-def beside(run: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+def beside(run: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that shows a run as rank 0 does."""
-    words = [sys.executable, "-c", BESIDE, str(run), *more]
+    words = [sys.executable, "-c", BESIDE, str(run)]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -365,7 +367,7 @@ def beside(run: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 def test_the_page_ends_with_rank_0_however_that_ends(run: Path) -> None:
-    with beside(run, "watch") as rank_0:
+    with beside(run) as rank_0:
         assert rank_0.stdout is not None
         port = urlsplit(rank_0.stdout.readline().split()[-1]).port
         with socket.create_connection(("127.0.0.1", port or 0), timeout=60):
@@ -377,20 +379,6 @@ def test_the_page_ends_with_rank_0_however_that_ends(run: Path) -> None:
                 time.sleep(0.1)
                 continue
             break
-    assert not (run / "report.html").exists(), "of a run that is watched none is written"
-
-
-@pytest.mark.slow
-def test_the_report_of_a_run_that_is_not_watched_is_written_now_and_then(run: Path) -> None:
-    with beside(run):
-        deadline = time.monotonic() + 120
-        for _ in range(2):
-            while not (run / "report.html").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            page = (run / "report.html").read_text()
-            assert "It goes on: training step 61." in page and '<p class="sub">As of ' in page
-            (run / "report.html").unlink()
 
 
 def test_the_option_is_short_for_the_key() -> None:

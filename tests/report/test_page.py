@@ -329,5 +329,5 @@ def test_ranks_without_a_stage_now_have_no_row(tmp_path: Path) -> None:
     report = planned(profile)
     run = read_run(make_run(tmp_path / "a", report, profile))
     fewer = planned(profile, 2)
-    table = sections.usage(replace(run, report=fewer), simulate(fewer.plan, profile)).table
-    assert table is not None and [row[0] for row in table.rows] == [0, 1]
+    table = sections.usage(replace(run, report=fewer)).table
+    assert table is not None and list(table.rows) == [0, 1]

@@ -160,7 +160,7 @@ def test_a_plan_made_for_other_speeds_is_simulated_at_those(tmp_path: Path) -> N
     events.write_text(json.dumps({"unix_s": later, **told}) + "\n")
     found = read_run(run)
     assert found.speeds == {0: 1.0, 1: 1 / 3}
-    step = found.predicted()
+    step = found.predicted
     assert step is not None and step.step_s == pytest.approx(report.predicted_step_s)
     with events.open("a") as file:
         file.write(json.dumps({"unix_s": later + 1, "event": "ranks-lost", "text": "Died: rank 2"}) + "\n")

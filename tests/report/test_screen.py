@@ -17,11 +17,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 
 from hetero_mpi.launch.launcher.command_line import build_command
-from hetero_mpi.report.progress import Overview, ProgressDisplay, RankRow
-from hetero_mpi.report.screen import Screen
+from hetero_mpi.report import progress as module
+from hetero_mpi.report.progress import Overview, ProgressDisplay, RankRow, Screen
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import StepMetrics
 from hetero_mpi.rundir.present import Standing
@@ -80,13 +79,16 @@ loss 2.5000   8,192 tokens/s   1.00 s per step, 1.10 s predicted (-9.1 %)
 
 rank  holds                  computes          predicted  now
    0  blocks 2-5, head       ━━━━━━━╸    75 %       80 %  forward 3
-   1  embedding, blocks 0-1                         90 %  waits for rank 0 to send"""
+   1  embedding, blocks 0-1                         90 %  waits for rank 0 to send
+"""
 
 
-def drawn(progress: ProgressDisplay, columns: int, rows: int) -> list[str]:
-    out = io.StringIO()
-    Console(file=out, width=columns, color_system=None).print(progress.view(rows))
-    return [line.rstrip() for line in out.getvalue().splitlines()]
+def drawn(progress: ProgressDisplay, monkeypatch: pytest.MonkeyPatch, columns: int, rows: int) -> str:
+    """What a terminal of this size shows, without colours."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(module, "terminal_size", lambda stream: os.terminal_size((columns, rows + 2)))
+    with Screen(out := Terminal(), progress.view, 60.0):
+        return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +99,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def test_a_calm_screen_on_a_terminal() -> None:
+def test_a_calm_screen_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a person sees: drawn in place, and left standing at the end; more ranks than lines are counted."""
     stream, clock = Terminal(), Clock()
     with ProgressDisplay(40, 2, stream, clock, OVERVIEW) as progress:
@@ -107,10 +109,11 @@ def test_a_calm_screen_on_a_terminal() -> None:
         }
         clock.s += 5.0
         progress.update(metrics(3, loss=2.5))
-        assert "\n".join(drawn(progress, 100, 30)) == SCREEN
-        assert drawn(progress, 100, 7)[-1] == "  and 2 more ranks"
-        assert len(drawn(progress, 100, 4)) == 3, "a low terminal shows no ranks"
-        assert max(map(len, drawn(progress, 40, 30))) <= 40 and len(drawn(progress, 40, 30)) == 7, "a narrow one cuts"
+        assert drawn(progress, monkeypatch, 100, 30) == SCREEN
+        assert drawn(progress, monkeypatch, 100, 7).endswith("  and 2 more ranks\n")
+        assert drawn(progress, monkeypatch, 100, 4).count("\n") == 3, "a low terminal shows no ranks"
+        narrow = drawn(progress, monkeypatch, 40, 30).splitlines()
+        assert max(map(len, narrow)) == 40 and len(narrow) == 7, "a narrow one cuts"
     shown = stream.getvalue()
     assert "small: 2 stages" in shown and "step  3/40" in shown and shown.endswith("\n")
     assert "\x1b[?25l" not in shown, "who is killed leaves no terminal without a cursor"
@@ -118,7 +121,7 @@ def test_a_calm_screen_on_a_terminal() -> None:
 
 def test_what_is_said_goes_above_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
     stream = Terminal()
-    with Screen(stream, lambda rows: "one\ntwo", per_second=0.01):
+    with Screen(stream, lambda rows: ["one", "two"], 60.0):
         assert stream.getvalue().endswith("one\ntwo\n")
         write_line("said [bold] and more")
         after = stream.getvalue().partition("said [bold] and more\n")[2]

@@ -1,9 +1,14 @@
-"""The page of a run report: its sections in order. One column, light or dark as the reader's system (``report.css``)."""
+"""The page of a run: its parts in order, as a file (``report.html``) and for the live page, which asks for them one by one.
+
+One column, light or dark as the reader's system (``page.css``).
+"""
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -16,39 +21,58 @@ from hetero_mpi.report.page import sections
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.table import unbroken
-from hetero_mpi.rundir.rank_steps import newest_step, on_one_clock
 from hetero_mpi.util import units
 from hetero_mpi.util.disk import write_whole, writing
 
-TEMPLATES = jinja2.Environment(
+_TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("hetero_mpi.report", "page"), autoescape=True, undefined=jinja2.StrictUndefined
 )
 """Every text is escaped, so names of devices and jobs cannot become markup."""
-TEMPLATES.filters["unbroken"] = unbroken
+_TEMPLATES.filters["unbroken"] = unbroken
+_TEMPLATES.globals |= {"units": units, "moment": sections.moment, "place_text": place_text}
+SECTIONS = (
+    sections.job, sections.learning, sections.sample, sections.next_commands, sections.usage, sections.memory, sections.step,
+    sections.links, sections.topology, sections.plan, sections.checkpoints, sections.happenings,
+)  # fmt: skip
 
 
-def part(name: str, *values: Any) -> Markup:
-    """A part of the page, by the macro of ``parts.html`` that draws it."""
-    told = {"units": units, "moment": sections.moment, "place_text": place_text}
-    return Markup(getattr(TEMPLATES.get_template("parts.html", globals=told).module, name)(*values))
+def draw_part(macro: str, *values: Any) -> Markup:
+    """A part of the page, by the macro of ``page.html`` that draws it."""
+    return Markup(getattr(_TEMPLATES.get_template("page.html").module, macro)(*values))
+
+
+def page_parts(run: PastRun, drawn: Mapping[str, Markup] = MappingProxyType({})) -> dict[str, Markup]:
+    """Name -> markup of the page's parts, in their order; empty of those that the run has nothing for.
+
+    ``drawn``: parts that are taken as they are, since drawing them takes long.
+    """
+    parts = {
+        "header": draw_part("header", run, about(run)),
+        "tiles": draw_part("tiles", key_figures(run)),
+        "now": draw_part("now", run),
+    }
+    for make in SECTIONS:
+        name = make.__name__
+        parts[name] = drawn[name] if name in drawn else draw_part("section", make(run), run.emulated)
+    return parts
+
+
+def live_page() -> str:
+    """The page without its parts, which its script asks for and puts into it."""
+    return draw_part("page", None, {}, True, Markup(palette_css()), "")
 
 
 def report_html(run: PastRun, linked: bool = False) -> str:
     """The page of a run, as self-contained HTML. ``linked``: it lies beside the run's files."""
-    told = [section for section in (*page_sections(run), sections.files(run, linked)) if section.told]
-    return TEMPLATES.get_template("report.html").render(
-        name=run.name,
-        header=part("header", run, about(run)),
-        goes_on=run.present is not None and run.present.alive and not run.over,
-        emulated=run.emulated,
-        now_part=part("now", run),
-        tiles=part("tiles", key_figures(run)),
-        sections=told,
-        palette=Markup(palette_css()),
-        version=hetero_mpi.__version__,
-        now=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes"),
-        trained_with=", ".join(f"{name} {version}" for name, version in run.versions.items()),
-    )
+    parts = page_parts(run)
+    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
+    if run.present is not None and run.present.alive and not run.over:
+        parts["header"] += draw_part("as_of", now)
+    parts["files"] = draw_part("section", sections.files(run, linked), run.emulated)
+    written = f"Written by hetero_mpi {hetero_mpi.__version__}, {now}."
+    trained_with = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    written += f" Trained with {trained_with}." if trained_with else ""
+    return draw_part("page", run, parts, False, Markup(palette_css()), written)
 
 
 def write_report(run: PastRun, path: Path) -> Path:
@@ -57,27 +81,6 @@ def write_report(run: PastRun, path: Path) -> Path:
     with writing(path):  # a text of JSON may hold half a character (a lone surrogate)
         write_whole(path, page.encode(errors="backslashreplace"))
     return path
-
-
-def page_sections(run: PastRun) -> list[sections.Section]:
-    """All sections in their order, also of a run that goes on; those that it has nothing for are empty."""
-    predicted = run.predicted()
-    records = newest_step(run.rank_steps, run.plan) if run.plan is not None else ()
-    measured = on_one_clock(records)
-    return [
-        sections.job(run),
-        sections.learning(run),
-        sections.sample(run),
-        sections.next_commands(run),
-        sections.usage(run, predicted),
-        sections.memory(run),
-        sections.step(run, predicted, measured, records[0].step if records else 0),
-        sections.links(run, predicted, measured),
-        sections.topology(run, predicted),
-        sections.plan(run),
-        sections.checkpoints(run),
-        sections.happenings(run),
-    ]
 
 
 def about(run: PastRun) -> str:

@@ -1,19 +1,17 @@
-"""The sections of the run report, made from a ``PastRun``; empty where it has nothing for them. ``report.html`` lays them out."""
+"""The sections of the page of a run, made from a ``PastRun``; empty where it has nothing for them. ``page.html`` lays them out."""
 
 from __future__ import annotations
 
 import datetime
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from hetero_mpi.objectives import learns_from
-from hetero_mpi.planning.schedule import Event
-from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.curves import Series, StepMark, line_chart
@@ -21,12 +19,12 @@ from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_note, stage_table
-from hetero_mpi.report.profile_text import place_text
+from hetero_mpi.report.profile_text import finite_bandwidth, place_text
 from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
 from hetero_mpi.report.table import Column, Table, least_most
 from hetero_mpi.rundir.line_files import METRICS_NAME, STEPS_NAME
 from hetero_mpi.rundir.metrics import Evaluation, StepMetrics
-from hetero_mpi.rundir.rank_steps import last_usage, sums, traffic
+from hetero_mpi.rundir.rank_steps import Traffic, last_usage, sums, traffic
 from hetero_mpi.rundir.run_directory import SAMPLE_NAME, TRACE_NAME
 from hetero_mpi.util import units
 
@@ -106,12 +104,8 @@ class Section:
 
 def job(run: PastRun) -> Section:
     """The job: method, model, data, optimizer."""
-    return Section(
-        "The job",
-        table=Table.of_texts(
-            ("", "asked for"), job_rows(run.job, run.profile.model.dtype if run.profile is not None else "")
-        ),
-    )
+    rows = job_rows(run.job, run.profile.model.dtype if run.profile is not None else "")
+    return Section("The job", table=Table.of_texts(("", "asked for"), rows))
 
 
 def sample(run: PastRun) -> Section:
@@ -135,83 +129,89 @@ def marks(run: PastRun) -> list[StepMark]:
 
 def learning(run: PastRun) -> Section:
     """Loss, held-out loss, learning rate, gradient norm, and seconds measured and predicted, over steps."""
-    steps, happened = run.metrics.steps, marks(run)
-    loss = [Series("training", tuple((s.step, s.loss) for s in steps), "accent")]
-    held_out = tuple((e.step, e.loss) for e in run.metrics.evaluations)
-    if held_out:
-        loss.append(Series("held out", held_out, "warm", dots=True))
-    for place, name in enumerate(run.metrics.evaluations[-1].sets or () if held_out else ()):
-        points = tuple((e.step, e.sets[name]) for e in run.metrics.evaluations if e.sets and name in e.sets)
+    steps, evaluations, happened = run.metrics.steps, run.metrics.evaluations, marks(run)
+    expected = [step for step in steps if step.predicted_step_s > 0]
+    loss = [
+        *_series(steps, {"loss": ("training", "accent")}),
+        *_series(evaluations, {"loss": ("held out", "warm")}, dots=True),
+    ]
+    for place, name in enumerate(evaluations[-1].sets or () if evaluations else ()):
+        points = tuple((e.step, e.sets[name]) for e in evaluations if e.sets and name in e.sets)
         loss.append(Series(name, points, ("good", "violet", "alert")[place % 3], dots=True))
-    step_s = [Series("measured", tuple((s.step, s.step_s) for s in steps), "accent")]
-    expected = tuple((s.step, s.predicted_step_s) for s in steps if s.predicted_step_s > 0)
-    if expected:
-        step_s.append(Series("predicted", expected, "warm", dashed=True))
-    rate = [Series("learning rate", tuple((s.step, s.lr) for s in steps), "good")]
-    norm = [Series("gradient norm", tuple((s.step, s.grad_norm) for s in steps), "violet")]
+    step_s = _series(steps, {"step_s": ("measured", "accent")})
+    step_s += _series(expected, {"predicted_step_s": ("predicted", "warm")}, dashed=True)
     records = learns_from(str(run.setting("train", "preference")))
     what = {None: "loss, nats per token", "labels": "loss per answer", "pairs": "loss per pair"}[records]
-    emulated = ", emulated" if run.emulated else ""
+    accuracy = _series(evaluations, {"token_accuracy": ("token accuracy", "warm")})
+    rate = _series(steps, {"lr": ("learning rate", "good")})
+    norm = _series(steps, {"grad_norm": ("gradient norm", "violet")})
     charts = [
-        *_chart(what, loss, from_zero=False, marks=happened),
-        *_chart(
-            "held-out token accuracy", _series(run.metrics.evaluations, _ACCURACY), from_zero=False, marks=happened
+        line_chart(what, loss, marks=happened),
+        line_chart("held-out token accuracy", accuracy, marks=happened),
+        *(line_chart(label, _series(steps, named)) for label, named in _REWARDS.items()),
+        line_chart(
+            f"time per step{', emulated' * run.emulated}", step_s, units.seconds, from_zero=True, marks=happened
         ),
-        *(chart for label, named in _REWARDS for chart in _chart(label, _series(steps, named), from_zero=False)),
-        *_chart(f"time per step{emulated}", step_s, y_text=units.seconds, marks=happened),
-        *_chart("learning rate", rate),
-        *_chart("norm of the gradients, before clipping", norm),
+        line_chart("learning rate", rate, from_zero=True),
+        line_chart("norm of the gradients, before clipping", norm, from_zero=True),
     ]
-    return Section("Learning and speed", MARKS_NOTE if happened else "", charts=charts)
+    return Section(
+        "Learning and speed", MARKS_NOTE if happened else "", charts=[one for one in charts if one is not None]
+    )
 
 
-_ACCURACY = {"token_accuracy": ("token accuracy", "warm")}
-_REWARDS = (
-    ("rewards", {"chosen_reward": ("chosen", "good"), "rejected_reward": ("rejected", "alert")}),
-    ("reward margin", {"reward_margin": ("margin", "accent")}),
-    ("share of pairs with the higher reward for the chosen answer", {"reward_accuracy": ("accuracy", "accent")}),
-)
+_REWARDS = {
+    "rewards": {"chosen_reward": ("chosen", "good"), "rejected_reward": ("rejected", "alert")},
+    "reward margin": {"reward_margin": ("margin", "accent")},
+    "share of pairs with the higher reward for the chosen answer": {"reward_accuracy": ("accuracy", "accent")},
+}
 """Charts of preferences: label, and metric -> (name, colour)."""
 
 
-def _series(steps: Sequence[StepMetrics | Evaluation], named: Mapping[str, tuple[str, str]]) -> list[Series]:
-    """The metrics over steps, where there are any."""
+def _series(
+    steps: Sequence[StepMetrics | Evaluation], named: Mapping[str, tuple[str, str]], dots: bool = False, dashed: bool = False
+) -> list[Series]:  # fmt: skip
+    """The metrics over steps, where they are known. ``named``: metric -> (name, colour)."""
     found = []
     for key, (name, colour) in named.items():
         points = tuple((step.step, value) for step in steps if (value := getattr(step, key)) is not None)
-        found += [Series(name, points, colour)] if points else []
+        found += [Series(name, points, colour, dots, dashed)] if points else []
     return found
 
 
-def _chart(label: str, series: Sequence[Series], **form: Any) -> list[Markup]:
-    """A chart, as ``line_chart`` draws it; none without points."""
-    drawn = line_chart(label, series, **{"from_zero": True, **form})
-    return [drawn] if drawn else []
-
-
-def usage(run: PastRun, predicted: SimulatedStep | None) -> Section:
+def usage(run: PastRun) -> Section:
     """A row per rank: the shares of what it spent its time on, as a bar and as figures; and the predicted share of computing."""
-    use = predicted.use if predicted is not None else {}
+    use = run.predicted.use if run.predicted is not None else {}
+    shares = _shares_of_time(run, use)
+    kinds = [one for one in SPENT if any(spent[one[0]] >= 0.0005 for spent in shares.values())]
+
+    def spent(rank: int) -> list[float]:
+        return [shares.get(rank, {}).get(field, 0.0) for field, _, _ in kinds]
+
+    mark = Markup('<i class="key" style="background:var(--{})"></i>\N{NO-BREAK SPACE}{}')
+    keys = [mark.format(colour, name) for _, name, colour in kinds]
+    columns = (
+        Column("rank", int),
+        Column("device", partial(place_text, run.profile), left=True),
+        Column("", lambda rank: _bar(spent(rank), kinds) if kinds else None, left=True),
+        Column("computing, predicted", use.get, units.percent),
+        *(Column(name, lambda rank, place=place: spent(rank)[place], units.percent) for place, name in enumerate(keys)),  # type: ignore[misc]
+    )
+    return Section("What the ranks do", USAGE_NOTE, times=True, table=Table(columns, sorted(shares or use)))
+
+
+def _shares_of_time(run: PastRun, ranks: Mapping[int, float]) -> dict[int, dict[str, float]]:
+    """Rank -> share of its time, by the fields of ``SPENT``."""
     used = {
-        rank: one for rank, one in last_usage(run.rank_steps).items() if one.seconds > 0 and rank in (use or [rank])
+        rank: one for rank, one in last_usage(run.rank_steps).items() if one.seconds > 0 and rank in (ranks or [rank])
     }
     group_of = {rank: stage.ranks for _, _, stage in (run.plan.numbered if run.plan else ()) for rank in stage.ranks}
-    shares = dict[int, dict[str, float]]()
+    shares = {}
     for rank, own in used.items():
         least_s = min(used[one].group_s for one in group_of.get(rank, ()) if one in used) if rank in group_of else 0.0
         seconds = {**vars(own), "end_s": own.end_s, "exchange_s": least_s, "group_wait_s": own.group_s - least_s}
         shares[rank] = {field: seconds[field] / own.seconds for field, _, _ in SPENT}
-    kept = [one for one in SPENT if any(spent[one[0]] >= 0.0005 for spent in shares.values())]
-    rows = list[Sequence[Any]]()
-    for rank in sorted(shares or use):
-        spent = [shares.get(rank, {}).get(field, 0.0) for field, _, _ in kept]
-        bar = _bar(spent, kept) if kept else None
-        rows.append((rank, place_text(run.profile, rank), bar, use.get(rank), *spent))
-    mark = Markup('<i class="key" style="background:var(--{})"></i>\N{NO-BREAK SPACE}{}')
-    keys = (mark.format(colour, name) for _, name, colour in kept)
-    figures = (Column(name, units.percent) for name in ("computing, predicted", *keys))
-    columns = (Column("rank"), Column("device", left=True), Column("", left=True), *figures)
-    return Section("What the ranks do", USAGE_NOTE, times=True, table=Table(columns, rows))
+    return shares
 
 
 def _bar(shares: Sequence[float], kinds: Sequence[tuple[str, str, str]]) -> Markup:
@@ -224,31 +224,33 @@ def _bar(shares: Sequence[float], kinds: Sequence[tuple[str, str, str]]) -> Mark
 
 def memory(run: PastRun) -> Section:
     """A row per rank: predicted and measured peak of memory, and its limit."""
-    used = last_usage(run.rank_steps)
-    rows, uncounted = list[Sequence[Any]](), list[int]()
-    for known in run.report.memory if run.report is not None else ():
-        # What an emulated rank holds is the model that stands in for the profile's: no measurement of this plan.
-        peak = used[known.rank].peak_bytes if known.rank in used and not run.emulated else 0
-        device = run.profile.devices[known.rank] if run.profile is not None else None
-        if device is not None and device.backend == "cpu" and peak > known.peak_bytes:
-            uncounted.append(peak - known.peak_bytes)
-        reason = device.memory_reason if device is not None else None
-        place = place_text(run.profile, known.rank)
-        rows.append((known.rank, place, known.peak_bytes, peak or None, known.usable_bytes, reason))
-    sizes = (Column(name, units.size) for name in ("predicted", "measured", "usable"))
-    table = Table((Column("rank"), Column("device", left=True), *sizes, Column("why so much", left=True)), rows)
+    # What an emulated rank holds is the model that stands in for the profile's: no measurement of this plan.
+    usage = {} if run.emulated else last_usage(run.rank_steps)
+    peaks = {rank: used.peak_bytes for rank, used in usage.items() if used.peak_bytes}
+    rows = run.report.memory if run.report is not None else ()
+    devices = run.profile.devices if run.profile is not None else ()
+    cpu_rows = [row for row in rows if devices and devices[row.rank].backend == "cpu"]
+    uncounted = [peaks[row.rank] - row.peak_bytes for row in cpu_rows if peaks.get(row.rank, 0) > row.peak_bytes]
+    columns = (
+        Column("rank", "rank"),
+        Column("device", lambda row: place_text(run.profile, row.rank), left=True),
+        Column("predicted", "peak_bytes", units.size),
+        Column("measured", lambda row: peaks.get(row.rank), units.size),
+        Column("usable", "usable_bytes", units.size),
+        Column("why so much", lambda row: devices[row.rank].memory_reason if devices else None, left=True),
+    )
     remarks = [PROCESS_NOTE.format(least_most(uncounted, units.size))] if uncounted else []
-    return Section("Memory", MEMORY_NOTE, times=True, table=table, remarks=remarks)
+    return Section("Memory", MEMORY_NOTE, times=True, table=Table(columns, rows), remarks=remarks)
 
 
-def step(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event], number: int) -> Section:
+def step(run: PastRun) -> Section:
     """The timeline of a step, predicted above measured."""
-    panels = []
-    if predicted is not None:
-        panels.append(Panel(f"predicted: {units.seconds(predicted.step_s)}", predicted.events))
+    panels, measured = [], run.recorded
+    if run.predicted is not None:
+        panels.append(Panel(f"predicted: {units.seconds(run.predicted.step_s)}", run.predicted.events))
     if measured:
         last_s = max(event.end_s for event in measured)
-        panels.append(Panel(f"measured, step {number}: {units.seconds(last_s)}", measured))
+        panels.append(Panel(f"measured, step {measured[0].step}: {units.seconds(last_s)}", measured))
     labels = {device.rank: device.name for device in run.profile.devices} if run.profile is not None else {}
     drawn = timeline(panels, labels, MOST_LANES) if panels else None
     label = "timeline of a step: " + ", ".join(panel.title for panel in panels)
@@ -257,35 +259,37 @@ def step(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event
     return Section("A step", note, times=True, picture=_picture(drawn, label), remarks=remarks)
 
 
-def links(run: PastRun, predicted: SimulatedStep | None, measured: Sequence[Event]) -> Section:
+def links(run: PastRun) -> Section:
     """A row per directed pair of ranks: bytes of a step, and speeds."""
-    if run.plan is None or run.profile is None or predicted is None:
+    predicted, profile = run.predicted, run.profile
+    if run.plan is None or profile is None or predicted is None:
         return Section("Links")
-    expected, seen = traffic(predicted.events, run.plan), traffic(measured, run.plan)
-    pairs, rows = sorted({*expected, *seen}), []
-    for pair in pairs[:_MOST_LINKS]:
-        there, real = expected.get(pair), seen.get(pair)
-        sender, receiver = (run.profile.devices[rank].host for rank in pair)
-        if real is not None and there is not None and run.emulated:
-            real = replace(real, bytes=there.bytes)  # the message stands for the one of the profile's model
-        rows.append((
-            f"{pair[0]} → {pair[1]}",
-            f"{sender} → {receiver}",
-            there.messages if there is not None else real.messages if real is not None else 0,
-            there.bytes if there is not None else None,
-            real.bytes if real is not None else None,
-            run.profile.link(*pair).bytes_per_s,
-            real.bytes_per_s if real is not None and math.isfinite(real.bytes_per_s) else None,
-            there.seconds / predicted.step_s if there is not None and predicted.step_s > 0 else None,
-        ))  # fmt: skip
+    expected, seen = traffic(predicted.events, run.plan), traffic(run.recorded, run.plan)
+    if run.emulated:  # a message stands for the one of the profile's model
+        seen = {pair: replace(real, bytes=expected.get(pair, real).bytes) for pair, real in seen.items()}
+
+    def of(known: Mapping[tuple[int, int], Traffic], field: str) -> Callable[[tuple[int, int]], Any]:
+        return lambda pair: getattr(known.get(pair), field, None)
+
     columns = (
-        Column("ranks", left=True), Column("hosts", left=True), Column("messages"),
-        Column("bytes, predicted", units.size), Column("bytes, measured", units.size), Column("link", units.bandwidth),
-        Column("while under way", units.bandwidth), Column("link busy, predicted", units.percent),
-    )  # fmt: skip
-    remarks = [f"And {len(pairs) - len(rows)} more pairs."] if len(pairs) > len(rows) else []
-    remarks += _all_reduce_text(sums(predicted.events), sums(measured))
-    return Section("Links", LINKS_NOTE if rows else "", True, table=Table(columns, rows), remarks=remarks)
+        Column("ranks", "{0[0]} → {0[1]}".format, left=True),
+        Column("hosts", lambda pair: " → ".join(profile.devices[rank].host for rank in pair), left=True),
+        Column("messages", of(seen | expected, "messages")),
+        Column("bytes, predicted", of(expected, "bytes"), units.size),
+        Column("bytes, measured", of(seen, "bytes"), units.size),
+        Column("link", lambda pair: profile.link(*pair).bytes_per_s, units.bandwidth),
+        Column("while under way", of(seen, "bytes_per_s"), finite_bandwidth),
+        Column("link busy, predicted", of(expected, "seconds"), partial(_share_text, predicted.step_s)),
+    )
+    pairs = sorted({*expected, *seen})
+    remarks = [f"And {len(pairs) - _MOST_LINKS} more pairs."] if len(pairs) > _MOST_LINKS else []
+    remarks += _all_reduce_text(sums(predicted.events), sums(run.recorded))
+    table = Table(columns, pairs[:_MOST_LINKS])
+    return Section("Links", LINKS_NOTE if pairs else "", True, table=table, remarks=remarks)
+
+
+def _share_text(step_s: float, seconds: float) -> str:
+    return units.percent(seconds / step_s) if step_s > 0 else ""
 
 
 def _all_reduce_text(expected: Mapping[int, float], seen: Mapping[int, float]) -> list[str]:
@@ -296,11 +300,11 @@ def _all_reduce_text(expected: Mapping[int, float], seen: Mapping[int, float]) -
     return [f"Gradient all-reduce: {len(expected)} ranks, up to {longest} of a step predicted{waited}."]
 
 
-def topology(run: PastRun, predicted: SimulatedStep | None) -> Section:
+def topology(run: PastRun) -> Section:
     """The figure of the plan."""
     drawn = None
     if run.report is not None and run.profile is not None:
-        drawn = architecture(run.report, run.profile, run.name, predicted.use if predicted is not None else {})
+        drawn = architecture(run.report, run.profile, run.name, run.predicted.use if run.predicted is not None else {})
     return Section("Where everything is", times=True, picture=_picture(drawn, f"architecture: {run.name}"))
 
 
@@ -326,24 +330,29 @@ def _reasons(report: PlanReport) -> list[str]:
 
 def checkpoints(run: PastRun) -> Section:
     """The checkpoints that a run can be resumed from."""
-    columns = Column("after step"), Column("size", units.size), Column("written", moment, left=True)
-    return Section("Checkpoints", table=Table(columns, [(one.step, one.bytes, one.unix_s) for one in run.checkpoints]))
+    columns = (
+        Column("after step", "step"),
+        Column("size", "bytes", units.size),
+        Column("written", "unix_s", moment, left=True),
+    )
+    return Section("Checkpoints", table=Table(columns, run.checkpoints))
 
 
 def happenings(run: PastRun) -> Section:
     """Starts, recoveries, changes of plan and restarts, by time."""
-    columns = Column("when", moment, left=True), Column("what"), Column("")
-    return Section("What happened", table=Table(columns, [(one.unix_s, one.event, one.text) for one in run.happenings]))
+    columns = Column("when", "unix_s", moment, left=True), Column("what", "event"), Column("", "text")
+    return Section("What happened", table=Table(columns, run.happenings))
 
 
 def files(run: PastRun, linked: bool) -> Section:
     """The files of the run, with links where the page lies beside them."""
-    rows, name = list[Sequence[Any]](), Markup('<a href="{0}">{0}</a>') if linked else Markup("{0}")
-    for file, what in FILES.items():
-        path = run.directory / file
-        if path.exists():
-            rows.append((name.format(file), path.stat().st_size if path.is_file() else None, what))
-    columns = Column("file", left=True), Column("size", units.size), Column("")
+    name = Markup('<a href="{0}">{0}</a>') if linked else Markup("{0}")
+
+    def size(file: str) -> int | None:
+        return (run.directory / file).stat().st_size if (run.directory / file).is_file() else None
+
+    columns = Column("file", name.format, left=True), Column("size", size, units.size), Column("", FILES.get)
+    rows = [file for file in FILES if (run.directory / file).exists()]
     return Section(f"Files in {run.place}", table=Table(columns, rows))
 
 
