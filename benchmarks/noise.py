@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from harness import parser_of  # noqa: E402
 from noisy_clusters import Case, Noise, generated, measured, request_of  # noqa: E402
 
-from hetero_mpi.planning.analysis.correction import Measured, corrected  # noqa: E402
+from hetero_mpi.planning.analysis.calibration import GroupSums, LinkBetween, Part, calibrated_profile  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.device_times import compute_s, recompute_s  # noqa: E402
 from hetero_mpi.planning.durations import exchange_s  # noqa: E402
@@ -135,7 +135,8 @@ def outcome(case: Case, noise: Noise, seed: str, best_s: float) -> Outcome:
             break
         true_s = outlined(decision.plan, case.profile).step_s
         step_s = median(true_s * _factor(draw, noise.steps) for _ in range(STEPS))
-        profile = corrected(profile, decision.plan, steps_of(decision.plan, case.profile, profile, noise.steps, draw))
+        ratios = steps_of(decision.plan, case.profile, profile, noise.steps, draw)
+        profile = calibrated_profile(profile, decision.plan, ratios)
         tried.append((step_s, true_s / outlined(decision.plan, profile).step_s, decision.plan))
     _, off, plan = min(tried, key=lambda one: one[0])
     after_s = outlined(plan, case.profile).step_s
@@ -146,31 +147,35 @@ def _factor(draw: random.Random, size: float) -> float:
     return math.exp(draw.gauss(0, size)) if size else 1.0
 
 
-def steps_of(plan: Plan, true: ClusterProfile, guess: ClusterProfile, noise: float, draw: random.Random) -> Measured:
+def steps_of(
+    plan: Plan, true: ClusterProfile, guess: ClusterProfile, noise: float, draw: random.Random
+) -> dict[Part, list[float]]:
     """What ``STEPS`` steps of ``plan`` show of the true cluster beside what was predicted."""
 
     def ratios(real_s: float, predicted_s: float) -> list[float]:
         return [real_s / predicted_s * _factor(draw, noise) for _ in range(STEPS)] if predicted_s > 0 else []
 
-    computing, sums, links = {}, {}, {}
+    found: dict[Part, list[float]] = {}
     for rank in plan.ranks:
-        computing[rank] = ratios(*(computed_s(plan, profile, rank) for profile in (true, guess)))
+        found[rank] = ratios(*(computed_s(plan, profile, rank) for profile in (true, guess)))
     for _, index, stage in plan.numbered:
         if stage.grouped:
             tokens = plan.pipelines[index].micro_batch * plan.sequence_length
             size = tokens * true.model.layers[0].boundary_bytes_per_token
-            sums[stage.ranks] = ratios(*(sum_s(profile, stage.ranks, size) for profile in (true, guess)))
+            found[GroupSums(stage.ranks)] = ratios(*(sum_s(profile, stage.ranks, size) for profile in (true, guess)))
     for pipeline in plan.pipelines:
         for a, b in itertools.pairwise(pipeline.stages):
             size = pipeline.micro_batch * plan.sequence_length * true.model.sent_bytes_per_token(a.last - 1)
             for pair in itertools.permutations((a.ranks[0], b.ranks[0])):
                 if pair[0] != pair[1]:
-                    links[pair] = ratios(*(profile.transfer_s(*pair, size) for profile in (true, guess)))
+                    found[LinkBetween(pair)] = ratios(*(profile.transfer_s(*pair, size) for profile in (true, guess)))
     for holders in set(plan.holders):
         if len(holders) > 1:
             for pair in itertools.permutations(holders, 2):
-                links.setdefault(pair, ratios(*(exchange_s(profile, holders, 1e8) for profile in (true, guess))))
-    return Measured(computing, sums=sums, links=links)
+                found.setdefault(
+                    LinkBetween(pair), ratios(*(exchange_s(profile, holders, 1e8) for profile in (true, guess)))
+                )
+    return found
 
 
 def computed_s(plan: Plan, profile: ClusterProfile, rank: int) -> float:

@@ -17,13 +17,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from harness import run_ranks  # noqa: E402
 
-from hetero_mpi.planning.analysis.drift import Decider, Move, as_measured  # noqa: E402
+from hetero_mpi.planning.analysis.calibration import drifted_profile  # noqa: E402
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import save_profile  # noqa: E402
+from hetero_mpi.training.rebalance import Decider, Move  # noqa: E402
 
 Row = tuple[str, float, str, float | None, float | None]
 """Name, value, unit, and between which bounds it must lie."""
@@ -156,7 +157,8 @@ def _noise(steps: int) -> int:
             move = decider.decide(steps - step)
             if move is Move.ASK:
                 assert decider.asked is not None
-                question = ReplanQuestion(profile, as_measured(decider.asked), request, plan, steps - step, 0.1)
+                drifted = drifted_profile(profile, plan.plan, decider.asked)
+                question = ReplanQuestion(drifted, request, plan, steps - step, 0.1)
                 decider.answered(answer(question).prospect)
             elif move is Move.GO:
                 changes += 1

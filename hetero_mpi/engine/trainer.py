@@ -56,11 +56,6 @@ class StepResult:
     length: int = 0
     """Tokens per sequence."""
 
-    @property
-    def sums_s(self) -> float:
-        """Seconds in the sums of the group that holds this rank's stage."""
-        return sum(event.exchanged_s for event in self.events)
-
 
 class Trainer:
     """A rank's share of a run. Ranks without a stage (rank 0 may be one) hold nothing and only follow the collectives.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.planning.analysis.step_comparison import StepTimes
 from hetero_mpi.planning.types.plan import Alone, PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.report.past_run import PastRun
@@ -72,16 +73,13 @@ def time_lines(
     *before, last = by_plan(steps) or [[]]
     warm = last[WARM_UP_STEPS:]
     if warm:
-        measured = statistics.median(step.step_s for step in warm)
+        times = StepTimes(tuple(step.step_s for step in warm), report.expected_step_s)
         rate = f"{statistics.median(step.tokens_per_s for step in warm):,.0f} {units.unit_of(report.plan.sequence_length)}/s"
-        line = (
-            f"Step time{', emulated' if profile.emulated else ''}: {units.seconds(measured)} measured (median), {rate}"
-        )
-        ratio = 1.0
-        if report.expected_step_s > 0:
+        line = f"Step time{', emulated' if profile.emulated else ''}: {units.seconds(times.step_s)} measured (median), {rate}"
+        ratio = times.ratio
+        if times.predicted_s > 0:
             line += f"; {units.seconds(report.predicted_step_s)} predicted"
             line += f", {units.seconds(report.tried_step_s)} when tried" if report.tried_step_s is not None else ""
-            ratio = measured / report.expected_step_s
         lines = [line + (f" (since the plan changed after step {last[0].step - 1})" if before else "")]
         if abs(ratio - 1) > TOLERANCE:
             word = f"{units.percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.data.batch import Batch, answer_counts
@@ -19,7 +18,6 @@ from hetero_mpi.engine.recording import Recorder
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.model.optimizer import StepDecision, learning_rate
 from hetero_mpi.objectives import learns_from
-from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import plan_to_dict
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.rundir.logs import say
@@ -32,31 +30,11 @@ from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.util.background import unharmed
 from hetero_mpi.util.errors import ExitCode, UserError
 
+if TYPE_CHECKING:
+    from hetero_mpi.training.rebalance import Rebalancer
+
 _SKIPS_IN_A_ROW = 10
 """Number of consecutive steps with non-finite gradients after which the run ends."""
-
-
-class PlanChanges(Protocol):
-    """Says when the plan is to be changed (``training.rebalance``)."""
-
-    def begin(self, share: Share) -> None:
-        """Prepare for the steps of a plan. Collective over the active ranks."""
-
-    def end(self) -> None:
-        """Forget the plan's trainer. No step follows under this plan."""
-
-    def word(self) -> NDArray[np.float64]:
-        """Numbers that travel with the step decision."""
-
-    def due(self, step: int, result: StepResult) -> bool:
-        """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
-        answer on all ranks."""
-
-    def chosen(self) -> PlanReport | None:
-        """The plan to change to, on rank 0."""
-
-    def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
-        """Report on rank 0 that layers have moved, and that training stood still for ``stall_s`` (wall clock)."""
 
 
 class After(Enum):
@@ -76,7 +54,7 @@ class Training:
     """Metadata of every checkpoint but its plan; used on rank 0."""
     asked: Callable[[], bool]
     """Has this rank been asked to end the run (``training.signals``)? On rank 0 also: has an idle rank?"""
-    rebalancer: PlanChanges | None
+    rebalancer: Rebalancer | None
     """None: the plan never changes."""
     follower: Follower | None
     """None: no program follows the run."""

@@ -1,47 +1,65 @@
 """Moves layers when machines change their speed during a run: a laptop throttles, or somebody else uses a GPU.
 
-Every rank compares what it measured of a step with its profile (``StepWord``). The ratios travel in the next step's decision, so
-they cost no message. Rank 0 watches them (``planning.analysis.drift``) and asks a separate process for another plan
-(``Replanner``). If the change pays, it says so in its own decision, so all ranks change after the same step.
+Every rank adds what it measured of a step to the next step's decision (``StepWord``), so it costs no message. Rank 0 compares the
+sum with the prediction (``planning.analysis.step_comparison``), watches the ratios (``Decider``) and asks a separate process for
+another plan (``Replanner``). If the change pays, it says so in its own decision, so all ranks change after the same step.
+
+Two questions are asked apart:
+
+* Has a speed left the band around the one that the plan was made with? By the median of the last steps, with a band that widens
+  with the noise, for several steps in a row: one slow step, or many that merely scatter, is no change of speed.
+* Is the plan for the new speeds enough faster (``Prospect``)? The new speed may not last, so the layers move once the steps since
+  the change have lost as much as moving costs. Whatever the machine does next, little more than twice the time is lost that
+  somebody who knew the future would lose (the ski-rental argument; Karlin, Manasse, Rudolph, Sleator 1988, "Competitive snoopy
+  caching").
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 import json
 import logging
 import math
+import statistics
 import subprocess
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
-from itertools import groupby
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.engine.trainer import StepResult
-from hetero_mpi.planning.analysis.drift import Decider, GroupSums, LinkBetween, Move, Watched, as_measured, moved_layers
-from hetero_mpi.planning.schedule import COMPUTE, Action, Op, Schedule
+from hetero_mpi.planning.analysis.calibration import LinkBetween, Pair, WatchedPart, drifted_profile, part_text
+from hetero_mpi.planning.analysis.step_comparison import RankMeasurement, StepWord
+from hetero_mpi.planning.fit import median_error
+from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import Plan, PlanReport
-from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import append_event
 from hetero_mpi.state.saving import MEMORY_SHARE
 from hetero_mpi.training.build import lack_of_room
-from hetero_mpi.training.measuring import LEAST_SHARE, Expected, Pair, message_at_s
 from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.training.setup.profile_and_plan import planning_request
 from hetero_mpi.util import units
 from hetero_mpi.util.background import Background, BestEffort, start_module
 
 if TYPE_CHECKING:
-    from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion
+    from hetero_mpi.planning.analysis.replan import Prospect, ReplanAnswer, ReplanQuestion
 
+BAND = 0.15
+"""A part is as fast as it was while its ratio stays within this share of the one that was planned with ..."""
+SPREADS = 4.0
+"""... or within this many standard errors of the median, where steps scatter more."""
+WINDOW = 8
+"""Steps of which the median counts."""
+FEWEST = 5
+"""Steps after which there is a median at all."""
+PATIENCE = 3
+"""Medians in a row outside the band, on one side, that make a change."""
 LIMIT_S = 300.0
 """Time limit for an answer of the planning process, seconds."""
 _LOG = logging.getLogger(__name__)
@@ -52,19 +70,15 @@ class Rebalancer:
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._profile = context, context.profile
-        profile = context.profile
         cluster = context.job.cluster
         self._scale = cluster.time_scale if cluster.emulate is not None else 1.0
-        self._hosts = [device.host for device in profile.devices]
-        self._decider, self._replanner = Decider(range(len(profile.devices))), Replanner()
-        self._ratios: dict[Watched, float] = {}
-        """The ratios of the latest question."""
+        self._hosts = [device.host for device in self._profile.devices]
+        self._decider, self._replanner = Decider(range(len(self._hosts))), Replanner()
         self._answer: ReplanAnswer | None = None
         self._rebuild_s: float | None = None
         self._ready, self._room = False, True
         self._share: Share | None = None
         self._word: StepWord | None = None
-        self._because = ""
         self._latest: StepResult | None = None
         self._watch = BestEffort("comparing the speed of ranks with the profile", self._consider)
 
@@ -72,10 +86,9 @@ class Rebalancer:
         """Prepare for the steps of a plan. Collective over the active ranks."""
         assert share.trainer is not None
         self._share, self._ready, self._latest = share, False, None
-        self._word = StepWord(share.trainer.rank, share.plan, self._profile, share.schedule)
+        self._word = StepWord(share.trainer.rank, share.plan, self._profile, share.schedule, self._scale)
         if self._rebuild_s is None or share.seconds:
-            seconds = share.seconds
-            self._rebuild_s = (seconds.get("keep", 0.0) + seconds.get("build", 0.0)) / self._scale
+            self._rebuild_s = (share.seconds.get("keep", 0.0) + share.seconds.get("build", 0.0)) / self._scale
         lack = lack_of_room(share)
         if lack is not None and self._room:
             say(
@@ -96,20 +109,19 @@ class Rebalancer:
         """Numbers that travel with the step decision: 1 on rank 0 when the plan is to be changed, then the numbers of the last
         step."""
         assert self._word is not None and self._share is not None
-        latest = self._latest
-        if latest is not None and self._share.emulation is not None:
-            latest = replace(latest, length=self._share.plan.sequence_length)
-        go = self._ready and self._context.world.rank == 0
-        return np.append(float(go), self._word.numbers(latest, self._scale))
+        own, length, latest = None, 0, self._latest
+        if latest is not None:
+            own = RankMeasurement.of(self._context.world.rank, latest.events, latest.began_s)
+            length = latest.length if self._share.emulation is None else self._share.plan.sequence_length
+        return np.append(float(self._ready), self._word.numbers(own, length))
 
     def due(self, step: int, result: StepResult) -> bool:
         """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
         answer on all ranks.
         """
-        assert self._word is not None
         heard, self._latest = result.heard, result
         if self._context.world.rank == 0 and self._room and not self._ready:
-            self._watch(self._word, heard[1:], self._context.job.train.steps - step - 1)
+            self._watch(heard[1:], self._context.job.train.steps - step - 1)
         return bool(heard[0] > 0)
 
     def chosen(self) -> PlanReport | None:
@@ -118,21 +130,20 @@ class Rebalancer:
 
     def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
         """Report on rank 0 that layers have moved, and that training stood still for ``stall_s`` (wall clock)."""
-        assert self._answer is not None
-        prospect, moves = self._answer.prospect, moved_layers(old, new)
-        self._decider.moved()
+        assert self._answer is not None and self._decider.asked is not None
+        prospect, moves, ratios = self._answer.prospect, moved_layers(old, new), self._decider.asked
         before, after = units.seconds(prospect.now_s), units.seconds(prospect.then_s)
         moved = _moves_text(moves, new.layers) or "no layer moves, but warm-up depths change"
-        text = (
-            f"{self._because}: {moved}; a step {before} -> {after}; training stood still for {units.seconds(stall_s)}"
-        )
+        text = f"{self._decider.sentence(self._hosts)}: {moved}; a step {before} -> {after}"
+        text = f"{text}; training stood still for {units.seconds(stall_s)}"
+        self._decider.moved()
         say(f"step {step}: {text}")
         append_event(
             self._context.run_dir,
             "rebalanced",
             text,
             step=step,
-            speeds={str(one): round(1 / ratio, 4) for one, ratio in self._ratios.items() if isinstance(one, int)},
+            speeds={str(part): round(1 / ratio, 4) for part, ratio in ratios.items() if isinstance(part, int)},
             moved=[{"from": a, "to": b, "layers": layers} for (a, b), layers in moves.items()],
             step_s_before=prospect.now_s,
             step_s_after=prospect.then_s,
@@ -140,33 +151,28 @@ class Rebalancer:
             stall_s=stall_s,
         )
 
-    def _consider(self, word: StepWord, heard: NDArray[np.float64], remaining: int) -> None:
+    def _consider(self, heard: NDArray[np.float64], remaining: int) -> None:
         """Take an answer that has come, and decide what to do. On rank 0, after every step."""
-        self._decider.observe(word.ratios(heard))
+        assert self._word is not None
+        self._decider.observe(self._word.ratios(heard))
         if self._decider.asked is not None and self._replanner.ready:
             self._answer = self._replanner.take()
-            self._decider.answered(self._answer.prospect if self._answer is not None else None)
-            _LOG.info("planned anew: %s", self._answer.prospect if self._answer is not None else "nothing was found")
+            prospect = self._answer.prospect if self._answer is not None else None
+            self._decider.answered(prospect)
+            _LOG.info("planned anew: %s", prospect or "nothing was found")
         move = self._decider.decide(remaining)
         if move is Move.ASK:
             self._ask(remaining)
-        elif move is Move.GO:
-            self._ready, self._because = True, self._decider.sentence(self._hosts)
+        self._ready = move is Move.GO
 
     def _ask(self, remaining: int) -> None:
         from hetero_mpi.planning.analysis.replan import ReplanQuestion  # brings the planner, which few runs need again
 
         assert self._share is not None and self._rebuild_s is not None and self._decider.asked is not None
-        self._ratios = self._decider.asked
         _LOG.info("%s: planning anew", self._decider.sentence(self._hosts))
-        measured = as_measured(self._ratios)
-        self._replanner.ask(
-            ReplanQuestion(self._profile, measured, self._request, self._share.report, remaining, self._rebuild_s)
-        )
-
-    @cached_property
-    def _request(self) -> PlanRequest:
-        return planning_request(self._context, self._profile)
+        report, request = self._share.report, planning_request(self._context, self._profile)
+        profile = drifted_profile(self._profile, report.plan, self._decider.asked)
+        self._replanner.ask(ReplanQuestion(profile, request, report, remaining, self._rebuild_s))
 
 
 def rebalancer_of(context: RunContext, plan_given: bool) -> Rebalancer | None:
@@ -175,21 +181,169 @@ def rebalancer_of(context: RunContext, plan_given: bool) -> Rebalancer | None:
     return None if alone or plan_given or not context.job.plan.rebalance else Rebalancer(context)
 
 
-def _moves_text(moves: dict[tuple[int, int], list[int]], layers: int) -> str:
-    """Such as ``layers 9-11 move from rank 1 to rank 0``; layers count from 0 as in the model's parameter names."""
-    return ", ".join(
-        f"{_layers_text(moved, layers)} from rank {a} to rank {b}" for (a, b), moved in sorted(moves.items())
-    )
+def moved_layers(old: Plan, new: Plan) -> dict[Pair, list[int]]:
+    """(from rank, to rank) -> layers that the second did not hold and gets from the first, or a share of them; of a group its
+    first rank sends."""
+    before, after, found = holders(old), holders(new), dict[Pair, list[int]]()
+    for layer in range(new.layers):
+        for rank in after[layer]:
+            if rank not in before[layer]:
+                found.setdefault((before[layer][0], rank), []).append(layer)
+    return found
 
 
-def _layers_text(moved: list[int], layers: int) -> str:
-    names = ["the embedding"] if 0 in moved else []
-    blocks = [layer - 1 for layer in moved if 0 < layer < layers - 1]
-    for _, run in groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0]):
-        numbers = [number for _, number in run]
-        names.append(f"layers {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}")
-    names += ["the head"] if layers - 1 in moved else []
-    return f"{' and '.join(names)} {'moves' if len(moved) == 1 else 'move'}"
+def _moves_text(moves: Mapping[Pair, Sequence[int]], layers: int) -> str:
+    """``blocks 9-11 move from rank 1 to rank 0``"""
+    texts = []
+    for (a, b), moved in sorted(moves.items()):
+        firsts = [layer for layer in moved if layer - 1 not in moved]
+        ends = [layer + 1 for layer in moved if layer + 1 not in moved]
+        names = ", ".join(units.layers(*pair, layers) for pair in zip(firsts, ends, strict=True))
+        texts.append(f"{names} move from rank {a} to rank {b}")
+    return "; ".join(texts)
+
+
+@dataclass
+class _Speed:
+    """All that is known of one speed."""
+
+    planned: float = 1.0
+    """The ratio that the plan was made with."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    jumps: deque[float] = field(default_factory=lambda: deque(maxlen=4 * WINDOW))
+    """Between neighbouring steps, as logarithms: a change of speed is one of them, noise is all of them."""
+    side: int = 0
+    """1: the newest medians were over the band, -1: under it."""
+    medians: int = 0
+    """The number of these in a row."""
+    steps: int = 0
+    """Steps since the speed went to that side."""
+
+    @property
+    def median(self) -> float:
+        """The median of the last steps; what was planned with, while there are too few."""
+        return statistics.median(self.recent) if len(self.recent) >= FEWEST else self.planned
+
+    @property
+    def band(self) -> float:
+        """As a logarithm."""
+        if not self.jumps or not self.recent:
+            return math.log1p(BAND)
+        sigma = statistics.median(self.jumps) / 0.954  # of normal values
+        return max(math.log1p(BAND), SPREADS * median_error(sigma, len(self.recent)))
+
+    def observe(self, ratio: float) -> None:
+        if self.recent:
+            self.jumps.append(abs(math.log(ratio / self.recent[-1])))
+        self.recent.append(ratio)
+        if len(self.recent) < FEWEST:
+            return
+        away = math.log(self.median / self.planned)
+        side = 0 if abs(away) <= self.band else int(math.copysign(1, away))
+        if side and side == self.side:
+            self.medians, self.steps = self.medians + 1, self.steps + 1
+        else:
+            # The newest steps, one after the other, that were themselves outside on this side.
+            beyond = (side * math.log(value / self.planned) > math.log1p(BAND) for value in reversed(self.recent))
+            self.medians, self.steps = abs(side), sum(1 for _ in itertools.takewhile(bool, beyond))
+        self.side = side
+
+    def is_far_from(self, ratio: float | None) -> bool:
+        """Whether it has moved on by more than its band from ``ratio``, which a plan is being made with."""
+        return abs(math.log(self.median / (self.planned if ratio is None else ratio))) > self.band
+
+    def look_again(self) -> None:
+        """A change must show itself ``PATIENCE`` times once more."""
+        self.medians = 0
+
+    def settle(self, ratio: float | None) -> None:
+        """A plan was made with ``ratio`` (None: as before): the band is around it from now on."""
+        self.planned = self.planned if ratio is None else ratio
+        self.side = self.medians = self.steps = 0
+
+
+class Move(enum.Enum):
+    """The decision after a step."""
+
+    STAY = "stay"
+    ASK = "ask"
+    """Ask for a plan for ``Decider.asked``."""
+    GO = "go"
+    """Change to the plan that was found."""
+
+
+class Decider:
+    """Watches speeds as ratios, measured over profiled seconds, and says when to ask for another plan and when to change to it.
+    After every step comes ``observe``, then ``decide``; in between, once, ``answered`` when the plan that was asked for is there.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.asked: dict[WatchedPart, float] | None = None
+        """The ratios that a plan was asked for; None: no question is open."""
+        self._prospect: Prospect | None = None
+        self._speeds: dict[WatchedPart, _Speed] = {rank: _Speed() for rank in ranks}
+
+    def observe(self, ratios: Mapping[WatchedPart, float]) -> None:
+        """One step: the ratios of what was measured in it."""
+        for part, ratio in ratios.items():
+            self._speeds.setdefault(part, _Speed()).observe(ratio)
+
+    def changed(self) -> dict[WatchedPart, int]:
+        """Speeds that have left their bands for good enough reasons -> for how many steps now."""
+        return {part: speed.steps for part, speed in self._speeds.items() if speed.medians >= PATIENCE}
+
+    def ratios(self) -> dict[WatchedPart, float]:
+        """Every ratio as far as is known: the median of the last steps, else what was planned with."""
+        return {part: speed.median for part, speed in self._speeds.items()}
+
+    def answered(self, prospect: Prospect | None) -> None:
+        """A plan was found that would bring this; None: none was, and the same question would have the same fate."""
+        self._prospect = prospect
+        if prospect is None:
+            self._settle()
+
+    def decide(self, remaining_steps: int) -> Move:
+        """The decision now, with ``remaining_steps`` to come."""
+        changed = self.changed()
+        if self.asked is None:
+            if not changed or remaining_steps == 0:
+                return Move.STAY
+            self.asked = self.ratios()
+            return Move.ASK
+        if self._prospect is None:
+            return Move.STAY
+        if not changed or any(speed.is_far_from(self.asked.get(part)) for part, speed in self._speeds.items()):
+            # The plan is for speeds that are over. While speeds never rest, planning does.
+            self.asked = self._prospect = None
+            for speed in self._speeds.values():
+                speed.look_again()
+        elif self._prospect.hopeless(remaining_steps):
+            self._settle()
+        elif self._prospect.pays(max(changed.values()), remaining_steps):
+            return Move.GO
+        return Move.STAY
+
+    def moved(self) -> None:
+        """Layers have moved, after ``Move.GO``: what was measured before says nothing of the steps to come."""
+        self._settle()
+        for speed in self._speeds.values():
+            speed.recent.clear()
+
+    def sentence(self, hosts: Sequence[str]) -> str:
+        """A sentence about the speeds that have changed. ``hosts``: of the ranks."""
+        ratios = self.ratios()
+        return ", ".join(
+            f"{part_text(part, hosts)}{' and back' if isinstance(part, LinkBetween) else ''} at {1 / ratios[part]:.2g} of the "
+            f"profiled speed for {steps} steps"
+            for part, steps in self.changed().items()
+        )
+
+    def _settle(self) -> None:
+        """The ratios that were asked about have been planned with: bands are around them from now on."""
+        assert self.asked is not None
+        for part, speed in self._speeds.items():
+            speed.settle(self.asked.get(part))
+        self.asked = self._prospect = None
 
 
 class Replanner:
@@ -200,7 +354,7 @@ class Replanner:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._starting, self._closed = threading.Lock(), False
+        self._closed = False
         self._answering: Background[ReplanAnswer | None] | None = None
 
     @property
@@ -219,134 +373,27 @@ class Replanner:
         return answering.finish() if answering is not None else None
 
     def close(self) -> None:
-        """End the process that is still planning, if any; one that is about to start does not."""
-        with self._starting:
-            self._closed = True
-            if self._process is not None:
-                self._process.kill()
+        """End the process that is still planning, if any; one that is about to start ends at once."""
+        self._closed = True
+        if self._process is not None:
+            self._process.kill()
         self.take()
 
     def _answer(self, question: ReplanQuestion) -> ReplanAnswer | None:
         try:
-            from hetero_mpi.planning.analysis.replan import (
-                ReplanAnswer,  # brings the planner, which few runs need again
-            )
+            from hetero_mpi.planning.analysis import replan  # brings the planner, which few runs need again
 
-            with self._starting:
-                if self._closed:
-                    return None
-                process = start_module("hetero_mpi.planning.analysis.replan", stderr=subprocess.PIPE, text=True)
-                self._process = process
+            asked = json.dumps(encode(question, infinity_as_text=True))
+            process = self._process = start_module(replan.__name__, stderr=subprocess.PIPE, text=True)
             try:
-                answer, complaint = process.communicate(json.dumps(encode(question, infinity_as_text=True)), LIMIT_S)
+                answer, complaint = process.communicate(asked, 0.0 if self._closed else LIMIT_S)
             finally:
                 process.kill()
                 process.wait()
             if process.returncode == 0:
-                return decode(ReplanAnswer, json.loads(answer), "answer")
+                return decode(replan.ReplanAnswer, json.loads(answer), "answer")
             raise ChildProcessError(f"exit code {process.returncode}: {complaint}")
         except Exception as error:
             if not self._closed:
                 _LOG.warning("planning anew failed: %s: %s", type(error).__name__, error)
             return None
-
-
-class StepWord:
-    """A step in a few numbers, which are added up over all of them: measured over predicted seconds.
-
-    A number for every rank's computing, for every member's sums, and for every link between neighbouring stages. Of a link, the
-    first message of a step there and the first one back are taken together, so that clocks of hosts need not agree.
-    """
-
-    def __init__(self, rank: int, plan: Plan, profile: ClusterProfile, schedule: Schedule) -> None:
-        self._rank, self._plan, self._profile, self._schedule = rank, plan, profile, schedule
-        self._by_length: dict[int, Expected] = {}
-        self._told: Expected | None = None
-        """The prediction of the step that ``numbers`` has told."""
-        groups = dict.fromkeys(stage.ranks for _, _, stage in plan.numbered if stage.grouped)
-        self._sums = [(ranks, rank) for ranks in groups for rank in ranks]
-        self._links = self._round_trips() if not profile.emulated else {}
-        self._size = len(plan.ranks) + len(self._sums) + len(self._links)
-
-    def numbers(self, step: StepResult | None, scale: float = 1.0) -> NDArray[np.float64]:
-        """The numbers of this rank; zeros before the first step. ``scale``: of an emulated run's times."""
-        if step is None:
-            self._told = None
-            return np.zeros(self._size)
-        expected = self._told = self._of_length(step.length)
-        seconds, times = 0.0, dict[Action, float]()
-        for event in step.events:
-            if event.action.op in COMPUTE:
-                seconds += event.end_s - event.start_s
-            elif (at_s := message_at_s(event)) is not None:
-                times[event.action] = step.began_s + at_s
-        own = expected.computing_s.get(self._rank, {})
-        predicted_s = scale * sum(own.get(op, 0.0) for op in COMPUTE)
-        computing = (seconds - step.sums_s) / predicted_s if predicted_s > 0 else 0.0
-        return np.array(
-            [
-                *(computing * (rank == self._rank) for rank in self._plan.ranks),
-                *(
-                    step.sums_s / expected.sums_s[ranks] if rank == self._rank and expected.sums_s[ranks] > 0 else 0.0
-                    for ranks, rank in self._sums
-                ),
-                *(self._part(expected, messages, times) for messages in self._links.values()),
-            ]
-        )
-
-    def ratios(self, told: NDArray[np.float64]) -> dict[Watched, float]:
-        """From all ranks' numbers. Left out: what matters little."""
-        expected, found = self._told, dict[Watched, float]()
-        if expected is None:
-            return found
-        least_s = LEAST_SHARE * expected.step_s
-        numbers = iter(map(float, told))
-        computing = dict(zip(self._plan.ranks, numbers, strict=False))
-        for rank, leader in self._plan.leader_of.items():
-            computing[leader] = max(computing[leader], computing.pop(rank))
-        found.update((rank, ratio) for rank, ratio in computing.items() if ratio > 0)
-        sums = dict[tuple[int, ...], float]()
-        for (ranks, _), ratio in zip(self._sums, numbers, strict=False):
-            sums[ranks] = min(ratio, sums.get(ranks, math.inf))
-        for ranks, ratio in sums.items():
-            if max(1.0, ratio) * expected.sums_s[ranks] > least_s and ratio > 0:
-                found[GroupSums(ranks)] = ratio
-        for (pair, messages), ratio in zip(self._links.items(), numbers, strict=True):
-            matters = max(1.0, ratio) * _both_s(expected, messages) > least_s
-            if matters and ratio > 0 and not (expected.crowded and self._on_one_host(pair)):
-                found[LinkBetween(pair)] = ratio
-        return found
-
-    def _of_length(self, length: int) -> Expected:
-        if length not in self._by_length:
-            plan = replace(self._plan, sequence_length=length)
-            self._by_length[length] = Expected(plan, self._profile, self._schedule)
-        return self._by_length[length]
-
-    def _on_one_host(self, pair: Pair) -> bool:
-        return len({self._profile.devices[rank].host for rank in pair}) == 1
-
-    def _round_trips(self) -> dict[Pair, tuple[Action, Action]]:
-        """Two ranks -> the first message from a stage of the one to the next one, of the other, and the first one back."""
-        found: dict[Pair, tuple[Action, Action]] = {}
-        for (number, index, stage), (_, there, after) in itertools.pairwise(self._plan.numbered):
-            a, b = stage.ranks[0], after.ranks[0]
-            forward = (one for one in self._schedule[a] if one.op is Op.SEND_F and one.stage == number)
-            backward = (one for one in self._schedule[b] if one.op is Op.SEND_B and one.stage == number + 1)
-            messages = next(forward, None), next(backward, None)
-            if index == there and a != b and messages[0] is not None and messages[1] is not None:
-                found.setdefault((min(a, b), max(a, b)), (messages[0], messages[1]))
-        return found
-
-    def _part(self, expected: Expected, messages: Sequence[Action], times: Mapping[Action, float]) -> float:
-        """This rank's part of the ratio of two messages: when they came minus when they began; not a number: not known."""
-        seconds, both_s = 0.0, _both_s(expected, messages)
-        for send in messages:
-            (source, destination), receive, _ = expected.message(send)
-            seconds -= times.get(send, math.nan) if source == self._rank else 0.0
-            seconds += times.get(receive, math.nan) if destination == self._rank else 0.0
-        return seconds / both_s if both_s > 0 else math.nan
-
-
-def _both_s(expected: Expected, messages: Sequence[Action]) -> float:
-    return sum(expected.message(send)[2] for send in messages)

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -28,10 +27,18 @@ from hetero_mpi.data.batch import Batch
 from hetero_mpi.data.dataset import Dataset
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.engine.memory_trial import OutOfMemory
-from hetero_mpi.engine.trainer import Trainer
+from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.model.optimizer import LossScale
-from hetero_mpi.planning.analysis.correction import LEAST_GAIN, Allowance, allowance, corrected, explained, trial_s
-from hetero_mpi.planning.fit import median_error
+from hetero_mpi.planning.analysis.calibration import Allowance, allowance, explained, trial_s
+from hetero_mpi.planning.analysis.step_comparison import (
+    LEAST_GAIN,
+    RankMeasurement,
+    StepComparison,
+    StepPrediction,
+    Together,
+    with_other_programs,
+)
+from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import (
@@ -45,17 +52,6 @@ from hetero_mpi.planning.types.toml_files import (
 from hetero_mpi.profiling.bench import ProfilingStart
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.training.build import group_of, join, trainer_of
-from hetero_mpi.training.measuring import (
-    Expected,
-    MeasuredSteps,
-    OwnStep,
-    Together,
-    compared,
-    from_dict,
-    own_step,
-    to_dict,
-    with_others,
-)
 from hetero_mpi.training.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.training.setup.profile_and_plan import (
     Planned,
@@ -78,8 +74,7 @@ NARROWER = 0.95
 """Where a plan did not fit, the rank has at most this share of what the plan was to take there."""
 
 
-@dataclass(frozen=True)
-class _Lack:
+class _Lack(NamedTuple):
     """A rank whose memory did not suffice."""
 
     rank: int
@@ -108,7 +103,9 @@ def try_plan(
     profile, report = trial.best(*trial.fitting(profile, report))
     keep_plan(context, pending, report)
     if options.profile is None and context.job.profile.path is None:
-        keep_run_profile(context, pending, _of_the_machines(profile))
+        # Without what is of this hour or of this job: other programs, and how boundaries travel.
+        hosts = tuple(replace(host, other_threads=0.0) for host in profile.hosts)
+        keep_run_profile(context, pending, replace(profile, hosts=hosts, model=replace(profile.model, wire=None)))
     return profile, report
 
 
@@ -137,12 +134,6 @@ def _affordable(context: RunContext, options: TrainOptions, planned: Planned) ->
     return allowance(planned.report, planned.profile, context.job.train.steps, wanted is True)
 
 
-def _of_the_machines(profile: ClusterProfile) -> ClusterProfile:
-    """Without what is of this hour or of this job: other programs, and how boundaries travel."""
-    hosts = tuple(replace(host, other_threads=0.0) for host in profile.hosts)
-    return replace(profile, hosts=hosts, model=replace(profile.model, wire=None))
-
-
 class _Trial:
     """Tries plans. All methods are collective. ``planning_s``: what planning took before. ``given``: the user's plan, which is kept
     whatever comes."""
@@ -156,27 +147,31 @@ class _Trial:
 
     def fitting(
         self, profile: ClusterProfile, report: PlanReport
-    ) -> tuple[ClusterProfile, PlanReport, MeasuredSteps | None]:
+    ) -> tuple[ClusterProfile, PlanReport, StepComparison | None]:
         """A plan that fits (the given one, or one that is made for as much memory as there was), and its steps, on rank 0."""
         for attempt in range(ATTEMPTS):
-            found, lacks = self._run(profile, report)
+            steps, lacks = self._run(profile, report)
             if not lacks:
-                return profile, report, found
+                return profile, report, steps
             told = "; ".join(f"rank {lack.rank} on {self._world.hosts[lack.rank]} {lack.text}" for lack in lacks)
             if self._given or attempt + 1 == ATTEMPTS:
-                raise CollectiveUserError("memory.exceeded", f"The plan was tried: {told}")
+                break
             profile = _with_less_memory(profile, report, lacks)
             there = "; ".join(
                 f"rank {lack.rank} with {units.size(profile.devices[lack.rank].memory_bytes)}" for lack in lacks
             )
             say(f"Tried: {told}", f"Planning anew: {there}")
-            report = self._planned(profile, told)
-        raise AssertionError("unreachable")
+            try:
+                report = self._planned(profile)
+            except CollectiveUserError as error:
+                told, code = f"{told}\n{error}", error.exit_code
+                raise CollectiveUserError("memory.exceeded", f"The plan was tried: {told}", exit_code=code) from None
+        raise CollectiveUserError("memory.exceeded", f"The plan was tried: {told}")
 
     def best(
-        self, profile: ClusterProfile, report: PlanReport, steps: MeasuredSteps | None
+        self, profile: ClusterProfile, report: PlanReport, steps: StepComparison | None
     ) -> tuple[ClusterProfile, PlanReport]:
-        """The profile that the steps of ``report`` have corrected, and that plan or one that is faster by it, and was."""
+        """The profile that the steps of ``report`` have calibrated, and that plan or one that is faster by it, and was."""
         believed, first = self._believed(profile, report, steps)
         if self._given:
             return believed, first
@@ -196,7 +191,7 @@ class _Trial:
         if lacks:
             say("  it does not fit: the first plan stays")
             return believed, stays("another plan was tried and does not fit", other=second)
-        faster = found is not None and steps is not None and clearly_faster(found, steps)
+        faster = found is not None and steps is not None and found.clearly_below(steps)
         faster = self._world.broadcast_json(faster)
         again, other = self._believed(believed, second, found, "it is taken" if faster else "the first plan stays")
         if faster:
@@ -208,58 +203,45 @@ class _Trial:
         return trial_s(report, profile, self._afford.counted)
 
     def _in_time(self, what: str, seconds: float) -> bool:
-        """Whether ``what``, which takes about so long, ends before the time for trials does. Says so where it does not.
-        Collective."""
-        left_s = self._ends_s - time.perf_counter()
-        fits = bool(self._world.broadcast_json(seconds <= left_s))
+        """Whether ``what``, which takes about so long, ends before the time for trials does. Says so where it does not."""
+        fits = bool(self._world.broadcast_json(seconds <= self._ends_s - time.perf_counter()))
         if not fits:
             say(f"{what} would take about {units.seconds(seconds)}, too long for this run: the first plan stays")
         return fits
 
     def _believed(
-        self, profile: ClusterProfile, report: PlanReport, steps: MeasuredSteps | None, then: str = ""
+        self, profile: ClusterProfile, report: PlanReport, steps: StepComparison | None, then: str = ""
     ) -> tuple[ClusterProfile, PlanReport]:
-        """The profile as the steps of a plan (on rank 0) have corrected it, and that plan with its figures by it."""
-        shared: list[Any] | None = None
+        """The profile as the steps of a plan (on rank 0) have calibrated it, and that plan with its figures by it."""
+        shared = None
         with self._world.led("comparing steps with their prediction"):
             if steps is not None:
-                tried, predicted = units.seconds(steps.step_s), units.seconds(report.predicted_step_s)
-                say(f"Tried: {tried} per step ({predicted} predicted){'; ' + then if then else ''}")
-                hosts = [device.host for device in profile.devices]
+                from hetero_mpi.planning.decision.planner import complete_plan
+
+                tried, predicted = units.seconds(steps.step_s), units.seconds(steps.predicted_s)
+                others = [
+                    f"{host.name}: about {host.other_threads:.1f} threads of other programs want its {host.cores:g} cores, too"
+                    for host in steps.prediction.profile.hosts
+                    if host.other_threads
+                ]
                 say(
-                    *(
-                        f"  {text}"
-                        for text in [*steps.far(hosts, report.predicted_step_s), *_others_text(steps.profile)]
-                    )
+                    f"Tried: {tried} per step ({predicted} predicted){'; ' + then if then else ''}",
+                    *(f"  {text}" for text in [*steps.deviations(), *others]),
                 )
-                better = corrected(steps.profile, report.plan, steps.measured)
-                noted = replace(
-                    better, notes=(*(note for note in profile.notes if not note.startswith(_NOTE)), _note(steps))
-                )
-                shared = [profile_to_dict(noted), plan_to_dict(self._anew(noted, report, steps.step_s))]
+                notes = [note for note in profile.notes if not note.startswith(_NOTE)]
+                notes.append(f"{_NOTE} {units.plural(len(steps.steps_s), 'step')} of a plan that was tried")
+                noted = replace(steps.calibrated_profile(), notes=tuple(notes))
+                full = complete_plan(report.plan, noted, planning_request(self._context, noted))
+                shared = [profile_to_dict(noted), plan_to_dict(replace(full, tried_step_s=steps.step_s))]
         told = self._world.broadcast_json(shared)
         return profile_from_dict(told[0]), report_from_dict(told[1])
 
-    def _anew(self, profile: ClusterProfile, report: PlanReport, tried_s: float) -> PlanReport:
-        """The same plan with its figures by another profile."""
-        from hetero_mpi.planning.decision.planner import complete_plan
+    def _planned(self, profile: ClusterProfile) -> PlanReport:
+        """The planner's plan. Raises CollectiveUserError: none fits."""
+        return obtain_plan(self._context, profile, planning_request(self._context, profile), self._pending)
 
-        full = complete_plan(report.plan, profile, planning_request(self._context, profile))
-        return replace(full, tried_step_s=tried_s)
-
-    def _planned(self, profile: ClusterProfile, lacking: str = "") -> PlanReport:
-        """The planner's plan. Raises CollectiveUserError: none fits; with ``lacking``, what did not."""
-        try:
-            return obtain_plan(self._context, profile, planning_request(self._context, profile), self._pending)
-        except CollectiveUserError as error:
-            if not lacking:
-                raise
-            raise CollectiveUserError(
-                "memory.exceeded", f"The plan was tried: {lacking}\n{error}", exit_code=error.exit_code
-            ) from None
-
-    def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[MeasuredSteps | None, list[_Lack]]:
-        """(what its steps came to, on rank 0; the ranks that it does not fit, on all)."""
+    def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[StepComparison | None, list[_Lack]]:
+        """(its steps beside their prediction, on rank 0; the ranks that it does not fit, on all)."""
         context = replace(self._context, planned_for=profile)
         share = join(context, report)
         steps: list[Together] = []
@@ -274,48 +256,53 @@ class _Trial:
             share.members.dissolve()
         self._world.meet_asleep()
         self._world.share_problem(problem)
-        lacks = [_Lack(**told) for told in self._world.broadcast_json([asdict(lack) for lack in lacks])]
+        lacks = [_Lack(*told) for told in self._world.broadcast_json(lacks)]
         if self._world.rank > 0 or lacks:
             return None, lacks
-        return compared(Expected(report.plan, with_others(profile, report.plan, steps), share.schedule), steps), lacks
+        crowded = with_other_programs(profile, report.plan, steps)
+        prediction = StepPrediction(report.plan, crowded, share.schedule)
+        return StepComparison.of(prediction, steps, report.predicted_step_s), lacks
 
 
 def _steps(context: RunContext, share: Share, afford: Allowance) -> tuple[list[Together], list[_Lack]]:
     """(the steps that count, on rank 0; the ranks that had no memory for them). Collective over the active ranks; all that it took
     is given back."""
-    members = share.members
+    members, rank = share.members, context.world.rank
     assert members is not None
     group = group_of(context, members, share.plan)
     own = _batch(context, share.plan)
-    lack: _Lack | None = None
+    built: list[Trainer] = []
+    steps: list[Together] = []
     with torch.random.fork_rng(devices=[]):
-        with members.together("trying the plan"):
-            try:
-                share = replace(share, trainer=trainer_of(context, share, ProfilingStart(), LossScale(1.0), group))
-            except OutOfMemory as error:
-                lack = _Lack(context.world.rank, str(error), error.used_bytes)
-        steps, lacks = list[Together](), _lacking(members, lack)
+        start = ProfilingStart(), LossScale(1.0), group
+        lacks = _lacking(members, rank, "", lambda: built.append(trainer_of(context, share, *start)))
+        share = replace(share, trainer=built.pop() if built else None)
         if not lacks and share.trainer is not None:
-            steps, lacks = _taken(context, share, share.trainer, own, afford)
+            rehearse = partial(share.trainer.rehearse, share.trainer.shared_batch(own, False))
+            lacks = _lacking(members, rank, ", each rank by itself", rehearse)
+            steps = _taken(context, share, share.trainer, own, afford) if not lacks else []
+            del rehearse
         share.give_up()
     context.backend.free_unused()
     return steps, lacks
 
 
-def _taken(
-    context: RunContext, share: Share, trainer: Trainer, own: Batch | None, afford: Allowance
-) -> tuple[list[Together], list[_Lack]]:
-    members, lack = trainer.world, None
-    batch = trainer.shared_batch(own, False)
-    with members.together("trying the plan, each rank by itself"):
+def _lacking(members: World, rank: int, how: str, work: Callable[[], object]) -> list[_Lack]:
+    """The active ranks that have no memory for ``work``."""
+    lack = None
+    with members.together(f"trying the plan{how}"):
         try:
-            trainer.rehearse(batch)
+            work()
         except OutOfMemory as error:
-            lack = _Lack(trainer.rank, str(error), error.used_bytes)
-    if lacks := _lacking(members, lack):
-        return [], lacks
+            lack = _Lack(rank, str(error), error.used_bytes)
+    return [_Lack(*one) for one in members.all_gather_json(lack) if one]
+
+
+def _taken(context: RunContext, share: Share, trainer: Trainer, own: Batch | None, afford: Allowance) -> list[Together]:
+    """The steps that count, on rank 0."""
+    members = trainer.world
     clock_s = clock_offset_s(members, context.transport)
-    found: list[OwnStep] = []
+    found: list[RankMeasurement] = []
     with watched(context, share):
         begun_s = ended_s = time.perf_counter()
         for number in range(1 + afford.counted):
@@ -323,19 +310,18 @@ def _taken(
             late = bool(found) and trainer.rank == 0 and ended_s - begun_s > LATE * afford.seconds
             result = trainer.step(number, trainer.shared_batch(own, False), partial(bool, late))
             begin_s, ended_s = ended_s, time.perf_counter()
-            found.append(own_step(trainer, result, ended_s - begin_s, clock_s))
+            found.append(_measured(trainer.rank, result, ended_s - begin_s, clock_s))
             if result.decision.stop:
                 break
         trainer.settle()
-    gathered = members.gather_json([to_dict(step) for step in found[1:]]) or []
-    steps: list[Together] = [
-        {own.rank: own for own in map(from_dict, together)} for together in zip(*gathered, strict=True)
-    ]
-    return steps, []
+    gathered = members.gather_json([vars(step) for step in found[1:]]) or []
+    return [{own["rank"]: RankMeasurement(**own) for own in together} for together in zip(*gathered, strict=True)]
 
 
-def _lacking(members: World, own: _Lack | None) -> list[_Lack]:
-    return [_Lack(**lack) for lack in members.all_gather_json(asdict(own) if own is not None else None) if lack]
+def _measured(rank: int, result: StepResult, wall_s: float, clock_s: float) -> RankMeasurement:
+    """``clock_s``: this rank's clock minus the common one. Of a skipped step the optimizer's part is left out."""
+    events = [one for one in result.events if one.action.op is not Op.STEP or result.decision.finite]
+    return RankMeasurement.of(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
 
 
 def _batch(context: RunContext, plan: Plan) -> Batch | None:
@@ -364,30 +350,6 @@ def _with_less_memory(profile: ClusterProfile, report: PlanReport, lacks: Sequen
     return replace(profile, devices=tuple(devices))
 
 
-def _others_text(profile: ClusterProfile) -> list[str]:
-    return [
-        f"{host.name}: about {host.other_threads:.1f} threads of other programs want its {host.cores:g} cores, too"
-        for host in profile.hosts
-        if host.other_threads
-    ]
-
-
-def _note(steps: MeasuredSteps) -> str:
-    return f"{_NOTE} {units.plural(len(steps.steps_s), 'step')} of a plan that was tried"
-
-
 def _tried(report: PlanReport) -> str:
     assert report.tried_step_s is not None
     return f"{units.seconds(report.tried_step_s)} per step"
-
-
-def clearly_faster(one: MeasuredSteps, other: MeasuredSteps) -> bool:
-    """Whether a step of ``one`` is shorter by more than the steps of both scatter."""
-    errors = [_error(steps.steps_s) for steps in (one, other)]
-    return math.log(other.step_s / one.step_s) > max(LEAST_GAIN, math.hypot(*errors))
-
-
-def _error(steps_s: Sequence[float]) -> float:
-    """Standard error of the median of the steps' logarithms; 0 of a single one."""
-    logs = [math.log(seconds) for seconds in steps_s]
-    return median_error(statistics.stdev(logs), len(logs)) if len(logs) > 1 else 0.0

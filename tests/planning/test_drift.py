@@ -21,19 +21,8 @@ from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
-from hetero_mpi.planning.analysis.drift import (
-    FEWEST,
-    Decider,
-    GroupSums,
-    LinkBetween,
-    Move,
-    Prospect,
-    SpeedWatch,
-    as_measured,
-    moved_layers,
-    moving_s,
-)
-from hetero_mpi.planning.analysis.replan import ReplanAnswer, ReplanQuestion, answer
+from hetero_mpi.planning.analysis.calibration import GroupSums, LinkBetween, drifted_profile
+from hetero_mpi.planning.analysis.replan import Prospect, ReplanAnswer, ReplanQuestion, answer, moving_s
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
@@ -42,6 +31,7 @@ from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanRep
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.state.hdf5 import KINDS
 from hetero_mpi.state.redistribute import held_under, tensor_shards, transfers
+from hetero_mpi.training.rebalance import FEWEST, Decider, Move, moved_layers
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported
 
 PROFILE = make_profile([1.0] * 3, model=make_model(8), bytes_per_s=1e6)
@@ -111,10 +101,8 @@ def play(told: Speeds, true: Speeds, steps: int = 100, cost_s: float = 5.0, reba
         if move is Move.ASK:
             assert decider.asked is not None
             story.questions += 1
-            under_way = (
-                step + 2,
-                answer(ReplanQuestion(PROFILE, as_measured(decider.asked), REQUEST, report, remaining, cost_s)),
-            )
+            drifted = drifted_profile(PROFILE, report.plan, decider.asked)
+            under_way = step + 2, answer(ReplanQuestion(drifted, REQUEST, report, remaining, cost_s))
         elif move is Move.GO:
             assert reply is not None
             report = reply.report
@@ -189,19 +177,20 @@ def test_pays_once_the_loss_is_as_large_as_the_cost() -> None:
 
 
 def test_bands() -> None:
-    watch = SpeedWatch([0])
+    decider = Decider([0])
     for _ in range(20):
-        watch.observe({0: 1.1})
-    assert watch.changed() == {} and watch.ratios() == {0: 1.1}
+        decider.observe({0: 1.1})
+    assert decider.changed() == {} and decider.ratios() == {0: 1.1}
     counts = []
     for _ in range(10):
-        watch.observe({0: 2.0})
-        counts.append(watch.changed().get(0, 0))
+        decider.observe({0: 2.0})
+        counts.append(decider.changed().get(0, 0))
     # Four of eight steps move the median; three medians in a row make a change.
     assert counts == [0] * 5 + [6, 7, 8, 9, 10]
-    watch.settle(watch.ratios(), moved=False)
-    watch.observe({0: 2.2})
-    assert watch.changed() == {}
+    assert decider.decide(1000) is Move.ASK
+    decider.answered(None)
+    decider.observe({0: 2.2})
+    assert decider.changed() == {}
 
 
 def test_a_link_that_has_become_slow_is_noticed_and_left() -> None:
@@ -216,9 +205,9 @@ def test_a_link_that_has_become_slow_is_noticed_and_left() -> None:
     assert decider.asked == {0: 1.0, 1: 1.0, 2: 1.0, slow: 1e4}
     told = decider.sentence(["a", "b", "c"])
     assert re.match(
-        r"the link between ranks \d and \d \(\w and \w\) runs at 0.0001 of the profiled speed for \d steps$", told
+        r"the link from rank \d \(\w\) to rank \d \(\w\) and back at 0.0001 of the profiled speed for \d steps$", told
     )
-    reply = answer(ReplanQuestion(PROFILE, as_measured(decider.asked), REQUEST, report, 1000, 1.0))
+    reply = answer(ReplanQuestion(drifted_profile(PROFILE, report.plan, decider.asked), REQUEST, report, 1000, 1.0))
     for pipeline in reply.report.plan.pipelines:
         for before, after in itertools.pairwise(pipeline.stages):
             assert {before.ranks[0], after.ranks[0]} != {first, second}
@@ -231,8 +220,8 @@ def test_a_rank_that_idles_on_is_not_told_of_times_that_are_over() -> None:
         report = replace(
             make_plan(restricted(profile, [0, 1]), REQUEST), idle=(IdleRank(2, "0.512 s instead of 0.427 s"),)
         )
-        measured = as_measured({0: 1.0, 1: 3.0, 2: 90.0})
-        found = answer(ReplanQuestion(profile, measured, REQUEST, report, 1000, 1.0)).report
+        drifted = drifted_profile(profile, report.plan, {0: 1.0, 1: 3.0, 2: 90.0})
+        found = answer(ReplanQuestion(drifted, REQUEST, report, 1000, 1.0)).report
         assert found.plan != report.plan and [one.rank for one in found.idle] == [2]
         assert ("0.427" in found.idle[0].reason) == kept
 
@@ -243,7 +232,8 @@ def two_pipelines() -> Plan:
 
 
 def test_several_pipelines_keep_their_ranks_shares_and_micro_batches() -> None:
-    reply = answer(ReplanQuestion(PROFILE, as_measured({1: 3.0}), REQUEST, reported(two_pipelines()), 1000, 1.0))
+    drifted = drifted_profile(PROFILE, two_pipelines(), {1: 3.0})
+    reply = answer(ReplanQuestion(drifted, REQUEST, reported(two_pipelines()), 1000, 1.0))
     assert reply.prospect.gain_s > 0 and loads(reply.report.plan)[1] < 5
     for old, new in zip(two_pipelines().pipelines, reply.report.plan.pipelines, strict=True):
         assert (old.micro_batch, old.sequences) == (new.micro_batch, new.sequences)
@@ -254,9 +244,9 @@ def test_an_idle_rank_is_called_and_a_hopeless_one_is_left() -> None:
     profile = make_profile([1.0, 1.0, 1.6], model=make_model(4), bytes_per_s=1e9)
     request = replace(REQUEST, max_pipelines=1)
     report = make_plan(restricted(profile, [0, 1]), request)
-    called = answer(ReplanQuestion(profile, as_measured({1: 1.6}), request, report, 1000, 1.0)).report
+    called = answer(ReplanQuestion(drifted_profile(profile, report.plan, {1: 1.6}), request, report, 1000, 1.0)).report
     assert set(loads(called.plan)) == {0, 1, 2}
-    left = answer(ReplanQuestion(profile, as_measured({1: 50.0}), request, report, 1000, 1.0)).report
+    left = answer(ReplanQuestion(drifted_profile(profile, report.plan, {1: 50.0}), request, report, 1000, 1.0)).report
     assert set(loads(left.plan)) == {0, 2} and [idle.rank for idle in left.idle] == [1]
 
 
@@ -351,8 +341,8 @@ def test_what_moves_is_priced_as_it_is_sent(old: Plan, new: Plan) -> None:
 
 
 def test_the_program_answers_as_the_function_does() -> None:
-    told = as_measured({1: 3.0, LinkBetween((0, 1)): 2.0, GroupSums((0, 1, 2)): 1.5})
-    question = ReplanQuestion(PROFILE, told, REQUEST, planned(), 100, 1.0)
+    ratios = {1: 3.0, LinkBetween((0, 1)): 2.0, GroupSums((0, 1, 2)): 1.5}
+    question = ReplanQuestion(drifted_profile(PROFILE, planned().plan, ratios), REQUEST, planned(), 100, 1.0)
     asked = json.dumps(encode(question, infinity_as_text=True))
     assert decode(ReplanQuestion, json.loads(asked), "question") == question
     command = [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.planning import orders
-from hetero_mpi.planning.analysis.drift import as_measured
+from hetero_mpi.planning.analysis.calibration import drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.dry_run import validate
@@ -84,7 +84,9 @@ def test_a_plan_made_while_the_run_goes_on_keeps_it() -> None:
     profile = with_split(make_profile((1.0, 1.0)))
     request = PlanRequest(8, SEQUENCE, (1,), split_choices=(False, True), schedule=NAME)
     report = make_plan(profile, request)
-    found = answer(ReplanQuestion(profile, as_measured({1: 3.0}), request, report, 1000, 0.0)).report.plan
+    found = answer(
+        ReplanQuestion(drifted_profile(profile, report.plan, {1: 3.0}), request, report, 1000, 0.0)
+    ).report.plan
     assert found.pipelines[0].stages != report.plan.pipelines[0].stages
     assert [(pipeline.order, pipeline.split_backward) for pipeline in found.pipelines] == [(NAME, True)]
 
@@ -95,7 +97,7 @@ def test_layers_may_move_from_ranks_that_hold_several_stages() -> None:
     plan = make_plan_of((0, 1, 2, 3, 4), (0, 1, 1, 0), 8)
     plan = replace(plan, pipelines=(replace(plan.pipelines[0], order="zbv", split_backward=True),))
     report = complete_plan(plan, profile, request)
-    told = answer(ReplanQuestion(profile, as_measured({1: 9.0}), request, report, 1000, 0.0))
+    told = answer(ReplanQuestion(drifted_profile(profile, report.plan, {1: 9.0}), request, report, 1000, 0.0))
     assert told.prospect.then_s < told.prospect.now_s
     assert sum(stage.last - stage.first for stage in told.report.plan.pipelines[0].stages if stage.ranks == (1,)) < 2
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.planning.analysis.drift import as_measured
+from hetero_mpi.planning.analysis.calibration import drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision import several_stages
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
@@ -250,7 +250,7 @@ def test_several_stages_keep_to_the_memory() -> None:
 def test_plans_made_while_the_run_goes_on_keep_several_stages() -> None:
     profile = like_cluster()
     report = make_plan(profile, ONE_PIPELINE)
-    found = answer(ReplanQuestion(profile, as_measured({3: 1.5}), ONE_PIPELINE, report, 1000, 0.0))
+    found = answer(ReplanQuestion(drifted_profile(profile, report.plan, {3: 1.5}), ONE_PIPELINE, report, 1000, 0.0))
     slowed = with_slowness(profile, {3: 1.5})
     assert simulate(found.report.plan, slowed).step_s < simulate(report.plan, slowed).step_s
     complete_plan(found.report.plan, profile, ONE_PIPELINE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.planning.analysis.drift import as_measured
+from hetero_mpi.planning.analysis.calibration import drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing
@@ -206,7 +206,7 @@ def test_what_is_asked_of_a_plan_agrees_with_its_prediction(tmp_path: Path) -> N
     assert all(one.step_s is not None and one.step_s >= report.predicted_step_s * 0.97 for one in others)
     three = complete_plan(parallel((0, 1, 2)), profile, REQUEST)
     ratios = dict.fromkeys(range(3), 1.0)
-    again = answer(ReplanQuestion(profile, as_measured(ratios), REQUEST, three, 100, 0.0))
+    again = answer(ReplanQuestion(drifted_profile(profile, three.plan, ratios), REQUEST, three, 100, 0.0))
     assert again.prospect.now_s == pytest.approx(three.predicted_step_s)
     assert again.prospect.then_s <= again.prospect.now_s
     costs = Durations(three.plan, profile)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.planning.analysis.drift import as_measured
+from hetero_mpi.planning.analysis.calibration import drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision import decide
 from hetero_mpi.planning.decision.explain import streamed_texts
@@ -465,7 +465,7 @@ def test_a_streamed_plan_moves_layers_away_from_a_slow_rank() -> None:
     profile, asked = heavy_cluster(220_000), request(micro_batch_choices=(1,))
     report = make_plan(profile, asked)
     assert streamed_in(report.plan) == 2
-    found = answer(ReplanQuestion(profile, as_measured({0: 3.0, 1: 1.0}), asked, report, 100_000, 0.1))
+    found = answer(ReplanQuestion(drifted_profile(profile, report.plan, {0: 3.0, 1: 1.0}), asked, report, 100_000, 0.1))
     held = {stage.ranks[0]: stage.last - stage.first for _, _, stage in found.report.plan.numbered}
     assert held[0] < held[1] and streamed_in(found.report.plan) > 0
     assert found.prospect.then_s < 0.9 * found.prospect.now_s
@@ -483,7 +483,7 @@ def test_each_of_two_streamed_pipelines_moves_layers_away_from_its_slow_rank() -
     ]
     pipelines = tuple(PipelinePlan(tuple(own), 1, asked.global_batch // 2) for own in stages)
     report = complete_plan(Plan(pipelines, asked.global_batch, SEQUENCE, 10), profile, asked)
-    found = answer(ReplanQuestion(profile, as_measured({0: 3.0, 3: 3.0}), asked, report, 100_000, 0.1))
+    found = answer(ReplanQuestion(drifted_profile(profile, report.plan, {0: 3.0, 3: 3.0}), asked, report, 100_000, 0.1))
     held = {stage.ranks[0]: stage.last - stage.first for _, _, stage in found.report.plan.numbered}
     assert held[0] < held[1] and held[3] < held[2] and streamed_in(found.report.plan) > 0
     assert found.prospect.then_s < 0.9 * found.prospect.now_s

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.model.eager_imports import eager_imports
-from hetero_mpi.planning.analysis.correction import Allowance
-from hetero_mpi.planning.analysis.drift import LinkBetween, Watched
+from hetero_mpi.planning.analysis.calibration import Allowance, LinkBetween, WatchedPart
+from hetero_mpi.planning.analysis.step_comparison import StepWord
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_plan
 from hetero_mpi.util.errors import UserError
@@ -47,7 +47,6 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.model.stage import MicroBatch, Stage
     from hetero_mpi.state import saving
     from hetero_mpi.training import build, rebalance, run_report, training_run, trial, watchdog
-    from hetero_mpi.training.rebalance import StepWord
     from hetero_mpi.training.setup.context import RunContext, Share, TrainOptions
     from hetero_mpi.training.training_run import train
 
@@ -150,7 +149,7 @@ def sums_are_slow(world: World, entry: dict[str, Any]) -> Iterator[None]:
         group.summed_s += 0.002
         return add(group, tensor)
 
-    def steady(word: StepWord, told: NDArray[np.float64]) -> dict[Watched, float]:
+    def steady(word: StepWord, told: NDArray[np.float64]) -> dict[WatchedPart, float]:
         found = {one: ratio for one, ratio in ratios(word, told).items() if not isinstance(one, LinkBetween)}
         return {one: 1.0 if isinstance(one, int) or ratio < 10 else 1e4 for one, ratio in found.items()}
 

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from hetero_mpi.engine.trainer import StepResult
-from hetero_mpi.planning.analysis.correction import LONG_S, LONG_SHARE, MOST_COUNTED, allowance, explained
-from hetero_mpi.planning.analysis.drift import GroupSums, LinkBetween
+from hetero_mpi.planning.analysis.calibration import (
+    LONG_S,
+    LONG_SHARE,
+    MOST_COUNTED,
+    GroupSums,
+    LinkBetween,
+    OptimizerSteps,
+    allowance,
+    explained,
+)
+from hetero_mpi.planning.analysis.step_comparison import (
+    RankMeasurement,
+    StepComparison,
+    StepPrediction,
+    StepTimes,
+    StepWord,
+    Together,
+    with_other_programs,
+)
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, Op, schedule_of
@@ -19,9 +36,6 @@ from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, 
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.rundir.rank_steps import MeasuredEvent
-from hetero_mpi.training.measuring import Expected, OwnStep, Together, compared, with_others
-from hetero_mpi.training.rebalance import StepWord
-from hetero_mpi.training.trial import clearly_faster
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
 MODEL, SPEED = make_model(4), 4e3
@@ -46,26 +60,29 @@ def as_simulated(profile: ClusterProfile, plan: Plan, waits: float = 1.0) -> Tog
         messages = [(str(event.action), event.start_s) for event in own if event.action in sends]
         for event in step.events:
             if event.action in sends:
-                pair, receive, _ = Expected(plan, profile, schedule_of(plan, profile.model)).message(event.action)
+                pair, receive, _ = predicted(plan, profile).message(event.action)
                 messages += [(str(receive), event.end_s)] if pair[1] == rank else []
         worked_s = sum(computing.get(op.value, 0.0) for op in COMPUTE) / waits
-        found[rank] = OwnStep(rank, step.step_s, computing, worked_s, 0.0, tuple(messages))
+        found[rank] = RankMeasurement(rank, computing, 0.0, dict(messages), step.step_s, worked_s)
     return found
 
 
-def expected(plan: Plan, profile: ClusterProfile = PROFILE) -> Expected:
-    return Expected(plan, profile, schedule_of(plan, profile.model))
+def predicted(plan: Plan, profile: ClusterProfile = PROFILE) -> StepPrediction:
+    return StepPrediction(plan, profile, schedule_of(plan, profile.model))
+
+
+def compared(plan: Plan, steps: Sequence[Together], profile: ClusterProfile = PROFILE) -> StepComparison:
+    return StepComparison.of(predicted(plan, profile), steps, simulate(plan, profile).step_s)
 
 
 @pytest.mark.parametrize("plan", [PLAN, ALIKE])
 def test_a_step_as_predicted_corrects_nothing(plan: Plan) -> None:
-    found = compared(expected(plan), [as_simulated(PROFILE, plan)] * 2)
-    own = found.measured
-    every = [*own.computing.values(), *own.optimizer.values(), *own.sums.values(), *own.links.values()]
-    assert every and all(ratio == pytest.approx(1.0) for ratios in every for ratio in ratios)
-    assert set(own.computing) == {0, 1} and (set(own.links) == {(0, 1), (1, 0)}) == (plan is PLAN)
-    assert found.step_s == pytest.approx(simulate(plan, PROFILE).step_s)
-    assert found.far(HOSTS, found.step_s) == []
+    found = compared(plan, [as_simulated(PROFILE, plan)] * 2)
+    assert all(ratio == pytest.approx(1.0) for ratios in found.ratios.values() for ratio in ratios)
+    links = {LinkBetween((0, 1)), LinkBetween((1, 0))} if plan is PLAN else set()
+    assert set(found.ratios) - {OptimizerSteps(0), OptimizerSteps(1)} == {0, 1, *links}
+    assert found.ratio == pytest.approx(1.0) and found.calibrated_profile() == PROFILE
+    assert found.deviations() == []
 
 
 def test_a_slow_rank_and_a_slow_link_are_told_and_named() -> None:
@@ -74,15 +91,15 @@ def test_a_slow_rank_and_a_slow_link_are_told_and_named() -> None:
         for link in PROFILE.links
     )
     slower = make_profile([1.0, 4.0], model=MODEL, bytes_per_s=SPEED)
-    predicted_s = simulate(PLAN, PROFILE).step_s
-    found = compared(expected(PLAN), [as_simulated(replace(slower, links=links), PLAN)] * 3)
-    assert found.measured.computing == {0: pytest.approx([1.0] * 3), 1: pytest.approx([4.0] * 3)}
-    assert found.measured.links[1, 0][0] == pytest.approx(3.0)
-    assert found.measured.links[0, 1][0] == pytest.approx(1.0)
-    told = found.far(HOSTS, predicted_s / 10)
-    assert any(line.startswith(f"link from rank 1 ({HOSTS[1]}) to rank 0") for line in told), told
+    found = compared(PLAN, [as_simulated(replace(slower, links=links), PLAN)] * 3)
+    assert found.ratios[0] == pytest.approx([1.0] * 3) and found.ratios[1] == pytest.approx([4.0] * 3)
+    assert found.ratios[LinkBetween((1, 0))][0] == pytest.approx(3.0)
+    assert found.ratios[LinkBetween((0, 1))][0] == pytest.approx(1.0)
+    told = replace(found, predicted_s=found.predicted_s / 10).deviations()
+    assert any(line.startswith(f"the link from rank 1 ({HOSTS[1]}) to rank 0") for line in told), told
     assert any("forward" in line and "backward" in line for line in told), told
-    assert found.far(HOSTS, found.step_s) == [], "only where the step as a whole is far from its prediction"
+    near = replace(found, predicted_s=found.step_s)
+    assert near.deviations() == [], "only where the step as a whole is far from its prediction"
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -94,7 +111,7 @@ def test_what_ranks_tell_during_a_run_adds_up_to_what_is_slow(grouped: bool) -> 
         (StagePlan((0, 1), 0, 3, 1, shares=(2, 2)), StagePlan((2,), 3, 6, 0)) if grouped else PLAN.pipelines[0].stages
     )
     plan = replace(PLAN, pipelines=(replace(PLAN.pipelines[0], stages=stages),))
-    schedule, own = schedule_of(plan, profile.model), expected(plan, profile)
+    schedule, own = schedule_of(plan, profile.model), predicted(plan, profile)
     slow, step = {0: 1.0, 1: 2.0, 2: 3.0}, simulate(plan, profile)
     words = {rank: StepWord(rank, plan, profile, schedule) for rank in plan.ranks}
     told, last = np.zeros(len(next(iter(words.values())).numbers(None))), plan.ranks[-1]
@@ -110,10 +127,9 @@ def test_what_ranks_tell_during_a_run_adds_up_to_what_is_slow(grouped: bool) -> 
                 events += [MeasuredEvent(rank, 0, receive, 0, came_s, arrived_s=came_s)] if destination == rank else []
         for op, seconds in own.computing_s[rank].items():
             events.append(Event(rank, 0, Action(op, 0, 0), 0.0, slow[rank] * seconds))
-        sums_s = own.sums_s.get((0, 1), 0.0) * (7.0 + rank) if rank < 2 else 0.0
+        sums_s = own._sums_s.get((0, 1), 0.0) * (7.0 + rank) if rank < 2 else 0.0
         events.append(Event(rank, 0, Action(Op.F, 0, 1), 0.0, sums_s, exchanged_s=sums_s))
-        result = StepResult(None, events=tuple(events), began_s=100.0 * rank, length=SEQUENCE)  # type: ignore[arg-type]
-        told += word.numbers(result)
+        told += word.numbers(RankMeasurement.of(rank, events, 100.0 * rank), SEQUENCE)
     found = words[0].ratios(told)
     assert found.pop(LinkBetween((0, last))) == pytest.approx(5.0)
     if grouped:
@@ -136,10 +152,10 @@ def test_other_programs_are_told_from_slow_work(cores: float, waits: float, othe
     profile = crowded(cores)
     longer = replace(profile, hosts=(replace(profile.hosts[0], other_threads=others),))
     steps = [as_simulated(longer, ALIKE, waits)] * 3
-    seen = with_others(profile, ALIKE, steps)
+    seen = with_other_programs(profile, ALIKE, steps)
     assert seen.hosts[0].other_threads == pytest.approx(others)
-    ratios = compared(expected(ALIKE, seen), steps).measured.computing
-    assert all(ratio == pytest.approx(1.0) for own in ratios.values() for ratio in own)
+    ratios = compared(ALIKE, steps, seen).ratios
+    assert all(ratio == pytest.approx(1.0) for rank in (0, 1) for ratio in ratios[rank])
     one = Durations(replace(ALIKE, pipelines=ALIKE.pipelines[:1]), seen).profile.devices[0].layers
     alone = max(1.0, (1 + others) / cores)
     for kind, times in one.items():
@@ -192,12 +208,11 @@ def test_the_reasons_of_a_tried_plan_belong_to_its_corrected_figures() -> None:
 
 
 def test_a_tie_within_the_noise_is_no_gain() -> None:
-    slow = compared(expected(PLAN), [as_simulated(PROFILE, PLAN)] * 3)
+    slow = StepTimes((1.0,) * 3, 1.0)
     for times, faster in (
         ((0.9, 0.9, 0.9), True),
         ((0.995,) * 3, False),
         ((0.8, 0.95, 1.1), False),
         ((1.1,) * 3, False),
     ):
-        other = replace(slow, steps_s=tuple(slow.step_s * time for time in times))
-        assert clearly_faster(other, slow) == faster
+        assert StepTimes(times, 1.0).clearly_below(slow) == faster

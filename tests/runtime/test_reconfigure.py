@@ -259,7 +259,7 @@ def test_a_slow_device_gives_layers_away_and_takes_them_back(more_runs: Runs) ->
     assert away["speeds"]["1"] == pytest.approx(0.333, rel=0.2) and back["speeds"]["1"] == pytest.approx(1, rel=0.2)
     assert {move["from"] for move in away["moved"]} == {1} and {move["to"] for move in back["moved"]} == {1}
     assert away["step_s_after"] < 0.95 * away["step_s_before"]
-    said = f"step {away['step']}: rank 1 (host1) runs at 0.33 of its profiled speed for "
+    said = f"step {away['step']}: rank 1 (host1) at 0.33 of the profiled speed for "
     assert said in runs.outcomes["drop"].printed and " from rank 1 to rank " in away["text"]
     # The emulated rank really is faster with fewer layers: steps get shorter at once.
     steps = read_metrics(runs.directory / "drop" / "metrics.jsonl").steps

@@ -13,18 +13,19 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hetero_mpi.planning.analysis.correction import Measured, corrected
-from hetero_mpi.planning.analysis.drift import Prospect, moving_s
 from hetero_mpi.planning.contention import while_computing
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.groups import improved
 from hetero_mpi.planning.decision.planner import complete_plan
+from hetero_mpi.planning.owners import owned_units
+from hetero_mpi.planning.schedule import held_by, holders
 from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.codec import decode, encode
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -38,20 +39,53 @@ IDLE_GAIN = 0.2
 become fast again."""
 
 
+LEAST_GAIN = 0.05
+"""A step must become shorter by this share, or nothing moves: predictions are not better than that."""
+MARGIN = 2.0
+"""Least gain of the remaining steps, in parts of what moving costs."""
+_VALUE_BYTES, _MOMENTS_BYTES = 4, 8
+"""Bytes of a trained parameter on its way: itself and two moments, in fp32."""
+_Way = tuple[int, int, int]
+"""(from rank, to rank, layer)"""
+
+
 @dataclass(frozen=True)
 class ReplanQuestion:
     """A plan that runs, and the machines as they are now."""
 
     profile: ClusterProfile
-    """As measured before the run."""
-    measured: Measured
-    """How many times as long as profiled things last now."""
+    """At the speeds that were measured during the run (``drifted_profile``)."""
     request: PlanRequest
     report: PlanReport
     """The plan that runs."""
     remaining_steps: int
     rebuild_s: float
     """Part of the cost of a change that does not depend on what moves."""
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """The gain and the cost of a change of plans."""
+
+    now_s: float
+    """A step under the plan as it is, at the new speeds."""
+    then_s: float
+    """A step under the new plan."""
+    cost_s: float
+    """Seconds that moving takes."""
+
+    @property
+    def gain_s(self) -> float:
+        """Per step."""
+        return self.now_s - self.then_s
+
+    def hopeless(self, remaining_steps: int) -> bool:
+        """Whatever comes: the gain is too small, or the run too short."""
+        return self.gain_s < LEAST_GAIN * self.now_s or self.gain_s * remaining_steps < MARGIN * self.cost_s
+
+    def pays(self, steps_since: int, remaining_steps: int) -> bool:
+        """True if layers should move now, ``steps_since`` steps after the speeds have changed."""
+        return not self.hopeless(remaining_steps) and self.gain_s * steps_since >= self.cost_s
 
 
 @dataclass(frozen=True)
@@ -64,31 +98,27 @@ class ReplanAnswer:
 
 def answer(question: ReplanQuestion) -> ReplanAnswer:
     """The plan with which the remaining steps and the change to it take the least time. Deterministic."""
-    now = question.report.plan
-    # What is not told is as it was: a machine that has changed says nothing of its like.
-    told = dict.fromkeys(range(len(question.profile.devices)), (1.0,)) | dict(question.measured.computing)
-    computing = {rank: ratios for rank, ratios in told.items() if rank not in now.leader_of}
-    profile = corrected(question.profile, now, replace(question.measured, computing=computing))
+    now, profile = question.report.plan, question.profile
 
     def step_s(plan: Plan) -> float:
         return outlined(plan, profile).step_s
 
     def cost_s(plan: Plan) -> float:
-        return question.rebuild_s + moving_s(profile, question.report.plan, plan)
+        return question.rebuild_s + moving_s(profile, now, plan)
 
     def seconds(plan: Plan) -> float:
         return question.remaining_steps * step_s(plan) + cost_s(plan)
 
-    now_s = step_s(question.report.plan)
-    best, least_s = question.report.plan, question.remaining_steps * now_s
+    now_s = step_s(now)
+    best, least_s = now, question.remaining_steps * now_s
     # A group's sums have bits of their own: none is formed while a run goes on.
     groups = question.request.groups and bool(now.leader_of)
     searched = replace(question, request=replace(nearest_searched(question.request), groups=groups))
-    for found in _candidates(searched, profile):
+    for found in _candidates(searched):
         plan = in_order(found, profile, question.request)
         if plan is not None and (its_s := seconds(plan)) < least_s:
             best, least_s = plan, its_s
-    if best is not question.report.plan:
+    if best is not now:
         for plan in (_less_moved(best, question, seconds), best):
             with contextlib.suppress(UserError):  # memory: of ranks exchanged, and of pipelines that share a host's
                 completed = complete_plan(plan, profile, question.request)
@@ -126,8 +156,8 @@ def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], 
     return plan
 
 
-def _candidates(question: ReplanQuestion, profile: ClusterProfile) -> Iterator[Plan]:
-    plan = question.report.plan
+def _candidates(question: ReplanQuestion) -> Iterator[Plan]:
+    plan, profile = question.report.plan, question.profile
     if plan.leader_of:
         yield improved(plan, profile, question.request)
     busy = while_computing(profile, plan.ranks)
@@ -169,6 +199,50 @@ def _decided(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
     except UserError:  # such as a micro-batch, given by hand, that does not divide the batch
         return None
     return decision.plan if decision is not None else None
+
+
+def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
+    """Seconds until every rank has the trained state that it needs and does not have, as ``state.redistribute`` sends it: a
+    parameter's owner sends the values to all that will hold it, and the moments to its next owner. Of a group first all give
+    their parts to the owner; whole tensors are sent to each member. Each rank receives and sends one thing at a time."""
+    model, sent = profile.model, dict[_Way, float]()
+    after, together = owned_units(new, model), {stage.ranks[0]: stage.ranks for _, _, stage in new.numbered}
+    needing = holders(new)
+    for (layer, unit), (source, count) in owned_units(old, model).items():
+        owning = together[after[layer, unit][0]]
+        for rank in needing[layer]:
+            size = count * (_VALUE_BYTES + _moments_bytes(model.layers[layer]) * (rank in owning))
+            sent[source, rank, layer] = sent.get((source, rank, layer), 0) + size
+    return _busiest_s(profile, _parts(old, model)) + _busiest_s(profile, sent)
+
+
+def _parts(plan: Plan, model: ModelCost) -> dict[_Way, float]:
+    """Bytes that members of groups give their first rank: their share of what is cut, and of several pipelines theirs owns."""
+    found, weight = {}, plan.state_weights
+    for _, _, stage in plan.numbered:
+        for place, rank in enumerate(stage.ranks[1:], 1):
+            for number in range(stage.first, stage.last):
+                layer, leader = model.layers[number], stage.ranks[0]
+                owned = weight[leader] / sum(weight[other] for other in held_by(plan, number))
+                experts = layer.expert_trainable * stage.expert_share(place)
+                cut = (layer.divided_trainable - layer.expert_trainable) * stage.share(place) + experts
+                found[rank, leader, number] = owned * cut * (_VALUE_BYTES + _moments_bytes(layer))
+    return found
+
+
+def _moments_bytes(layer: LayerCost) -> float:
+    """Bytes of a trained parameter's moments."""
+    return _MOMENTS_BYTES - layer.moments_saving_bytes / max(1, layer.trainable_parameters)
+
+
+def _busiest_s(profile: ClusterProfile, sent: Mapping[_Way, float]) -> float:
+    busy: dict[tuple[str, int], float] = {}
+    for (source, destination, _), size in sent.items():
+        if source != destination and size:
+            seconds = profile.transfer_s(source, destination, size)
+            for end in (("send", source), ("receive", destination)):
+                busy[end] = busy.get(end, 0.0) + seconds
+    return max(busy.values(), default=0.0)
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_mpi.planning.analysis.drift import GroupSums, as_measured
+from hetero_mpi.planning.analysis.calibration import GroupSums, drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision import groups as group_search
@@ -339,15 +339,15 @@ def test_layers_move_from_a_group_that_has_become_slow_and_no_group_is_formed_wh
     first = report.plan.pipelines[0].stages[0]
     # Of all ranks a ratio is kept, but a group is measured by the first of its ranks.
     ratios = {**dict.fromkeys(range(4), 1.0), first.ranks[0]: 3.0}
-    reply = answer(ReplanQuestion(profile, as_measured(ratios), request, report, 1000, 0.1))
+    reply = answer(ReplanQuestion(drifted_profile(profile, report.plan, ratios), request, report, 1000, 0.1))
     after = {stage.ranks: stage.last - stage.first for _, _, stage in reply.report.plan.numbered}
     assert after.get(first.ranks, 0) < first.last - first.first
     assert reply.prospect.then_s < reply.prospect.now_s
     groups = {GroupSums(stage.ranks): 1e5 for _, _, stage in report.plan.numbered if stage.grouped}
-    reply = answer(ReplanQuestion(profile, as_measured(dict(groups)), request, report, 1000, 0.1))
+    reply = answer(ReplanQuestion(drifted_profile(profile, report.plan, dict(groups)), request, report, 1000, 0.1))
     assert groups and not reply.report.plan.leader_of, "groups that have become slow are left"
     apart = make_plan(profile, replace(request, groups=False))
-    reply = answer(ReplanQuestion(profile, as_measured({0: 3.0}), request, apart, 1000, 0.1))
+    reply = answer(ReplanQuestion(drifted_profile(profile, apart.plan, {0: 3.0}), request, apart, 1000, 0.1))
     assert not reply.report.plan.leader_of
 
 

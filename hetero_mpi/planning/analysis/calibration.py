@@ -1,4 +1,4 @@
-"""A profile after steps of a plan have been measured: what was too long or too short in it becomes as long as it was.
+"""Profile calibration: a profile after steps of a plan have been measured, and how long they may take.
 
 The trial before a run and rebalancing during one ask the same question. Steps scatter, so a ratio counts for what it is beyond
 their noise; and of ranks that are alike the luckiest is not believed to be the fastest, unless the steps say so clearly.
@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cluster_changes import AnyLink, with_slowness
 from hetero_mpi.planning.types.cost import GRADIENT_BYTES
 from hetero_mpi.planning.types.plan import Alone, IdleRank, Plan, PlanReport
-from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.util import units
 
 LEAST_ERROR = 0.01
@@ -36,44 +36,88 @@ Ratios = Sequence[float]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """How steps of a plan differed from their prediction. What was not measured is left out."""
+class OptimizerSteps:
+    """A rank's optimizer steps, where they were measured by themselves; else they are as its forwards and backwards."""
 
-    computing: Mapping[int, Ratios] = field(default_factory=dict)
-    """Rank -> of its forwards and backwards. Of a group its first rank stands for those that are left out."""
-    optimizer: Mapping[int, Ratios] = field(default_factory=dict)
-    """Rank -> of its optimizer steps, where they were measured by themselves; else they are as forwards and backwards."""
-    sums: Mapping[tuple[int, ...], Ratios] = field(default_factory=dict)
-    """Ranks of a group -> of what they add up in their host's memory."""
-    links: Mapping[Pair, Ratios] = field(default_factory=dict)
-    """(source, destination) -> of messages from device to device."""
+    rank: int
 
 
-def corrected(profile: ClusterProfile, plan: Plan, measured: Measured) -> ClusterProfile:
+@dataclass(frozen=True)
+class GroupSums:
+    """Sums that the ranks of a group make in their host's memory."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LinkBetween:
+    """Messages from the device of one rank to that of another; during a run, there and back."""
+
+    ranks: Pair
+
+
+WatchedPart = int | GroupSums | LinkBetween
+"""A part of a step that has a speed. An int: the forwards and backwards of this rank, of a group's first rank for all of it."""
+Part = WatchedPart | OptimizerSteps
+
+
+def part_text(part: WatchedPart, hosts: Sequence[str]) -> str:
+    """``rank 1 (titan)``. ``hosts``: of the ranks."""
+    if isinstance(part, GroupSums):
+        return f"the sums of ranks {' and '.join(map(str, part.ranks))} ({hosts[part.ranks[0]]})"
+    if isinstance(part, LinkBetween):
+        return "the link from " + " to ".join(f"rank {rank} ({hosts[rank]})" for rank in part.ranks)
+    return f"rank {part} ({hosts[part]})"
+
+
+def drifted_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[WatchedPart, float]) -> ClusterProfile:
+    """``profile`` at the speeds of a run. Parts without a ratio are as they were: a machine that has changed says nothing of its
+    like."""
+    all_ratios: dict[Part, float] = dict.fromkeys(range(len(profile.devices)), 1.0)
+    all_ratios.update(ratios.items())
+    for part, ratio in ratios.items():
+        if isinstance(part, LinkBetween):
+            all_ratios[LinkBetween((part.ranks[1], part.ranks[0]))] = ratio
+    own = {part: (ratio,) for part, ratio in all_ratios.items() if part not in plan.leader_of}
+    return calibrated_profile(profile, plan, own)
+
+
+def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part, Ratios]) -> ClusterProfile:
     """``profile`` with ranks, sums of groups and links as they were in steps of ``plan``.
 
     What was not measured is as its like: a rank as those with the same device on like hosts, the sums of a host as those of like
     hosts, a link as others from the one host to the other. What has no like stays.
     """
-    computing = dict(measured.computing)
+    computing = {part: own for part, own in ratios.items() if isinstance(part, int)}
     for rank, leader in plan.leader_of.items():
         if leader in computing:
             computing.setdefault(rank, computing[leader])
-    number = {rank: place for place, like in enumerate(like_ranks(profile)) for rank in like}
-    slowness, of_optimizer = (_believed(own, number, number.__getitem__) for own in (computing, measured.optimizer))
-    slower = with_slowness(profile, slowness, of_optimizer)
-    sums, links = _by_host(profile, measured)
-    ranks: dict[str, list[int]] = {}
-    for one in profile.devices:
-        ranks.setdefault(one.host, []).append(number[one.rank])
-    of_hosts = _believed(sums, ranks, lambda name: tuple(sorted(ranks[name])))
-    hosts = tuple(_with_sums(host, of_hosts.get(host.name, 1.0)) for host in profile.hosts)
-    return _with_links(replace(slower, hosts=hosts), plan, links)
+    optimizer = {part.rank: own for part, own in ratios.items() if isinstance(part, OptimizerSteps)}
+    class_of = {rank: place for place, like in enumerate(like_ranks(profile)) for rank in like}
+    slowness, of_optimizer = (factors(own, class_of, class_of.__getitem__) for own in (computing, optimizer))
+    links = {part.ranks: own for part, own in ratios.items() if isinstance(part, LinkBetween)}
+    sums = dict[str, list[float]]()
+    for part, own in ratios.items():
+        if isinstance(part, GroupSums):
+            host = profile.host(part.ranks[0])
+            if host is not None and host.sum_bytes_per_s is not None:
+                sums.setdefault(host.name, []).extend(own)
+            else:  # links tell them
+                links = {**dict.fromkeys(itertools.permutations(part.ranks, 2), own), **links}
+    classes: dict[str, list[int]] = {}
+    for device in profile.devices:
+        classes.setdefault(device.host, []).append(class_of[device.rank])
+    of_hosts = factors(sums, classes, lambda name: tuple(sorted(classes[name])))
+    hosts = tuple(
+        host
+        if host.sum_bytes_per_s is None
+        else replace(host, sum_latency_s=host.sum_latency_s * ratio, sum_bytes_per_s=host.sum_bytes_per_s / ratio)
+        for host, ratio in ((host, of_hosts.get(host.name, 1.0)) for host in profile.hosts)
+    )
+    return _with_links(replace(with_slowness(profile, slowness, of_optimizer), hosts=hosts), plan, links)
 
 
-def _believed(
-    measured: Mapping[Key, Ratios], every: Iterable[Key], like: Callable[[Key], Hashable]
-) -> dict[Key, float]:
+def factors(measured: Mapping[Key, Ratios], every: Iterable[Key], like: Callable[[Key], Hashable]) -> dict[Key, float]:
     """Ratios to change ``every`` by: the median of the steps, as far as it is further than their noise from that of its like."""
     logs = {key: [math.log(one) for one in ratios if 0 < one < math.inf] for key, ratios in measured.items()}
     middles = {key: statistics.median(own) for key, own in logs.items() if own}
@@ -109,25 +153,6 @@ def _step_noise(logs: Sequence[Sequence[float]]) -> float:
     return sigma_of(away)
 
 
-def _by_host(profile: ClusterProfile, measured: Measured) -> tuple[dict[str, Ratios], dict[Pair, Ratios]]:
-    """(host -> of sums that were measured in its memory, pairs of ranks -> of messages, and of sums that links tell)."""
-    sums, links = dict[str, Ratios](), dict(measured.links)
-    for ranks, ratios in measured.sums.items():
-        host = profile.host(ranks[0])
-        if host is not None and host.sum_bytes_per_s is not None:
-            sums[host.name] = [*sums.get(host.name, ()), *ratios]
-        else:
-            for pair in itertools.permutations(ranks, 2):
-                links.setdefault(pair, ratios)
-    return sums, links
-
-
-def _with_sums(host: HostProfile, ratio: float) -> HostProfile:
-    if host.sum_bytes_per_s is None:
-        return host
-    return replace(host, sum_latency_s=host.sum_latency_s * ratio, sum_bytes_per_s=host.sum_bytes_per_s / ratio)
-
-
 def _with_links(profile: ClusterProfile, plan: Plan, measured: Mapping[Pair, Ratios]) -> ClusterProfile:
     names = [device.host for device in profile.devices]
     own = {pair: _of_link(profile, plan, pair, ratios) for pair, ratios in measured.items()}
@@ -136,7 +161,7 @@ def _with_links(profile: ClusterProfile, plan: Plan, measured: Mapping[Pair, Rat
         return names[pair[0]], names[pair[1]]
 
     listed = {(link.source, link.destination): link for link in profile.links}
-    ratios = _believed(own, {**listed, **own}, hosts)
+    ratios = factors(own, {**listed, **own}, hosts)
     links = tuple(_slower(link, ratios.get(pair, 1.0)) for pair, link in listed.items())
     # Pairs that are told by their hosts have what all of them have in common.
     told: dict[tuple[str, str], list[float]] = {}
@@ -187,8 +212,6 @@ MOST_COUNTED, LEAST_COUNTED = 5, 1
 _UNCOUNTED = 2
 _PARAMETERS_PER_S = 1e8
 """How fast weights are made up, roughly: 8 billion in 80 s."""
-LEAST_GAIN = 0.03
-"""Another plan is tried where it would be faster by this share: predictions are not better than that."""
 _NOT_FOUND = "by the times of the trial, the search found no faster plan with it"
 
 
@@ -216,16 +239,12 @@ def allowance(report: PlanReport, profile: ClusterProfile, steps: int, wanted: b
 
 
 def trial_s(report: PlanReport, profile: ClusterProfile, counted: int) -> float:
-    """Seconds of a trial of which so many steps count, about."""
-    return _building_s(report.plan, profile) + (_UNCOUNTED + counted) * report.predicted_step_s
-
-
-def _building_s(plan: Plan, profile: ClusterProfile) -> float:
-    held: dict[int, float] = {}
-    for layer, ranks in holders(plan).items():
+    """Seconds of a trial of which ``counted`` steps count, about: a rank makes up its weights, then all take steps."""
+    held = dict.fromkeys(report.plan.ranks, 0.0)
+    for layer, ranks in holders(report.plan).items():
         for rank in ranks:
-            held[rank] = held.get(rank, 0.0) + profile.model.layers[layer].parameters
-    return max(held.values()) / _PARAMETERS_PER_S
+            held[rank] += profile.model.layers[layer].parameters
+    return max(held.values()) / _PARAMETERS_PER_S + (_UNCOUNTED + counted) * report.predicted_step_s
 
 
 def explained(
@@ -239,21 +258,18 @@ def explained(
         said: plans as the planner gave them by unlike profiles: what it said of all of them still holds.
         other: the plan that was not taken.
     """
-    reasons, idle = list[str](), list[IdleRank]()
-    if said:
-        reasons = [one for one in said[0].reasons if all(one in report.reasons for report in said)]
-        idle = [one for one in said[0].idle if all(one in report.idle for report in said)]
-    held, why = {one.rank: one.reason for one in idle}, list[IdleRank]()
-    for one in taken.idle:
-        beyond = told if other is None or one.rank in other.plan.ranks else _NOT_FOUND
-        why.append(IdleRank(one.rank, held.get(one.rank, beyond)))
-    own = taken.reasons[1:]
+    reasons = [one for one in said[0].reasons if all(one in report.reasons for report in said)] if said else []
+    kept = [one for one in said[0].idle if all(one in report.idle for report in said)] if said else []
+    idle = {one.rank: one for one in kept}
+    for rank in (one.rank for one in taken.idle):
+        reason = told if other is None or rank in other.plan.ranks else _NOT_FOUND
+        idle.setdefault(rank, IdleRank(rank, reason))
     first = f"tried: {units.seconds(taken.expected_step_s)} per step; {told}"
     return replace(
         taken,
         alone=_alone(taken, told, other),
-        idle=tuple(why),
-        reasons=(first, *own, *(one for one in reasons if one not in own)),
+        idle=tuple(idle[one.rank] for one in taken.idle),
+        reasons=tuple(dict.fromkeys([first, *taken.reasons[1:], *reasons])),
     )
 
 

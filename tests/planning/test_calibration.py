@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_mpi.planning.analysis.correction import Measured, corrected
+from hetero_mpi.planning.analysis.calibration import GroupSums, LinkBetween, Part, Ratios, calibrated_profile
 from hetero_mpi.planning.group_costs import sum_s
 from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.types.cluster_changes import with_slowness
@@ -51,44 +51,45 @@ def test_a_corrected_profile_predicts_the_measured_step() -> None:
     real, guess = outlined(PLAN, truth), outlined(PLAN, profile)
     size = 10 * MODEL.sent_bytes_per_token(1)
     pairs = ((0, 1), (1, 0), (1, 2), (2, 1))
-    measured = Measured(
-        {rank: (real.busy_s[rank] / guess.busy_s[rank],) for rank in PLAN.ranks},
-        links={pair: (truth.transfer_s(*pair, size) / profile.transfer_s(*pair, size),) for pair in pairs},
-    )
-    found = outlined(PLAN, corrected(profile, PLAN, measured))
+    measured: dict[Part, Ratios] = {rank: (real.busy_s[rank] / guess.busy_s[rank],) for rank in PLAN.ranks}
+    for pair in pairs:
+        measured[LinkBetween(pair)] = (truth.transfer_s(*pair, size) / profile.transfer_s(*pair, size),)
+    found = outlined(PLAN, calibrated_profile(profile, PLAN, measured))
     assert abs(guess.step_s / real.step_s - 1) > 0.2 and found.step_s == pytest.approx(real.step_s, rel=0.01)
 
 
 def test_the_median_of_steps_counts() -> None:
-    measured = Measured({0: (1.5, 1.5, 1.5, 20.0, 1.5), 2: (1.0, 0.99, 1.0, 9.0, 1.01)})
-    assert block_s(corrected(cluster(names="ABCD"), PLAN, measured)) == pytest.approx([1.5, 1.0, 1.0, 1.0], abs=0.01)
+    measured = {0: (1.5, 1.5, 1.5, 20.0, 1.5), 2: (1.0, 0.99, 1.0, 9.0, 1.01)}
+    assert block_s(calibrated_profile(cluster(names="ABCD"), PLAN, measured)) == pytest.approx(
+        [1.5, 1.0, 1.0, 1.0], abs=0.01
+    )
 
 
 def test_a_ratio_below_the_noise_of_the_steps_changes_nothing() -> None:
     profile, draw = cluster(), random.Random(3)
-    measured = Measured({rank: [1.02 * draw.lognormvariate(0, 0.1) for _ in range(5)] for rank in range(3)})
-    assert corrected(profile, PLAN, measured) == profile
+    measured = {rank: [1.02 * draw.lognormvariate(0, 0.1) for _ in range(5)] for rank in range(3)}
+    assert calibrated_profile(profile, PLAN, measured) == profile
 
 
 def test_like_ranks_that_seem_to_differ_by_noise_are_changed_alike() -> None:
     """Rank 1, beside rank 0, is twice as slow as profiled, too."""
     steps = {0: (1.9, 2.1, 2.0), 1: (2.15, 1.95, 2.05)}
-    seconds = block_s(corrected(cluster(), PLAN, Measured(steps)))
+    seconds = block_s(calibrated_profile(cluster(), PLAN, steps))
     assert seconds[0] == seconds[1] == pytest.approx(2.03, rel=0.02) and seconds[2:] == [1.0, 1.0]
 
 
 def test_like_ranks_that_differ_clearly_are_changed_each_by_itself_if_less() -> None:
-    sharp = block_s(corrected(cluster(), PLAN, Measured({0: (1.0, 1.0, 1.0), 1: (1.5, 1.5, 1.5)})))
+    sharp = block_s(calibrated_profile(cluster(), PLAN, {0: (1.0, 1.0, 1.0), 1: (1.5, 1.5, 1.5)}))
     assert sharp[:2] == pytest.approx([1.0, 1.5], rel=0.02)
-    damped = block_s(corrected(cluster(), PLAN, Measured({0: (0.9, 1.0, 1.1), 1: (1.4, 1.5, 1.6)})))
+    damped = block_s(calibrated_profile(cluster(), PLAN, {0: (0.9, 1.0, 1.1), 1: (1.4, 1.5, 1.6)}))
     assert 1.0 < damped[0] < damped[1] < 1.5
 
 
 def test_an_idle_rank_is_as_its_like() -> None:
     profile = cluster(names="ABCC")
-    assert block_s(corrected(profile, PLAN, Measured({2: (1.5,)}))) == pytest.approx([1.0, 1.0, 1.5, 1.5], rel=0.01)
-    told = Measured({2: (1.5,), 3: (1.0,)})
-    assert block_s(corrected(profile, PLAN, told)) == pytest.approx([1.0, 1.0, 1.5, 1.0], rel=0.01)
+    assert block_s(calibrated_profile(profile, PLAN, {2: (1.5,)})) == pytest.approx([1.0, 1.0, 1.5, 1.5], rel=0.01)
+    told = {2: (1.5,), 3: (1.0,)}
+    assert block_s(calibrated_profile(profile, PLAN, told)) == pytest.approx([1.0, 1.0, 1.5, 1.0], rel=0.01)
 
 
 def test_the_first_rank_of_a_group_stands_for_the_others() -> None:
@@ -96,8 +97,8 @@ def test_the_first_rank_of_a_group_stands_for_the_others() -> None:
     grouped = replace(first, ranks=(0, 1), shares=(1, 1))
     plan = replace(PLAN, pipelines=(replace(PLAN.pipelines[0], stages=(grouped, replace(second, ranks=(2,)))),))
     profile = cluster(names="ABCD")
-    assert block_s(corrected(profile, plan, Measured({0: (2.0,)}))) == pytest.approx([2.0, 2.0, 1.0, 1.0], rel=0.01)
-    assert block_s(corrected(profile, plan, Measured({0: (2.0,), 1: (3.0,)})))[1] == pytest.approx(3.0, rel=0.01)
+    assert block_s(calibrated_profile(profile, plan, {0: (2.0,)})) == pytest.approx([2.0, 2.0, 1.0, 1.0], rel=0.01)
+    assert block_s(calibrated_profile(profile, plan, {0: (2.0,), 1: (3.0,)}))[1] == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -105,7 +106,7 @@ def test_sums_of_a_group(in_memory: bool) -> None:
     """As two ranks were timed in their host's memory, or as links tell."""
     host = HostProfile("a", 10**9, "made up", sum_latency_s=0.1, sum_bytes_per_s=1e3 if in_memory else None)
     profile = replace(cluster(), hosts=(host,))
-    found = corrected(profile, PLAN, Measured(sums={(0, 1): (3.0, 3.0)}))
+    found = calibrated_profile(profile, PLAN, {GroupSums((0, 1)): (3.0, 3.0)})
     rel = 0.01 if in_memory else 0.2  # the links' latency weighs otherwise at another size
     assert sum_s(found, (0, 1), 1e3) == pytest.approx(3 * sum_s(profile, (0, 1), 1e3), rel=rel)
     assert found.devices == profile.devices and found.link(0, 2) == profile.link(0, 2)
@@ -113,7 +114,7 @@ def test_sums_of_a_group(in_memory: bool) -> None:
 
 def test_links_of_the_same_hosts_are_as_the_one_that_was_used() -> None:
     profile = cluster()
-    found = corrected(profile, PLAN, Measured(links={(1, 2): (4.0, 4.1, 3.9)}))
+    found = calibrated_profile(profile, PLAN, {LinkBetween((1, 2)): (4.0, 4.1, 3.9)})
     slowness = {(link.source, link.destination): 1e4 / link.bytes_per_s for link in found.links}
     assert slowness.pop((1, 2)) == slowness.pop((0, 2)) == pytest.approx(4.0, rel=0.02)
     assert set(slowness.values()) == {1.0}
@@ -125,11 +126,11 @@ def test_links_that_hosts_tell() -> None:
         links=(),
         host_links=(HostLinkProfile(ANY_HOST, ANY_HOST, 0.01, 1e4), HostLinkProfile("a", "a", 0.0, 1e6)),
     )
-    found = corrected(profile, PLAN, Measured(links={(1, 2): (4.0,)}))
+    found = calibrated_profile(profile, PLAN, {LinkBetween((1, 2)): (4.0,)})
     assert found.link(0, 2).bytes_per_s == pytest.approx(2.5e3, rel=0.01)
     assert found.link(2, 0) == profile.link(2, 0) and found.link(0, 1) == profile.link(0, 1)
 
 
 def test_nothing_measured_changes_nothing() -> None:
     profile = cluster()
-    assert corrected(profile, PLAN, Measured({0: ()}, {(0, 1): (0.0,)}, {(0, 1): ()})) == profile
+    assert calibrated_profile(profile, PLAN, {0: (), GroupSums((0, 1)): (0.0,), LinkBetween((0, 1)): ()}) == profile
