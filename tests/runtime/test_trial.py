@@ -115,7 +115,8 @@ def test_the_tried_time_of_a_resumed_run_is_that_of_these_machines(
         job=SimpleNamespace(profile=SimpleNamespace(trial="auto")),
         run_dir=tmp_path,
     )
-    planned = Planned(profile, reported(PLANS["two" if other_plan else "line"]), True, "", 0.0)
+    report = reported(PLANS["two" if other_plan else "line"])
+    planned = Planned(profile, True, "", report, 0.0)
     assert _tried_before(context, TrainOptions(Path("job.toml"), resume="latest"), planned) == tried_step_s
 
 
