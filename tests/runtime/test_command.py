@@ -272,7 +272,9 @@ class Spare(Workshop):
         values = self.values(self.model(blocks=1))
         values["train"]["steps"] = 2
         self.last = ranks - 1
+        values["profile"]["path"] = str(directory / "made.profile.toml")
         job = self.job("job", values)
+        write_profile(directory / "made.profile.toml", job, ranks)
         stages = {3: (StagePlan((2,), 0, 3, 0),), 4: (StagePlan((3,), 0, 2, 1), StagePlan((1,), 2, 3, 0))}[ranks]
         other = PipelinePlan((StagePlan((ranks - 2,), 0, 3, 0),), 1, 1)
         one, several = directory / "plan.toml", directory / "several.toml"

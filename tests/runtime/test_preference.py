@@ -20,7 +20,7 @@ from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.rundir.metrics import Rewards, read_metrics
 from hetero_mpi.state.directory import checkpoint_path
 from tests.support.family_configs import tiny_keys
-from tests.support.jobs import Outcome, Workshop
+from tests.support.jobs import write_profile, Outcome, Workshop
 from tests.support.mpi import ROOT
 
 pytestmark = pytest.mark.slow
@@ -138,7 +138,11 @@ class Runs(Workshop):
         train = {"global_batch": rows, "steps": steps, "preference": "dpo", **tables.pop("train", {})}
         tables["profile"] = {"trial": name in METHODS}  # it changes no bit
         job = self.job(name, self.written, data=data, train=train, **tables)
-        return {"job": job, "run_dir": self.run(name), "plan": plan}
+        kind = "experts" if model is not None else "adapter" if "adapter" in tables else "whole"
+        profile = self.directory / f"{kind}.profile.toml"
+        if not profile.exists():
+            write_profile(profile, job, self.ranks)
+        return {"job": job, "run_dir": self.run(name), "plan": plan, "profile": profile}
 
     def shipped(self, name: str) -> dict[str, Any]:
         """A job of jobs/, in small."""
