@@ -17,6 +17,7 @@ from hetero_mpi.interop.other_tools import job_from
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 
 FILES = Path(__file__).with_name("other_tools")
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -175,131 +176,19 @@ def test_a_file_becomes_a_job(name: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_what_is_left_has_its_value_and_its_reason() -> None:
     made(FILES / "axolotl-full-fsdp.yml")
-    text = " ".join(line.strip("# ") for line in left_keys(Path("job.toml").read_text()).splitlines())
-    for part in (
-        'all of it is taken: datasets[0].split = "train[:20%]"',
-        'how kernels compute; here attention and dtype are chosen by device and job: attention = "flash"',
-        "gradient_checkpointing = true",
-    ):
+    text = left_keys(Path("job.toml").read_text()).replace("\n#  ", "")
+    for part in ('datasets[0].split = "train[:20%]"', 'attention = "flash"', "gradient_checkpointing = true"):
         assert part in text
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("base_model: a/b\nrl: grpo\ndatasets: [{path: a/c}]\n", "rl = grpo: not here"),
-        ("model_name_or_path: a/b\nstage: ppo\ndataset: x\n", "stage = ppo"),
-        ("model_name_or_path: a/b\nstage: dpo\npref_loss: kto_pair\ndataset: x\n", "pref_loss = kto_pair"),
-        ("base_model: a/b\nrl: simpo\ndatasets: [{path: a/c}]\n", "rl = "),
-        ("model_name_or_path: a/b\nstage: sft\nfinetuning_type: freeze\ndataset: x\n", "finetuning_type = freeze"),
-        ("trl grpo --model_name_or_path a/b --dataset_name a/c", "trainer = grpo"),
-        ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type exo_pair", "loss_type = exo_pair"),
-        ("trl sft --model_name_or_path a/b --dataset_name a/c --loss_type dft", "loss_type = dft"),
-        ("trl dpo --model_name_or_path a/b --dataset_name a/c --loss_type sigmoid bco_pair", "loss_type = "),
-        ("python train_mine.py --model_name_or_path a/b --dataset_name a/c", "trainer = train_mine"),
-        ("trl sft --model_name_or_path $MODEL --dataset_name a/c", "$MODEL has none"),
-        ("base_model: a/b\nlearning_rate: 1e-4\nlearning_rate: 2e-4\n", "learning_rate stands twice"),
-        ("base_model: a/b\nlearning_rate: -1\ndatasets: [{path: a/c}]\n", "[train] learning_rate = -1"),
-        ("base_model: a/b\nmicro_batch_size: auto\ndatasets: [{path: a/c}]\n", "micro_batch_size = "),
-        ("base_model: a/b\ndatasets: a/c: d\n", "must be YAML"),
-        ("base_model: a/b\n", "names no data set"),
-        ("steps: 3\n", "names no model"),
-        ("- 1\n", "must be YAML with keys"),
-    ],
-)  # fmt: skip
-def test_what_is_not_here_is_refused_and_writes_nothing(
-    text: str, part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("theirs").write_text(text)
-    assert main(["init", "--from", "theirs"]) == 2
-    assert part in capsys.readouterr().err
-    assert [path.name for path in Path().iterdir()] == ["theirs"]
-
-
-def test_gpus_and_the_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_and_the_place() -> None:
     file = FILES / "axolotl-local-files.yml"
     assert made(file, "--gpus", "3").job.train.global_batch == 24
-    assert main(["init", "--from", str(file)]) == 2 and "overwrites nothing" in capsys.readouterr().err
+    with refuses("init.exists", "job.toml"):
+        job_from(file, Path("job.toml"), None)
     assert main(["init", "--from", str(file), "below/mine.toml"]) == 0
-    assert load_job("below/mine.toml").job.data.records == ["../data/chats.jsonl", "../data/more.jsonl"], (
-        "as seen from there"
-    )
+    assert load_job("below/mine.toml").job.data.records == ["../data/chats.jsonl", "../data/more.jsonl"]
     assert main(["init", "--from", str(file), "other"]) == 0 and Path("other/job.toml").exists()
-
-
-@pytest.mark.parametrize("only", [True, False])
-def test_prompts_are_learnt_where_trl_learns_them(only: bool) -> None:
-    text = f"trl sft --model_name_or_path a/b --dataset_name a/c --completion_only_loss {only}"
-    Path("run.txt").write_text(text)
-    assert made(Path("run.txt")).job.data.train_on_prompt is not only
-
-
-def test_a_list_of_one_loss_is_that_loss() -> None:
-    Path("pairs.yaml").write_text("model_name_or_path: a/b\ndataset_name: a/c\nbeta: 0.2\nloss_type: [sigmoid]\n")
-    assert made(Path("pairs.yaml")).job.train.preference == "dpo"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            "stage: dpo\npref_loss: simpo\nsimpo_gamma: 1.5\npref_beta: 2.0\ndpo_label_smoothing: 0.1\nkto_chosen_weight: 2",
-            {"preference": "simpo", "preference_margin": 1.5, "preference_beta": 2.0, "preference_smoothing": 0.1,
-             "desirable_weight": 1.0},
-        ),
-        (
-            "stage: kto\nkto_chosen_weight: 1.5\npref_beta: 0.2\npref_loss: sigmoid",
-            {"preference": "kto", "desirable_weight": 1.5, "preference_beta": 0.2},
-        ),
-        (
-            "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-4\nlr_scheduler_kwargs: {min_lr: 1e-5}\nwarmup_ratio: 0.05",
-            {"schedule": "cosine", "min_learning_rate_ratio": 0.1, "warmup_steps": 0.05, "last_batch": "smaller"},
-        ),
-        (
-            "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: '{\"num_decay_steps\": 50, \"decay_type\": \"linear\"}'",
-            {"schedule": "warmup_stable_decay", "decay_steps": 50, "decay": "linear"},
-        ),
-        (
-            "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}\ndataloader_drop_last: true",
-            {"schedule": "cosine_with_restarts", "cycles": 3, "last_batch": "full"},
-        ),
-        ("optim: adafactor\nadam_beta2: 0.99", {"optimizer": "adafactor", "beta2": 0.95}),
-        ("optim: adamw_torch\nuse_muon: true\nadam_beta2: 0.99", {"optimizer": "muon", "beta2": 0.99}),
-        ("loraplus_lr_ratio: 16\nneftune_noise_alpha: 5", {"lora_plus_ratio": 16.0, "neftune_noise_alpha": 5.0}),
-        (
-            "finetuning_type: full\nloraplus_lr_ratio: 16\nneftune_noise_alpha: 0",
-            {"lora_plus_ratio": 1.0, "neftune_noise_alpha": None},
-        ),
-    ],
-)  # fmt: skip
-def test_how_is_learnt_comes_along(text: str, expected: dict[str, Any]) -> None:
-    file = Path("theirs.yaml")
-    file.write_text(f"model_name_or_path: a/b\ndataset: x\ntemplate: llama3\n{text}\n")
-    job, found = made(file), Path("job.toml").read_text()
-    assert {key: getattr(job.job.train, key) for key in expected} == expected
-    sources = " ".join(re.findall(r"  # (.*)", found)) + left_keys(found)
-    assert all(key in sources for key in read_keys(file)), "none has got lost"
-
-
-@pytest.mark.parametrize(
-    ("text", "start"),
-    [
-        ("model_name_or_path: a/b\ndataset: x\ntemplate: x\npissa_init: true", "pissa_niter_16"),
-        (
-            "model_name_or_path: a/b\ndataset: x\ntemplate: x\npissa_init: true\npissa_iter: -1\npissa_convert: true",
-            "pissa",
-        ),
-        ("model_name_or_path: a/b\ndataset: x\ntemplate: x\npissa_init: false\npissa_iter: 4", "default"),
-        ("base_model: a/b\nadapter: lora\ndatasets: [{path: x.jsonl}]\npeft_init_lora_weights: olora", "olora"),
-        ("base_model: a/b\nadapter: lora\ndatasets: [{path: x.jsonl}]\npeft_init_lora_weights: eva", "default"),
-    ],
-)
-def test_starts_of_adapters_come_along(text: str, start: str) -> None:
-    Path("theirs.yaml").write_text(text)
-    assert made(Path("theirs.yaml")).job.adapter.start == start
-    found = Path("job.toml").read_text()
-    sources = " ".join(re.findall(r"  # (.*)", found)) + left_keys(found)
-    assert all(key in sources for key in read_keys(Path("theirs.yaml"))), "none has got lost"
 
 
 def test_keys_inside_of_keys_are_named() -> None:
@@ -312,15 +201,6 @@ def test_gpus_go_before_what_a_launcher_was_told() -> None:
     assert made(FILES / "llamafactory-command.sh", "--gpus", "3").job.train.global_batch == 24
     text = left_keys(Path("job.toml").read_text())
     assert "nproc_per_node = 2" in text and "nnodes = 2" in text
-
-
-def test_training_data_do_not_become_held_out() -> None:
-    Path("file.yaml").write_text(
-        "model_name_or_path: a/b\ndataset_name: own.jsonl\neval_strategy: steps\neval_steps: 10\n"
-    )
-    job = made(Path("file.yaml")).job
-    assert (job.data.records, job.data.evaluation, job.train.evaluate_every) == (["own.jsonl"], None, 0)
-    assert "eval_steps = 10" in left_keys(Path("job.toml").read_text())
 
 
 def test_a_command_line_reads_its_config() -> None:
@@ -413,151 +293,154 @@ def test_a_silent_command_line_trains_as_the_trainer_of_trl_does(kind: str) -> N
     assert {dotted: of(job, dotted) for dotted in expected} == expected
 
 
+THEIRS = {
+    "": "",
+    "axolotl": "base_model: a/b\ndatasets: [{path: a/c}]\n",
+    "llamafactory": "model_name_or_path: a/b\ndataset: x\ntemplate: llama3\n",
+    "trl": "model_name_or_path: a/b\ndataset_name: a/c\n",
+}
+LORA, RATE = "adapter: lora\n", "learning_rate: 1e-4\n"
 OF_TRANSFORMERS = {
-    "train.weight_decay": 0.0, "train.beta1": 0.9, "train.beta2": 0.999, "train.epsilon": 1e-8, "train.clip_norm": 1.0,
-    "train.seed": 42, "train.optimizer": "adamw", "data.held_out": 0.0, "train.evaluate_every": 0, "adapter.dropout": 0.0,
+    "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "clip_norm": 1.0, "seed": 42, "optimizer": "adamw",
+    "data.held_out": 0.0, "evaluate_every": 0, "adapter.dropout": 0.0,
 }  # fmt: skip
-SILENT: list[tuple[str, dict[str, Any]]] = [
-    (
-        "base_model: a/b\nlearning_rate: 1e-4\nadapter: lora\nlora_r: 8\nlora_alpha: 4\n",
-        {"train.schedule": "cosine", "train.warmup_steps": 0.03, "train.max_warmup_steps": 100, "train.epochs": 1,
-         "train.global_batch": 1, "data.sequence_length": 511, "data.packing": False, "train.dtype": "auto",
-         "data.train_on_prompt": False, "adapter.targets": "family", "checkpoint.every": 0, "checkpoint.keep": 4,
-         "train.dropout": True},
-    ),
-    (
-        "base_model: a/b\nlearning_rate: 1e-4\nrl: dpo\nadapter: lora\nlora_dropout: 0.1\n",
-        {"train.preference": "dpo", "train.preference_beta": 0.1, "train.dropout": False, "data.sequence_length": 1023},
-    ),
-    (
-        "model_name_or_path: a/b\nstage: sft\n",
-        {"train.learning_rate": 5e-5, "train.schedule": "linear", "train.warmup_steps": 0, "train.epochs": 3, "adapter.rank": 8,
-         "train.global_batch": 8, "adapter.alpha": 16, "adapter.targets": "all-linear", "data.sequence_length": 2047,
-         "data.packing": False, "train.dtype": "auto", "checkpoint.every": 500, "data.train_on_prompt": False},
-    ),
-    ("model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\n", {"train.dtype": "fp32", "train.dropout": True}),
-    ("base_model: a/b\nbf16: full\n", {"train.dtype": "bf16"}),
-    ("model_name_or_path: a/b\nstage: pt\n", {"data.packing": True, "data.sequence_length": 2047}),
-    (
-        "model_name_or_path: a/b\nstage: dpo\nlora_dropout: 0.1\n",
-        {"train.preference": "dpo", "train.preference_beta": 0.1, "train.dropout": False, "data.sequence_length": 4095},
-    ),
-    ("model_name_or_path: a/b\nstage: kto\nlora_dropout: 0.1\n", {"train.preference": "kto", "train.dropout": False}),
+BECOMES: list[tuple[str, str, dict[str, Any]]] = [
+    *(("", f"trl sft --model_name_or_path a/b --dataset_name a/c --completion_only_loss {only}", {"data.train_on_prompt": learnt})
+      for only, learnt in ((True, "chats"), (False, True))),
+    ("trl", "beta: 0.2\nloss_type: [sigmoid]", {"preference": "dpo"}),
+    # How is learnt.
+    ("llamafactory", "stage: dpo\npref_loss: simpo\nsimpo_gamma: 1.5\npref_beta: 2\ndpo_label_smoothing: 0.1\nkto_chosen_weight: 2",
+     {"preference": "simpo", "preference_margin": 1.5, "preference_beta": 2, "preference_smoothing": 0.1, "desirable_weight": 1}),
+    ("llamafactory", "stage: kto\nkto_chosen_weight: 1.5\npref_beta: 0.2\npref_loss: sigmoid",
+     {"preference": "kto", "desirable_weight": 1.5, "preference_beta": 0.2}),
+    ("llamafactory", RATE + "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-5}\nwarmup_ratio: 0.05",
+     {"schedule": "cosine", "min_learning_rate_ratio": 0.1, "warmup_steps": 0.05, "last_batch": "smaller"}),
+    ("llamafactory",
+     "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: '{\"num_decay_steps\": 50, \"decay_type\": \"linear\"}'",
+     {"schedule": "warmup_stable_decay", "decay_steps": 50, "decay": "linear"}),
+    ("llamafactory", "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}\ndataloader_drop_last: true",
+     {"schedule": "cosine_with_restarts", "cycles": 3, "last_batch": "full"}),
+    ("llamafactory", "optim: adafactor\nadam_beta2: 0.99", {"optimizer": "adafactor", "beta2": 0.95}),
+    ("llamafactory", "optim: adamw_torch\nuse_muon: true\nadam_beta2: 0.99", {"optimizer": "muon", "beta2": 0.99}),
+    ("llamafactory", "loraplus_lr_ratio: 16\nneftune_noise_alpha: 5", {"lora_plus_ratio": 16.0, "neftune_noise_alpha": 5.0}),
+    ("llamafactory", "finetuning_type: full\nloraplus_lr_ratio: 16\nneftune_noise_alpha: 0",
+     {"lora_plus_ratio": 1.0, "neftune_noise_alpha": None}),
+    # How an adapter begins.
+    ("llamafactory", "pissa_init: true", {"adapter.start": "pissa_niter_16"}),
+    ("llamafactory", "pissa_init: true\npissa_iter: -1\npissa_convert: true", {"adapter.start": "pissa"}),
+    ("llamafactory", "pissa_init: false\npissa_iter: 4", {"adapter.start": "default"}),
+    ("axolotl", LORA + "peft_init_lora_weights: olora", {"adapter.start": "olora"}),
+    ("axolotl", LORA + "peft_init_lora_weights: eva", {"adapter.start": "default"}),
+    # Training data do not become held-out data.
+    ("", "model_name_or_path: a/b\ndataset_name: own.jsonl\neval_strategy: steps\neval_steps: 10\n",
+     {"data.records": ["own.jsonl"], "data.evaluation": None, "evaluate_every": 0}),
+    # How axolotl warms up.
+    *(("axolotl", RATE + text, {"warmup_steps": warm_up, "max_warmup_steps": None})
+      for text, warm_up in (("max_steps: 200", 6), ("max_steps: 50", 2), ("max_steps: 30", 0), ("max_steps: 9000", 100),
+                            ("max_steps: 9000\nwarmup_ratio: 0.1", 900), ("max_steps: 200\nwarmup_steps: 0", 0),
+                            ("warmup_steps: 1", 2), ("warmup_steps: 0", 0), ("warmup_ratio: 0.2", 0.2),
+                            ("lr_scheduler: constant", 0))),
+    # What is done several times in an epoch.
+    *(("axolotl", RATE + text, {"evaluate_every": evaluate_every, "checkpoint.every": every})
+      for text, evaluate_every, every in (
+          ("num_epochs: 4\nval_set_size: 0.1\nevals_per_epoch: 5\nsaves_per_epoch: 2", 0.05, 0.125),
+          ("num_epochs: 4\nval_set_size: 0.1\nevals_per_epoch: 5\nmax_steps: 400\nsaves_per_epoch: 1", 20, 100),
+          ("val_set_size: 0.1\nevals_per_epoch: 1\nsaves_per_epoch: 0", 0, 0),
+          ("num_epochs: 3\nevals_per_epoch: 5\nsave_strategy: 'no'", 0, 0),
+          ("num_epochs: 2\nval_set_size: 0.1\neval_strategy: epoch", 0.5, 0.5),
+          ("val_set_size: 0.1\neval_steps: 0.2\nsave_steps: 30", 0.2, 30))),
+    # Keys that change nothing, or have a counterpart.
+    ("axolotl", "reward_model: false\nplugins: [axolotl.integrations.liger.LigerPlugin]\nlabel_smoothing_factor: 0", {}),
+    ("axolotl", LORA + "unfrozen_parameters: [lm_head]\nmodel_type: AutoModelForCausalLM", {}),
+    ("axolotl", "rl: simpo\ncpo_alpha: 0\nsimpo_gamma: 0.7", {"preference": "simpo", "preference_margin": 0.7}),
+    ("axolotl", "rl: dpo\ntrl: {beta: 0.3}\ndpo_loss_type: [hinge]", {"preference": "hinge", "preference_beta": 0.3}),
+    ("trl", "beta: 0.1\nf_divergence_type: reverse_kl\nlabel_smoothing: 0.0", {"preference": "dpo", "adapter.dropout": 0.0}),
+    ("trl", "desirable_weight: 2.0\nbeta: 0.3", {"preference": "kto", "preference_beta": 0.3, "learning_rate": 1e-6}),
+    ("trl", "beta: 0.2\nloss_type: robust\nlabel_smoothing: 0.1", {"preference": "robust", "preference_smoothing": 0.1}),
+    ("trl", "beta: 0.2\ndisable_dropout: false\nuse_peft: true", {"preference": "dpo", "dropout": True, "adapter.dropout": 0.05}),
+    # Where the files of programs that are not installed here are silent: the table of keys names the sources of these values.
+    ("axolotl", RATE + LORA + "lora_r: 8\nlora_alpha: 4",
+     OF_TRANSFORMERS | {
+         "schedule": "cosine", "warmup_steps": 0.03, "max_warmup_steps": 100, "epochs": 1, "global_batch": 1, "dtype": "auto",
+         "data.sequence_length": 511, "data.packing": False, "data.train_on_prompt": False, "adapter.targets": "family",
+         "checkpoint.every": 0, "checkpoint.keep": 4, "dropout": True}),
+    ("axolotl", RATE + LORA + "rl: dpo\nlora_dropout: 0.1",
+     OF_TRANSFORMERS | {"preference": "dpo", "preference_beta": 0.1, "dropout": False, "data.sequence_length": 1023}),
+    ("llamafactory", "stage: sft",
+     OF_TRANSFORMERS | {
+         "learning_rate": 5e-5, "schedule": "linear", "warmup_steps": 0, "epochs": 3, "adapter.rank": 8, "global_batch": 8,
+         "adapter.alpha": 16, "adapter.targets": "all-linear", "data.sequence_length": 2047, "data.packing": False, "dtype": "auto",
+         "checkpoint.every": 500, "data.train_on_prompt": False}),
+    ("llamafactory", "stage: sft\nfinetuning_type: full", OF_TRANSFORMERS | {"dtype": "fp32", "dropout": True}),
+    ("axolotl", "bf16: full", OF_TRANSFORMERS | {"dtype": "bf16"}),
+    ("llamafactory", "stage: pt", OF_TRANSFORMERS | {"data.packing": True, "data.sequence_length": 2047}),
+    ("llamafactory", "stage: dpo\nlora_dropout: 0.1",
+     OF_TRANSFORMERS | {"preference": "dpo", "preference_beta": 0.1, "dropout": False, "data.sequence_length": 4095}),
+    ("llamafactory", "stage: kto\nlora_dropout: 0.1", OF_TRANSFORMERS | {"preference": "kto", "dropout": False}),
+]  # fmt: skip
+"""(tool, text behind what stands in every file of it, keys of the job; those without a table are of [train])."""
+
+
+@pytest.mark.parametrize(("tool", "text", "expected"), BECOMES)
+def test_what_stands_in_a_file_becomes(tool: str, text: str, expected: dict[str, Any]) -> None:
+    file = Path("theirs.yaml")
+    file.write_text(f"{THEIRS[tool]}{text}\n")
+    job, found = made(file), Path("job.toml").read_text()
+    assert {key: of(job, key if "." in key else f"train.{key}") for key in expected} == expected
+    sources = " ".join(re.findall(r"  # (.*)", found)) + left_keys(found)
+    assert all(key in sources for key in read_keys(file)), "none has got lost"
+
+
+OTHER, PREFERENCE = "convert.other_objective", "beta: 0.1\n"
+REFUSED = [
+    *((tool, text, "convert.value", f"{text.split()[-2].removesuffix(':')} = {text.split()[-1]}") for tool, text in (
+        ("axolotl", "rl: grpo"), ("llamafactory", "stage: ppo"), ("llamafactory", "stage: dpo\npref_loss: kto_pair"),
+        ("llamafactory", "stage: sft\nfinetuning_type: freeze"))),
+    *(("axolotl", text, OTHER, text.partition(":")[0]) for text in (
+        "rl: simpo", "reward_model: true", "process_reward_model: true", "diffusion: {noise_schedule: cosine}",
+        "plugins: [axolotl.integrations.liger.LigerPlugin, axolotl.integrations.diffusion.DiffusionPlugin]", "kd_trainer: true",
+        "model_type: AutoModelForSequenceClassification", "processor_type: AutoProcessor", "use_eaft: true",
+        "unfrozen_parameters: [lm_head]", "rl: simpo\nsimpo_gamma: 0.5")),
+    *(("llamafactory", text, OTHER, text.rpartition("\n")[2].partition(":")[0]) for text in (
+        "mask_history: true",
+        "stage: dpo\npref_ftx: 0.2", "use_dft_loss: true", "image_max_pixels: 262144")),
+    *(("trl", text, OTHER, text.rpartition("\n")[2].partition(":")[0]) for text in (
+        PREFERENCE + "num_generations: 4", PREFERENCE + "loss_weights: [0.5]", PREFERENCE + "f_divergence_type: js_divergence",
+        PREFERENCE + "label_smoothing: 0.1", "label_smoothing_factor: 0.1", "max_length: null")),
+    *(("", f"{words} --model_name_or_path a/b --dataset_name a/c{more}", "convert.value", value) for words, more, value in (
+        ("trl grpo", "", "trainer = grpo"), ("trl dpo", " --loss_type exo_pair", "loss_type = exo_pair"),
+        ("trl sft", " --loss_type dft", "loss_type = dft"), ("trl dpo", " --loss_type sigmoid bco_pair", "loss_type = "),
+        ("python train_mine.py", "", "trainer = train_mine"))),
+    ("", "trl sft --model_name_or_path $MODEL --dataset_name a/c", "convert.format", "$MODEL"),
+    ("", "base_model: a/b\nlearning_rate: 1e-4\nlearning_rate: 2e-4", "convert.format", "learning_rate"),
+    ("axolotl", "learning_rate: -1", "convert.invalid_job", "[train] learning_rate = -1"),
+    ("axolotl", "micro_batch_size: auto", "convert.value", "micro_batch_size = "),
+    ("", "base_model: a/b\ndatasets: a/c: d", "convert.format", "theirs"),
+    ("", "base_model: a/b", "convert.no_data", "theirs"),
+    ("", "steps: 3", "convert.no_model", "theirs"),
+    ("", "- 1", "convert.format", "theirs"),
+    ("", "base_model: a/b\nk0: &k0 x\n" + "".join(f"k{at}: &k{at} [{', '.join(9 * [f'*k{at - 1}'])}]\n" for at in range(1, 9)),
+     "convert.format", "100,000"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "expected"), SILENT)
-def test_what_the_other_programs_do_where_their_files_are_silent(text: str, expected: dict[str, Any]) -> None:
-    """Not installed here: the table of keys names the sources of these values."""
-    name = "datasets: [{path: a/c}]" if "base_model" in text else "dataset: x\ntemplate: x"
-    Path("theirs.yaml").write_text(f"{text}{name}\n")
-    job, expected = made(Path("theirs.yaml")), OF_TRANSFORMERS | expected
-    assert {dotted: of(job, dotted) for dotted in expected} == expected
+@pytest.mark.parametrize(("tool", "text", "kind", "value"), REFUSED)
+def test_what_is_not_here_is_refused_and_writes_nothing(tool: str, text: str, kind: str, value: str) -> None:
+    Path("theirs").write_text(f"{THEIRS[tool]}{text}\n")
+    with refuses(kind, value):
+        job_from(Path("theirs"), Path("job.toml"), None)
+    assert main(["init", "--from", "theirs"]) == 2
+    assert [path.name for path in Path().iterdir()] == ["theirs"]
 
 
-@pytest.mark.parametrize(
-    ("text", "warm_up"),
-    [
-        ("max_steps: 200", 6),
-        ("max_steps: 50", 2),
-        ("max_steps: 30", 0),
-        ("max_steps: 9000", 100),
-        ("max_steps: 9000\nwarmup_ratio: 0.1", 900),
-        ("max_steps: 200\nwarmup_steps: 0", 0),
-        ("warmup_steps: 1", 2),
-        ("warmup_steps: 0", 0),
-        ("warmup_ratio: 0.2", 0.2),
-        ("lr_scheduler: constant", 0),
-    ],
-)
-def test_axolotl_warms_up(text: str, warm_up: float) -> None:
-    Path("theirs.yml").write_text(f"base_model: a/b\nlearning_rate: 1e-4\ndatasets: [{{path: a/c}}]\n{text}\n")
-    train = made(Path("theirs.yml")).job.train
-    assert (train.warmup_steps, train.max_warmup_steps) == (warm_up, None)
-
-
-@pytest.mark.parametrize(
-    ("text", "evaluate_every", "every"),
-    [
-        ("num_epochs: 4\nval_set_size: 0.1\nevals_per_epoch: 5\nsaves_per_epoch: 2", 0.05, 0.125),
-        ("num_epochs: 4\nval_set_size: 0.1\nevals_per_epoch: 5\nmax_steps: 400\nsaves_per_epoch: 1", 20, 100),
-        ("val_set_size: 0.1\nevals_per_epoch: 1\nsaves_per_epoch: 0", 0, 0),
-        ("num_epochs: 3\nevals_per_epoch: 5\nsave_strategy: 'no'", 0, 0),
-        ("num_epochs: 2\nval_set_size: 0.1\neval_strategy: epoch", 0.5, 0.5),
-        ("val_set_size: 0.1\neval_steps: 0.2\nsave_steps: 30", 0.2, 30),
-    ],
-)
-def test_what_is_done_some_times_in_an_epoch(text: str, evaluate_every: float, every: float) -> None:
-    Path("theirs.yml").write_text(f"base_model: a/b\nlearning_rate: 1e-4\ndatasets: [{{path: a/c}}]\n{text}\n")
-    job = made(Path("theirs.yml")).job
-    assert (job.train.evaluate_every, job.checkpoint.every) == (evaluate_every, every)
-
-
-THEIRS = {
-    "axolotl": "base_model: a/b\ndatasets: [{path: a/c}]\n",
-    "llamafactory": "model_name_or_path: a/b\ndataset: x\ntemplate: x\n",
-    "trl": "model_name_or_path: a/b\ndataset_name: a/c\n",
-}
-
-
-@pytest.mark.parametrize(
-    ("tool", "text"),
-    [
-        ("axolotl", "reward_model: true"),
-        ("axolotl", "process_reward_model: true"),
-        ("axolotl", "diffusion: {noise_schedule: cosine}"),
-        (
-            "axolotl",
-            "plugins: [axolotl.integrations.liger.LigerPlugin, axolotl.integrations.diffusion.DiffusionPlugin]",
-        ),
-        ("axolotl", "kd_trainer: true"),
-        ("axolotl", "model_type: AutoModelForSequenceClassification"),
-        ("axolotl", "processor_type: AutoProcessor"),
-        ("axolotl", "use_eaft: true"),
-        ("axolotl", "unfrozen_parameters: [lm_head]"),
-        ("axolotl", "rl: simpo\nsimpo_gamma: 0.5"),
-        ("llamafactory", "mask_history: true"),
-        ("llamafactory", "stage: dpo\npref_ftx: 0.2"),
-        ("llamafactory", "use_dft_loss: true"),
-        ("llamafactory", "image_max_pixels: 262144"),
-        ("trl", "beta: 0.1\nnum_generations: 4"),
-        ("trl", "beta: 0.1\nloss_weights: [0.5]"),
-        ("trl", "beta: 0.1\nf_divergence_type: js_divergence"),
-        ("trl", "beta: 0.1\nlabel_smoothing: 0.1"),
-        ("trl", "label_smoothing_factor: 0.1"),
-        ("trl", "max_length: null"),
-    ],
-)
-def test_keys_that_change_what_is_learnt_stop_the_conversion(
-    tool: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("theirs.yml").write_text(THEIRS[tool] + text + "\n")
-    assert main(["init", "--from", "theirs.yml"]) == 2
-    named = text.splitlines()[-1].partition(":")[0] if "rl: " not in text else "rl"
-    assert f"\n  {named} = " in capsys.readouterr().err
-    assert [path.name for path in Path().iterdir()] == ["theirs.yml"]
-
-
-@pytest.mark.parametrize(
-    ("tool", "text", "expected"),
-    [
-        ("axolotl", "reward_model: false\nplugins: [axolotl.integrations.liger.LigerPlugin]\nlabel_smoothing_factor: 0", {}),
-        ("axolotl", "adapter: lora\nunfrozen_parameters: [lm_head]\nmodel_type: AutoModelForCausalLM", {}),
-        ("axolotl", "rl: simpo\ncpo_alpha: 0\nsimpo_gamma: 0.7", {"preference": "simpo", "preference_margin": 0.7}),
-        ("axolotl", "rl: dpo\ntrl: {beta: 0.3}\ndpo_loss_type: [hinge]", {"preference": "hinge", "preference_beta": 0.3}),
-        ("trl", "beta: 0.1\nf_divergence_type: reverse_kl\nlabel_smoothing: 0.0", {"preference": "dpo"}),
-        ("trl", "desirable_weight: 2.0\nbeta: 0.3", {"preference": "kto", "preference_beta": 0.3, "learning_rate": 1e-6}),
-        ("trl", "beta: 0.2\nloss_type: robust\nlabel_smoothing: 0.1", {"preference": "robust", "preference_smoothing": 0.1}),
-        ("trl", "beta: 0.2\ndisable_dropout: false\nuse_peft: true", {"preference": "dpo", "dropout": True}),
-    ],
-)  # fmt: skip
-def test_keys_that_change_nothing_or_have_a_counterpart_do_not_stop_it(
-    tool: str, text: str, expected: dict[str, Any]
-) -> None:
-    Path("theirs.yml").write_text(THEIRS[tool] + text + "\n")
-    job = made(Path("theirs.yml")).job
-    assert {key: getattr(job.train, key) for key in expected} == expected
-    assert job.adapter.dropout == (0.05 if "use_peft" in text else 0.0)
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with refuses("convert.format", "absent"):
+        read_keys(tmp_path / "absent")
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text("[1")
+    Path("odd.yml").write_text("model_name_or_path: a/b\nstage: sft\ndataset: one\ncutoff_len: 64\n")
+    with refuses("convert.format", "dataset_info.json"):
+        job_from(Path("odd.yml"), Path("job.toml"), None)
 
 
 BASE = "base_model: a/b\nadapter: lora\n"
@@ -596,27 +479,8 @@ def test_forms_of_a_file(text: str) -> None:
     assert of(job, "adapter.rank") == 8 and of(job, "data.records") == ["x.jsonl"]
 
 
-def test_aliases_that_grow_without_end_are_refused() -> None:
-    grown = "".join(f"k{at}: &k{at} [{', '.join(9 * [f'*k{at - 1}'])}]\n" for at in range(1, 9))
-    Path("odd.yml").write_text(BASE + DATA + "k0: &k0 x\n" + grown)
-    with pytest.raises(UserError, match="more than 100,000"):
-        read_keys(Path("odd.yml"))
-
-
 def test_texts_beside_records_are_named() -> None:
     Path("odd.yml").write_text(BASE + DATA + "  - path: y.jsonl\n    type: completion\n    field: body\n")
     made(Path("odd.yml"))
     left = left_keys(Path("job.toml").read_text()).replace("\n#  ", "")
     assert 'datasets[1].type = "completion"' in left and 'datasets[1].field = "body"' in left
-
-
-def test_a_list_of_data_sets_that_is_broken_is_refused() -> None:
-    Path("data").mkdir()
-    Path("data/dataset_info.json").write_text("[1")
-    Path("odd.yml").write_text("model_name_or_path: a/b\nstage: sft\ndataset: one\ncutoff_len: 64\n")
-    assert main(["init", "--from", "odd.yml"]) == 2
-
-
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="absent"):
-        read_keys(tmp_path / "absent")
