@@ -125,15 +125,8 @@ def test_decoding_leaves_a_stage_in_training_as_it_was(tmp_path: Path) -> None:
 
     def losses(sample: bool) -> tuple[list[float], torch.Tensor]:
         chain = TransformersChain(read_config(ModelFiles(path).config))
-        stage = stage_of(
-            chain,
-            0,
-            chain.layer_count,
-            open_backend("cpu", 0),
-            "fp32",
-            FileStart(ModelFiles(path), chain),
-            recompute=True,
-        )
+        given: Any = chain, 0, chain.layer_count, open_backend("cpu", 0), "fp32", FileStart(ModelFiles(path), chain)
+        stage = stage_of(*given, recompute=True)
         torch.manual_seed(1)
         found = []
         tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
@@ -190,6 +183,24 @@ def test_texts_side_by_side_are_computed_as_if_alone(tmp_path: Path) -> None:
         assert all(torch.equal(one, other) for one, other in zip(alone[text], together[text], strict=True))
 
 
+def changed_model(directory: Path, family: str, changes: dict[str, Any]) -> Path:
+    path = model_directory(directory, Case("changed", family, False, 0.0, True, 2, "even"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+    return path
+
+
+def generated(model: Any, task: Task) -> list[int]:
+    """What transformers' ``generate`` writes."""
+    ids = torch.tensor([task.prompt])
+    options = {"do_sample": False, "max_new_tokens": task.limit, "eos_token_id": None}
+    expected = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[
+        0, len(task.prompt) :
+    ].tolist()
+    assert len(set(expected)) > 3, "a model that repeats itself proves nothing"
+    return list(expected)
+
+
 PIECE = 4
 CHANGES = {"llama": {}, "mistral": {"sliding_window": 6}, "phi3": {"original_max_position_embeddings": 24}}
 
@@ -204,28 +215,20 @@ def test_a_prompt_passes_in_pieces_and_others_go_on_meanwhile(
     family: str, cuts: tuple[int, ...], ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
     """The tokens are those of the whole prompt and of transformers' ``generate``; Mistral's window is short, Phi-3 begins anew."""
-    case = Case("pieces", family, False, 0.0, True, 2, "even")
-    path = model_directory(tmp_path, case)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **CHANGES[family]}))
+    path = changed_model(tmp_path, family, CHANGES[family])
     generator = torch.Generator().manual_seed(4)
     long, short = (torch.randint(1, 300, (length,), generator=generator).tolist() for length in (21, 3))
     tasks = {1: Task(short, [], 12, Sampling()), 2: Task(long, [], 10, Sampling())}
 
-    (whole, lengths), (pieces, short_lengths) = (written_by(path, cuts, ranks, tasks, size) for size in (512, PIECE))
+    (whole, lengths), (pieces, short_lengths) = (rounds_by(path, cuts, ranks, tasks, size) for size in (512, PIECE))
     assert max(lengths) == (25 if family == "phi3" else 21) and max(short_lengths) == PIECE
-    assert [sorted(tokens) for tokens in pieces[:6]] == [[1]] * 5 + [[1, 2]], "21 tokens pass in six rounds"
+    assert [sorted(one.tokens) for one in pieces[:6]] == [[1]] * 5 + [[1, 2]], "21 tokens pass in six rounds"
     model = AutoModelForCausalLM.from_pretrained(path)
     assert CHANGES[family].items() <= model.config.to_dict().items()
     set_training(model, False)
     for number, task in tasks.items():
-        ids = torch.tensor([task.prompt])
-        expected = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=task.limit, eos_token_id=None
-        )[0, len(task.prompt) :].tolist()  # fmt: skip
-        assert len(set(expected)) > 3, "a model that repeats itself proves nothing"
         for rounds in (whole, pieces):
-            assert [tokens[number] for tokens in rounds if number in tokens] == expected
+            assert [one.tokens[number] for one in rounds if number in one.tokens] == generated(model, task)
 
 
 _ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
@@ -240,29 +243,14 @@ BY_LENGTH = {
 @pytest.mark.parametrize("family", BY_LENGTH)
 def test_rotary_tables_are_those_of_each_text(family: str, tmp_path: Path) -> None:
     """A text crosses the limit while it is written, others before or never: the tokens are those of transformers for each alone."""
-    path = model_directory(tmp_path, Case("lengths", family, False, 0.0, True, 2, "even"))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **BY_LENGTH[family]}))
+    path = changed_model(tmp_path, family, BY_LENGTH[family])
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(1, 300, (length,), generator=generator).tolist() for length in (25, 10, 3, 16)]
     tasks = {n: Task(prompt, [], 10, Sampling()) for n, prompt in enumerate(prompts)}
-    rounds, _ = written_by(path, (2, 4), (0, 1, 2), tasks, 512)
+    rounds, _ = rounds_by(path, (2, 4), (0, 1, 2), tasks, 512)
     for number, task in tasks.items():
         model = AutoModelForCausalLM.from_pretrained(path)  # anew: a table of an earlier text may be kept
-        ids = torch.tensor([task.prompt])
-        expected = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10, eos_token_id=None
-        )[0, len(task.prompt) :].tolist()  # fmt: skip
-        assert len(set(expected)) > 3, "a model that repeats itself proves nothing"
-        assert [tokens[number] for tokens in rounds] == expected
-
-
-def written_by(
-    path: Path, cuts: tuple[int, ...], ranks: tuple[int, ...], tasks: dict[int, Task], piece_tokens: int
-) -> tuple[list[dict[int, int]], list[int]]:
-    """What a thread per rank writes round by round, and the tokens that each stage got at once. ``ranks``: of the stages."""
-    rounds, lengths = rounds_by(path, cuts, ranks, tasks, piece_tokens)
-    return [dict(found.tokens) for found in rounds], lengths
+        assert [one.tokens[number] for one in rounds] == generated(model, task)
 
 
 def rounds_by(
@@ -273,7 +261,9 @@ def rounds_by(
     piece_tokens: int,
     rests: Sequence[tuple[int, ...]] = (),
 ) -> tuple[list[Round], list[int]]:
-    """The same with log-likelihoods, which rank 0 has. ``rests``: of each round from the second on, the texts that rest."""
+    """What a thread per rank writes round by round, and the tokens that each stage got at once.
+
+    ``ranks``: of the stages; ``rests``: of each round from the second on, the texts that rest."""
     stages, active = stages_of(path, cuts), sorted(set(ranks))
     network = LoopbackNetwork(len(active))
     lengths: list[int] = []
@@ -301,9 +291,7 @@ def rounds_by(
 @pytest.mark.parametrize("family", CHANGES)
 def test_a_text_that_rests_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
     """Also one that rests while its prompt passes, and one that begins anew."""
-    path = model_directory(tmp_path, Case("rests", family, False, 0.0, True, 2, "even"))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **CHANGES[family]}))
+    path = changed_model(tmp_path, family, CHANGES[family])
     tasks = {n: Task([5 + n] * (15 - 6 * n), [], 14, Sampling(1.0, seed=n), likeliest=1) for n in range(3)}
     rests = [(0,), (0, 1), (0, 1), (1, 2), (), (0, 2), (2,), (2,), (1,), (0, 1), (0, 1)]
     without, resting = (rounds_by(path, (2, 3, 4), (1, 0, 0, 1), tasks, PIECE, these)[0] for these in ((), rests))
@@ -326,9 +314,7 @@ def test_log_likelihoods_are_those_of_transformers(
     family: str, cuts: tuple[int, ...], ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
     """Of prompts that pass in pieces, and of what is written, side by side with a text that wants none."""
-    path = model_directory(tmp_path, Case("scored", family, False, 0.0, True, 2, "even"))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **CHANGES[family]}))
+    path = changed_model(tmp_path, family, CHANGES[family])
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(1, 300, (length,), generator=generator).tolist() for length in (21, 9, 1, 5)]
     tasks = {

