@@ -9,7 +9,7 @@ import pytest
 
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
-from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.planning_samples import make_model, make_profile
 
 
@@ -21,23 +21,11 @@ def two_ranks(**block: Curve) -> ClusterProfile:
     return replace(profile, devices=(profile.devices[0], replace(slow, layers=layers)))
 
 
-@pytest.mark.parametrize(
-    ("curve", "told"),
-    [
-        (Curve((10, 20), (0.0, 1.0)), "forward_s = [0.0, 1.0]: a layer takes some time"),
-        (Curve((10,), (0.0,)), "forward_s = [0.0]: a layer takes some time"),
-        (
-            Curve((10, 20), (5.0, 1.0)),
-            "forward_s = [5.0, 1.0] with [10, 20] tokens: more tokens do not take half the time",
-        ),
-        (Curve((10, 20), (1.0, 1e7)), "forward_s = [1.0, 10000000.0]: no layer takes more than 1,000,000 s"),
-    ],
-)
-def test_impossible_times_are_refused(tmp_path: Path, curve: Curve, told: str) -> None:
-    save_profile(two_ranks(forward_s=curve), tmp_path / "p.toml")
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize("seconds", [(0.0, 1.0), (0.0,), (5.0, 1.0), (1.0, 1e7)])
+def test_impossible_times_are_refused(tmp_path: Path, seconds: tuple[float, ...]) -> None:
+    save_profile(two_ranks(forward_s=Curve((10, 20)[: len(seconds)], seconds)), tmp_path / "p.toml")
+    with refuses("file.invalid", f"{tmp_path / 'p.toml'}: devices[1].layers.block.forward_s = {list(seconds)}"):
         load_profile(tmp_path / "p.toml")
-    assert str(caught.value).startswith(f"{tmp_path / 'p.toml'}: devices[1].layers.block.{told}")
 
 
 def test_where_nothing_is_done_nothing_takes_no_time(tmp_path: Path) -> None:
@@ -46,8 +34,8 @@ def test_where_nothing_is_done_nothing_takes_no_time(tmp_path: Path) -> None:
     profile = two_ranks(input_s=Curve((10,), (1.0,)), weight_s=nothing)
     save_profile(profile, tmp_path / "p.toml")
     assert load_profile(tmp_path / "p.toml") == profile
-    with pytest.raises(UserError, match=r"layers\.block\.backward_s = \[0\.0\]"):
-        save_profile(two_ranks(backward_s=nothing), tmp_path / "p.toml")
+    save_profile(two_ranks(backward_s=nothing), tmp_path / "p.toml")
+    with refuses("file.invalid", "layers.block.backward_s = [0.0]"):
         load_profile(tmp_path / "p.toml")
     frozen = replace(profile.model, layers=tuple(replace(one, trainable_parameters=0) for one in profile.model.layers))
     save_profile(replace(two_ranks(backward_s=nothing), model=frozen), tmp_path / "p.toml")
