@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from hetero_mpi.data.tokenizer import (
     train_bpe,
     vocabulary_note,
 )
-from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 
 TEXTS = [f"def name_{i}(value):\n    return value + {i}  # größer\n" * (1 + i % 3) for i in range(40)]
@@ -65,14 +63,7 @@ def whole(corpus: Corpus) -> list[str]:
     return found
 
 
-def built(
-    documents: Corpus | list[str],
-    tokenizer: PreTrainedTokenizerFast,
-    length: int,
-    packing: bool,
-    held_out: float,
-    seed: int,
-) -> Dataset:
+def built(documents: Any, tokenizer: Any, length: int, packing: bool, held_out: float, seed: int) -> Dataset:
     return build_sequences(documents, tokenizer, SequenceSettings(length, packing, held_out, seed))
 
 
@@ -88,14 +79,7 @@ def test_documents_are_sorted_once_each_and_the_rest_is_reported(corpus: Path) -
         "latin.txt": "is not UTF-8 (byte 2)",
     }
     assert whole(found) == whole(found), "a corpus can be read again"
-    assert found.report.lines()[1].startswith("2 files skipped, such as ")
-
-
-def test_lines_are_documents(corpus: Path) -> None:
     assert whole(Corpus([f"{corpus}/b.txt"], "line")) == ["two", "lines\x0chere"]
-
-
-def test_a_pattern_may_take_files_away(corpus: Path) -> None:
     assert whole(Corpus([f"{corpus}/**", f"!{corpus}/sub/**", f"!{corpus}/b*"])) == ["zoë"]
 
 
@@ -114,13 +98,10 @@ def test_max_bytes_cuts_between_characters(
 
 
 def test_no_text_is_an_error_that_names_the_patterns(corpus: Path) -> None:
-    with pytest.raises(UserError, match=r"none\*'.* matched nothing"):
-        Corpus([f"{corpus}/none*"])
-    with pytest.raises(UserError, match=r"matched only directories, such as .*sub \(add "):
-        Corpus([f"{corpus}/s*b"])
-    with pytest.raises(
-        UserError, match=r"matched 2 file\(s\) without any \(.*empty.txt: is empty; .*latin.txt: is not"
-    ):
+    for pattern in ("none*", "s*b"):
+        with refuses("data.no_files", f"{corpus}/{pattern}"):
+            Corpus([f"{corpus}/{pattern}"])
+    with refuses("text.no_text", "2 file(s)", "empty.txt", "latin.txt"):
         whole(Corpus([f"{corpus}/empty.txt", f"{corpus}/latin.txt"]))
 
 
@@ -167,21 +148,20 @@ def test_a_saved_tokenizer_is_loaded_by_transformers(tokenizer: PreTrainedTokeni
 
 
 def test_missing_and_broken_tokenizers(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    with refuses("tokenizer.missing"):
-        load_tokenizer(tmp_path / "absent")
-    with refuses("tokenizer.missing"):
-        load_tokenizer(tmp_path)
+    for place in (tmp_path / "absent", tmp_path):
+        with refuses("tokenizer.missing", place):
+            load_tokenizer(place)
     save_tokenizer(tokenizer, tmp_path)
     config = tmp_path / "tokenizer_config.json"
     whole = config.read_text()
     config.write_text(json.dumps({**json.loads(whole), "note": "half a character: \ud800"}))
-    with pytest.raises(UserError, match="cannot be loaded: UnicodeEncodeError"):
+    with refuses("tokenizer.damaged", "UnicodeEncodeError"):
         load_tokenizer(tmp_path)
     config.write_text(whole)
     load_tokenizer(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with refuses("tokenizer.damaged"):
         load_tokenizer(tmp_path)
 
 
@@ -235,8 +215,13 @@ def test_a_sequence_needs_one_token_more_than_its_length(
     if count:
         assert len(built(texts, tokenizer, length, True, 0.0, 0).tokens) == count
     else:
-        with refuses("data.too_few_sequences"):
+        with refuses("data.too_few_sequences", 7):
             built(texts, tokenizer, length, True, 0.0, 0)
+    with refuses("data.too_few_sequences", 1000, "40 documents"):
+        built(TEXTS, tokenizer, 1000, True, 0.1, seed=0)
+    endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with refuses("tokenizer.no_end_token"):
+        built(texts, endless, length, True, 0.0, 0)
 
 
 def test_padding_teaches_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -247,8 +232,7 @@ def test_padding_teaches_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     end, (a, b, c, d, e, *_) = tokenizer.eos_token_id, ids["abcdqxzj"]
     assert dataset.tokens.tolist() == [[a, b, end, end], [a, b, c, d], [a, b, c, d]]
     assert dataset.targets.tolist() == [[b, end, IGNORED, IGNORED], [b, c, d, end], [b, c, d, e]]
-    assert [note.split()[:2] for note in dataset.notes] == [["2", "documents"], ["1", "documents"]]
-    assert "2 tokens dropped" in dataset.notes[0] and "longer than a sequence" in dataset.notes[1]
+    assert [note.split()[0] for note in dataset.notes] == ["2", "1"]
     assert dataset.batch(0, 3).target_tokens == 2 + 4 + 4
     assert list(dataset.held_out_batches(2)) == []
     assert len(dataset.fingerprint()) == 32
@@ -293,31 +277,6 @@ def test_the_held_out_share(tokenizer: PreTrainedTokenizerFast) -> None:
     assert np.concatenate([batch.tokens for batch in batches]).tolist() == first.tokens[first.held_out[:3]].tolist()
 
 
-@pytest.mark.parametrize(
-    ("packing", "length", "held_out", "expected"),
-    [
-        (
-            True,
-            1000,
-            0.1,
-            r"at least 2 sequence\(s\) of 1000 tokens, one to train on .*; it gives 1, from \d+ tokens in 40",
-        ),
-        (True, 9000, 0.0, r"at least 1 sequence\(s\) of 9000 tokens; it gives 0, from \d+ tokens in 40 documents"),
-    ],
-)
-def test_too_little_text(
-    tokenizer: PreTrainedTokenizerFast, packing: bool, length: int, held_out: float, expected: str
-) -> None:
-    with pytest.raises(UserError, match=expected):
-        built(TEXTS, tokenizer, length, packing, held_out, seed=0)
-
-
-def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with refuses("tokenizer.no_end_token"):
-        built(TEXTS, endless, 16, packing=True, held_out=0.1, seed=0)
-
-
 def test_unigram_entropy() -> None:
     targets = np.array([[1, 1, 7, IGNORED], [7, 9, 9, IGNORED], [5, 5, 5, 5]], dtype=np.int32)
     rows = np.arange(3)
@@ -359,28 +318,20 @@ def test_every_epoch_holds_every_sample_once(samples: int, global_batch: int, se
 def test_an_epoch_may_end_with_a_smaller_batch(samples: int, global_batch: int, seed: int) -> None:
     steps = int(steps_per_epoch(samples, global_batch, True))
     batches = [batch_indices(step, global_batch, samples, seed, smaller=True) for step in range(2 * steps)]
-    assert {len(batch) for batch in batches[: steps - 1]} <= {global_batch} and len(batches[steps - 1]) == len(
-        batches[-1]
-    )
+    assert {len(batch) for batch in batches[: steps - 1]} <= {global_batch}
+    assert len(batches[steps - 1]) == len(batches[-1])
     for epoch in range(2):
         assert sorted(np.concatenate(batches[epoch * steps : (epoch + 1) * steps])) == list(range(samples))
-    assert (
-        np.concatenate(batches[:steps]).tolist()
-        == np.concatenate([batch_indices(step, global_batch, samples, seed) for step in range(steps)])[
-            :samples
-        ].tolist()
-    ), "the same order"
+    same = np.concatenate([batch_indices(step, global_batch, samples, seed) for step in range(steps)])[:samples]
+    assert np.concatenate(batches[:steps]).tolist() == same.tolist()
 
 
 def test_the_order_is_frozen() -> None:
     """These numbers are part of every checkpoint: a change here changes what a resumed run trains on."""
     assert [batch_indices(step, 3, 5, 0).tolist() for step in range(4)] == [[0, 2, 1], [4, 3, 3], [2, 4, 1], [0, 2, 1]]
     assert batch_indices(10**9, 3, 5, 2**63 - 1).tolist() == [3, 2, 4]
-
-
-def test_epochs_and_seeds_differ() -> None:
-    order: Callable[[int, int], list[int]] = lambda step, seed: batch_indices(step, 50, 50, seed).tolist()  # noqa: E731
-    assert len({tuple(order(step, seed)) for step in range(4) for seed in range(4)}) == 16
+    orders = {tuple(batch_indices(step, 50, 50, seed).tolist()) for step in range(4) for seed in range(4)}
+    assert len(orders) == 16, "epochs and seeds differ"
 
 
 @pytest.mark.parametrize(("last_learnt", "length"), [(0, 8), (7, 8), (8, 16), (18, 19), (None, 8)])
@@ -444,15 +395,15 @@ def test_a_document_begins_as_the_tokenizer_begins_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("content", "shown"),
     [
-        (gzip.compress(b"text", mtime=0), "is compressed by gzip: unpack it"),
-        ("text".encode("utf-16"), "is text in UTF-16, not UTF-8: convert it"),
-        (b"%PDF-1.7\n\xff", "is a PDF"),
-        (b"a\xff", r"is not UTF-8 \(byte 1\)"),
+        (gzip.compress(b"text"), "gzip"),
+        ("text".encode("utf-16"), "UTF-16"),
+        (b"%PDF\n\xff", "PDF"),
+        (b"a\xff", "byte 1"),
     ],
 )
-def test_a_file_that_is_no_text_is_named_by_what_it_is(tmp_path: Path, content: bytes, expected: str) -> None:
+def test_a_file_that_is_no_text_is_named_by_what_it_is(tmp_path: Path, content: bytes, shown: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(UserError, match=f"a.txt: {expected}"):
+    with refuses("text.no_text", "a.txt: ", shown):
         whole(Corpus([f"{tmp_path}/*"]))
