@@ -13,26 +13,8 @@ from hetero_mpi.data import text_sequences
 from hetero_mpi.data.text_sequences import ids_of, pieces_of
 from hetero_mpi.data.tokenizer import bpe_split, encoded, train_bpe
 
-WORDS = [
-    *[
-        "the",
-        "crew's",
-        "boat",
-        "sails",
-        "north",
-        ",",
-        "then",
-        "naïve",
-        "birds",
-        "don't",
-        "count",
-        "12345",
-        "of",
-        "67",
-        ":",
-    ],
-    *["Straße", "façade", "漢字", "かな", "x1y2", "ét́", "up_down"],
-]
+WORDS = ["the", "crew's", "boat", "sails", "north", ",", "then", "naïve", "birds", "don't", "count", "12345", "of", "67", ":",
+         "Straße", "façade", "漢字", "かな", "x1y2", "ét́", "up_down"]  # fmt: skip
 CHOICE = random.Random(5)
 WORDS_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

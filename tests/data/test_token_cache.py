@@ -18,7 +18,6 @@ from hetero_mpi.data.token_cache import file_marks, kept
 from hetero_mpi.job.load import load_job
 from hetero_mpi.training.setup.data_setup import Material, prepare
 from hetero_mpi.util.disk import cache_folder
-from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 
 MODEL = """
@@ -163,7 +162,7 @@ def test_a_full_disk_is_not_the_users_file_that_cannot_be_read(
         yield "the quick brown fox"
         raise OSError(5, "Input/output error")
 
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"No space left.*XDG_CACHE_HOME"):
+    with monkeypatch.context() as patch, refuses("file.unwritable", "No space left", "XDG_CACHE_HOME"):
         patch.setattr(np, "save", full)
         prepared(job, TEXT, f"data.cache={cache}")
     with monkeypatch.context() as patch, refuses("text.no_text"):
@@ -175,9 +174,8 @@ def test_a_full_disk_is_not_the_users_file_that_cannot_be_read(
 def test_the_command_shows_and_empties_it(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared(job, TEXT)
     assert main(["cache"]) == 0
-    assert "token ids of data: 2, " in capsys.readouterr().out
+    assert ": 2, " in capsys.readouterr().out
     assert main(["cache", "--empty"]) == 0
-    assert " removed" in capsys.readouterr().out
     assert not cache_folder("tokens").exists() and not prepared(job, TEXT)[1]
 
 
@@ -192,10 +190,9 @@ def test_parts_of_a_mapped_array_are_the_array(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
-    [("hiden_size = 16", "hiden_size: .* did you mean hidden_size"), ("num_hiden_layers = 1", "did you mean num_hidden"),
-     ("rope = 1", "rope: no key of the llama family's configuration")],
-)  # fmt: skip
-def test_a_key_that_the_models_family_does_not_know_is_refused(job: Path, line: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+    ("line", "nearest"),
+    [("hiden_size = 16", "hidden_size"), ("num_hiden_layers = 1", "num_hidden"), ("rope = 1", "llama")],
+)
+def test_a_key_that_the_models_family_does_not_know_is_refused(job: Path, line: str, nearest: str) -> None:
+    with refuses("model.configuration_key", line.split()[0], nearest):
         prepared(job, TEXT.replace("hidden_size = 16", f"hidden_size = 16\n{line}", 1))
