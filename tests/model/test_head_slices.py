@@ -19,9 +19,9 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
 from hetero_mpi.model.tuning import Tuning
 from tests.model.test_all_families import UNLIKE
-from tests.model.test_group import require_equal, same_bits
+from tests.model.test_group import check_group, require_equal
 from tests.support.family_configs import VOCABULARY, tiny_keys
-from tests.support.group_cases import NamedStart, batch, group_chain, lora, run, set_adapters, whole_stages, widen
+from tests.support.group_cases import NamedStart, batch, group_chain, lora, set_adapters, whole_stages
 from tests.support.stages import sliced_head, stage_of, streamed_stage_of
 from tests.support.thread_group import ThreadGroup, gradients_of
 
@@ -110,11 +110,7 @@ def test_a_groups_head_computes_in_slices(family: str, shares: tuple[int, ...]) 
     chain = group_chain(family)
     cuts = [(0, 3), (3, chain.layer_count)]
     whole, group = whole_stages(chain, cuts=cuts), ThreadGroup(chain, cuts, shares, NamedStart(), head_tokens=TOKENS)
-    widen([*whole, *(stage for own in group.members for stage in own)])
-    expected, results = run(whole), group.together(run)
-    assert same_bits(results)
-    require_alike(results[0], expected)
-    require_equal(group.whole([gradients_of(own) for own in group.members], True), gradients_of(whole))
+    check_group(whole, group, outputs=True)
 
 
 class _Largest(TorchDispatchMode):
