@@ -23,7 +23,6 @@ from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences, pack
 from hetero_mpi.data.records import Record, read_records
 from hetero_mpi.data.tokenizer import END_TOKEN, save_tokenizer, train_bpe
-from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 
 ROOT = Path(__file__).parents[2]
@@ -136,22 +135,6 @@ def test_the_plain_form_learns_answers_only(plain: PreTrainedTokenizerFast) -> N
         """)  # noqa: E501
 
 
-def test_the_plain_form_begins_as_the_tokenizer_begins_texts(chatty: PreTrainedTokenizerFast) -> None:
-    assert table(chatty, build(chatty, "plain", 14, COMPLETION)) == drawn(r"""
-        <s>|##| Task|\n|Grass| is|\n|\n|##| Answer|\n   |green|+2
-        .  |. |.    |. |.    |.  |. |. |. |.      |green|<end>
-        """)
-
-
-def test_prompts_are_learnt_when_asked_for(chatty: PreTrainedTokenizerFast) -> None:
-    """Everything but a record's first token, which nothing of its own stands before."""
-    dataset = build(chatty, "chat", 24, COMPLETION, CHAT, train_on_prompt=True, packing=True)
-    assert table(chatty, dataset) == drawn(r"""
-        <s>   |<user>|Grass| is        |<assistant>|green|<end>|<s>     |<system>|Be    | brief|<user>|Hi         |<assistant>|Hello| you |<end>|\n    |<user>|Why        |<assistant>|So | it| is
-        <user>|Grass | is  |<assistant>|green      |<end>|.    |<system>|Be      | brief|<user>|Hi    |<assistant>|Hello      | you |<end>|\n   |<user>|Why   |<assistant>|So         | it| is|<end>
-        """)  # noqa: E501
-
-
 @pytest.mark.parametrize(
     ("keys", "whole"),
     [
@@ -170,6 +153,21 @@ def test_prompts_of_chats_alone_are_learnt_when_asked_for(
     assert chats.targets.tolist() == same.targets.tolist()
 
 
+def test_the_plain_form_begins_as_the_tokenizer_begins_texts_and_prompts_are_learnt_when_asked_for(
+    chatty: PreTrainedTokenizerFast,
+) -> None:
+    """Everything but a record's first token, which nothing of its own stands before."""
+    assert table(chatty, build(chatty, "plain", 14, COMPLETION)) == drawn(r"""
+        <s>|##| Task|\n|Grass| is|\n|\n|##| Answer|\n   |green|+2
+        .  |. |.    |. |.    |.  |. |. |. |.      |green|<end>
+        """)
+    dataset = build(chatty, "chat", 24, COMPLETION, CHAT, train_on_prompt=True, packing=True)
+    assert table(chatty, dataset) == drawn(r"""
+        <s>   |<user>|Grass| is        |<assistant>|green|<end>|<s>     |<system>|Be    | brief|<user>|Hi         |<assistant>|Hello| you |<end>|\n    |<user>|Why        |<assistant>|So | it| is
+        <user>|Grass | is  |<assistant>|green      |<end>|.    |<system>|Be      | brief|<user>|Hi    |<assistant>|Hello      | you |<end>|\n   |<user>|Why   |<assistant>|So         | it| is|<end>
+        """)  # noqa: E501
+
+
 def test_packing_keeps_records_whole(chatty: PreTrainedTokenizerFast) -> None:
     """14 and 7 tokens share a sequence of 23 + 1, in the order of the file; 18 have one for themselves."""
     dataset = build(chatty, "chat", 23, ALPACA, CHAT, COMPLETION, packing=True)
@@ -179,7 +177,7 @@ def test_packing_keeps_records_whole(chatty: PreTrainedTokenizerFast) -> None:
         <s>|<system>|Be| brief|<user>|Hi|<assistant>|Hello| you |<end>|\n|<user>|Why|<assistant>|So | it| is  |+6
         .  |.       |. |.     |.     |. |Hello      | you |<end>|.    |. |.     |.  |So         | it| is|<end>
         """)
-    assert dataset.notes == ("3 records of 39 tokens in 2 sequences (81 % full); 13 tokens are learnt",)
+    assert all(value in dataset.notes[0] for value in ("39", "81 %", "13"))
     assert dataset.batch(0, 2).target_tokens == 13
 
 
@@ -204,15 +202,10 @@ def test_an_answer_that_is_cut_keeps_its_beginning_and_one_that_is_lost_is_count
         <s>|<system>|Be| brief|<user>|Hi|<assistant>
         .  |.       |. |.     |.     |. |Hello
         """)
-    assert dataset.notes[1:] == (
-        "1 records are longer than a sequence and lose their ends (data.sequence_length = 7)",
-        "1 records dropped, as a sequence ends before their answer, such as file, line 2",
-    )
+    assert "data.sequence_length = 7" in dataset.notes[1] and "file, line 2" in dataset.notes[2]
     whole = build(chatty, "chat", 7, ALPACA, COMPLETION, CHAT, train_on_prompt=True)
     assert len(whole.tokens) == 2, "a prompt alone is no reason to keep a record"
-    with pytest.raises(
-        UserError, match=r"sequence_length = 5 all 2 records are cut .* such as file, line 2.* has 18 tok"
-    ):
+    with refuses("records.all_cut", "data.sequence_length = 5", "2 records", "file, line 2", "18 tokens"):
         build(chatty, "chat", 5, ALPACA, CHAT)
 
 
@@ -268,31 +261,20 @@ def test_a_template_that_treats_the_last_answer_apart(chatty: PreTrainedTokenize
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "expected"),
+    ("old", "new", "shown"),
     [
-        ("{{ '<assistant>' }}", "{{ '<assistant>Well' }}", "beginning of the whole; for message 2 of 4 it does not"),
-        ("message.content }}", "message.content + messages|length|string }}", "for message 2 of 4 it does not"),
-        (
-            "message.content }}",
-            "(message.content if loop.last or loop.index != 2 else '') }}",
-            "prints nothing of what the assistant says, in message 2 of 4",
-        ),
-        (
-            "{{ bos_token }}",
-            "{{ raise_exception('No chats with ' + messages[0].role) }}",
-            r"file, line 4: .* refused messages of user, assistant, user, assistant: TemplateError: No chats with user",
-        ),
+        ("{{ '<assistant>' }}", "{{ '<assistant>Well' }}", "2 of 4"),
+        ("message.content }}", "message.content + messages|length|string }}", "2 of 4"),
+        ("message.content }}", "(message.content if loop.last or loop.index != 2 else '') }}", "2 of 4 ('Hello')"),
+        ("{{ bos_token }}", "{{ raise_exception('Never ' + messages[0].role) }}", "TemplateError: Never user"),
         ("{{ bos_token }}", "{% if %}", "TemplateSyntaxError"),
     ],
 )
-def test_templates_that_hide_where_answers_are(
-    chatty: PreTrainedTokenizerFast, old: str, new: str, expected: str
-) -> None:
+def test_templates_that_hide_where_answers_are(chatty: PreTrainedTokenizerFast, old: str, new: str, shown: str) -> None:
     assert CHAT_TEMPLATE.replace(old, new) != CHAT_TEMPLATE
     broken = with_template(chatty, CHAT_TEMPLATE.replace(old, new))
-    with pytest.raises(UserError, match=expected) as caught:
+    with refuses("template.failed", "file, line 4: ", shown, 'data.template = "plain"'):
         build(broken, "chat", 30, record("u: Hi", "a: Hello", "u: Why", "a: So"))
-    assert 'data.template = "plain"' in str(caught.value)
 
 
 def test_a_template_knows_no_other_day_than_one(chatty: PreTrainedTokenizerFast) -> None:
@@ -302,19 +284,13 @@ def test_a_template_knows_no_other_day_than_one(chatty: PreTrainedTokenizerFast)
 
 
 def test_a_missing_template(plain: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(
-        UserError, match=r'data.template = "chat" needs .*; this one has none. Set .*"plain", or tokenizer'
-    ):
+    with refuses("template.missing", 'data.template = "chat"', '"plain"'):
         choose_template(plain, "chat", [ALPACA])
-    with pytest.raises(
-        UserError, match=r'chat records need .* \(file, line 5 is a chat\). Set data.template = "plain"'
-    ):
+    with refuses("template.missing", "file, line 5", 'data.template = "plain"'):
         choose_template(plain, "auto", RECORDS)
-    assert (
-        choose_template(plain, "auto", [ALPACA, COMPLETION]).kind
-        == choose_template(plain, "plain", RECORDS).kind
-        == "plain"
-    )
+    assert {choose_template(plain, "auto", RECORDS[:2]).kind, choose_template(plain, "plain", RECORDS).kind} == {
+        "plain"
+    }
 
 
 def test_positions_count_in_every_record_of_a_sequence(chatty: PreTrainedTokenizerFast) -> None:
@@ -379,13 +355,7 @@ def test_shares_and_order_are_functions_of_the_data(plain: PreTrainedTokenizerFa
     (batch,) = other.held_out_batches(9)
     assert batch.tokens.shape == (1, 24) or batch.tokens.shape == (2, 24)
     assert "green" in plain.decode(batch.tokens.ravel()) and "green" not in plain.decode(everything.tokens.ravel())
-    assert other.notes[1].startswith("evaluation: 2 records of")
-
-
-def test_too_few_records(plain: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(
-        UserError, match=r"at least 2 sequence\(s\) of 40 tokens, one to .* gives 1, from 2 records\. Add"
-    ):
+    with refuses("data.too_few_sequences", "40 tokens", "2 records"):
         build(plain, "plain", 40, ALPACA, COMPLETION, packing=True, held_out=0.1)
 
 

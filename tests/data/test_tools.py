@@ -20,7 +20,6 @@ from hetero_mpi.data.chat_template import Tokenized, choose_template, tokenize_r
 from hetero_mpi.data.dataset import SequenceSettings
 from hetero_mpi.data.record_sequences import RecordSequences
 from hetero_mpi.data.records import Record, read_records
-from hetero_mpi.util.errors import UserError
 from tests.data.test_masks import CHATML, Format, tokenizer_of
 from tests.data.test_masks import FORMATS as MASKS
 from tests.support.errors import refuses
@@ -238,10 +237,7 @@ def test_records_of_which_nothing_is_learnt_are_counted(tmp_path: Path) -> None:
         "\n".join(map(json.dumps, [masked, {"messages": [SYSTEM]}, {"messages": [user("Hi"), answer("y")]}]))
     )
     lines = read_records([str(path)]).lines()
-    assert lines[1:] == [
-        f"1 records without an answer left out, such as {path}, line 2",
-        f"1 records without an answer to learn (train = false, weight = 0) left out, such as {path}, line 1",
-    ]
+    assert len(lines) == 3 and f"{path}, line 2" in lines[1] and f"{path}, line 1" in lines[2]
     path.write_text(json.dumps(masked))
     with refuses("records.nothing_to_learn"):
         read_records([str(path)])
@@ -250,9 +246,7 @@ def test_records_of_which_nothing_is_learnt_are_counted(tmp_path: Path) -> None:
 def test_templates_without_tools(tmp_path: Path) -> None:
     """A call that a template leaves out is refused: an empty answer would be learnt."""
     (record,) = records_of(tmp_path, {"messages": [user("1"), call({"a": "1"}, "I add."), gave("3"), answer("3")]})
-    with pytest.raises(
-        UserError, match=r"a.jsonl, line 1: the tokenizer's chat template prints nothing of the call of 'sum'"
-    ):
+    with refuses("template.failed", "a.jsonl, line 1: ", "'sum'"):
         tokenized("chatml", record)
     tokenizer = tokenizer_of(FORMATS["chatml"])
     with refuses("template.tools"):

@@ -11,10 +11,10 @@ import pytest
 from hetero_mpi.data.chat_template import choose_template, tokenize_records
 from hetero_mpi.data.record_shapes import BadRecords
 from hetero_mpi.data.records import Record
-from hetero_mpi.util.errors import UserError
 from tests.data.test_masks import FORMATS, record, tokenizer_of
 from tests.data.test_tools import FORMATS as TOOL_FORMATS
 from tests.data.test_tools import answer, call, gave, records_of, user
+from tests.support.errors import refuses
 
 CHATML = FORMATS["chatml"].template
 SAID = "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -49,10 +49,7 @@ def test_thoughts() -> None:
         )
         kept, lost = outcome(template, one, two, plain)
         assert [text for text, _ in kept] == ["blue<|im_end|>"]
-        assert all(
-            "prints nothing of the thought, in message" in problem and "'the crew counts'" in problem
-            for problem in lost
-        )
+        assert all("'the crew counts'" in problem for problem in lost)
     kept, lost = outcome(CHATML.replace(ANSWERED, KEPT_LAST), one, two)
     assert kept == [(THOUGHT + "<|im_end|>", False), ("blue<|im_end|>" + THOUGHT + "<|im_end|>", True)] and not lost
     assert outcome(CHATML, one, two)[0][1] == ((THOUGHT + "<|im_end|>") * 2, False)
@@ -69,9 +66,7 @@ def test_thoughts_in_keys_of_their_own() -> None:
         ]
         kept, lost = outcome(template, *read(messages))
         assert kept == [("blue<|im_end|><think>\nthe birds\n</think>\n\ngrey<|im_end|>", True)] and not lost
-        assert (
-            "prints nothing of the thought, in message 4 of 4 ('the birds')" in outcome(CHATML, *read(messages))[1][0]
-        )
+        assert "message 4 of 4 ('the birds')" in outcome(CHATML, *read(messages))[1][0]
 
 
 def read(messages: list[dict[str, Any]], **keys: Any) -> tuple[Record, ...]:
@@ -95,12 +90,8 @@ def test_messages_that_are_not_printed(old: str, new: str, said: tuple[str, ...]
     assert not kept and expected in lost[0], lost
 
 
-ADD = [
-    {
-        "type": "function",
-        "function": {"name": "plus", "description": "Adds two", "parameters": {"properties": {"first": {}}}},
-    }
-]
+PLUS = {"name": "plus", "description": "Adds two", "parameters": {"properties": {"first": {}}}}
+ADD = [{"type": "function", "function": PLUS}]
 RESULT = [user("1"), call({"first": "one"}), gave("three"), answer("It is.")]
 NUMBER = [user("1"), call({"first": 17}), gave("three"), answer("It is.")]
 
@@ -108,12 +99,12 @@ NUMBER = [user("1"), call({"first": 17}), gave("three"), answer("It is.")]
 @pytest.mark.parametrize(
     ("old", "new", "messages", "expected"),
     [
-        ("{{- tool | tojson }}", "{{- tool.function.name }}", RESULT, "what the tools hold ('Adds two')"),
-        ("{{- tool | tojson }}", "{{- tool.function.description }}", RESULT, "what the tools hold ('plus')"),
-        ("{{- tool | tojson }}", "plus: Adds two", [user("x"), answer("y")], "what the tools hold ('first')"),
-        ("{{- call.arguments | tojson }}", "", RESULT, "the call of 'sum', in message 2 of 4 ('first')"),
-        ("{{- call.arguments | tojson }}", "first", NUMBER, "the call of 'sum', in message 2 of 4 ('17')"),
-        ("\\n' + message.content + '\\n</tool_response>", "\\n</tool_response>", RESULT, "what the tool gave, in message 3"),
+        ("{{- tool | tojson }}", "{{- tool.function.name }}", RESULT, "'Adds two'"),
+        ("{{- tool | tojson }}", "{{- tool.function.description }}", RESULT, "'plus'"),
+        ("{{- tool | tojson }}", "plus: Adds two", [user("x"), answer("y")], "'first'"),
+        ("{{- call.arguments | tojson }}", "", RESULT, "'sum', in message 2 of 4 ('first')"),
+        ("{{- call.arguments | tojson }}", "first", NUMBER, "'sum', in message 2 of 4 ('17')"),
+        ("\\n' + message.content + '\\n</tool_response>", "\\n</tool_response>", RESULT, "message 3"),
     ],
 )  # fmt: skip
 def test_tools_that_are_not_printed(old: str, new: str, messages: Any, expected: str) -> None:
@@ -122,9 +113,8 @@ def test_tools_that_are_not_printed(old: str, new: str, messages: Any, expected:
     tokenizer = tokenizer_of(wanted)
     (one,) = read(messages, tools=ADD)
     tokenizer.chat_template = wanted.template.replace(old, new)
-    with pytest.raises(UserError) as caught:
+    with refuses("template.failed", expected):
         list(tokenize_records(tokenizer, choose_template(tokenizer, "chat"), [one]))
-    assert f"prints nothing of {expected}" in str(caught.value)
     for written in ("| tojson(indent=2)", "| tojson(ensure_ascii=True, separators=(',', ':'))"):  # as it likes
         tokenizer.chat_template = wanted.template.replace("| tojson", written)
         assert len(list(tokenize_records(tokenizer, choose_template(tokenizer, "chat"), [one]))) == 1
