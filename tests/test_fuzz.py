@@ -186,30 +186,18 @@ def json_lines(values: Any) -> bytes:
 
 
 SUBJECTS = {
-    "job": Subject(
-        "job.toml",
-        lambda _: (ROOT / "jobs" / "lora_nf4.toml").read_bytes(),
-        look_at_job,
-        toml_values,
-        toml_bytes,
-    ),
-    "reference": Subject(
-        "job.toml",
-        lambda _: (ROOT / "jobs" / "quickstart.toml").read_bytes(),
-        look_at_job,
-        toml_values,
-        toml_bytes,
-    ),
+    **{
+        name: Subject(
+            "job.toml", lambda _, job=job: (ROOT / "jobs" / job).read_bytes(), look_at_job, toml_values, toml_bytes
+        )  # type: ignore[misc]
+        for name, job in (("job", "lora_nf4.toml"), ("reference", "quickstart.toml"))
+    },
     "override": Subject("set", lambda _: b"train.learning_rate=1e-3", look_at_override),
     "plan": Subject("plan.toml", make_plan_file, look_at_plan, toml_values, toml_bytes),
     "profile": Subject("profile.toml", make_profile_file, look_at_profile, toml_values, toml_bytes),
     "checkpoint": Subject("step-00000003.h5", make_checkpoint, look_at_checkpoint),
     "safetensors": Subject(
-        "model.safetensors",
-        lambda _: make_safetensors(HEADER),
-        look_at_model,
-        safetensors_values,
-        make_safetensors,
+        "model.safetensors", lambda _: make_safetensors(HEADER), look_at_model, safetensors_values, make_safetensors
     ),
     "records": Subject(
         "records.jsonl",
