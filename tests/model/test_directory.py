@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import resource
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +153,8 @@ def test_replaces_a_former_result_and_keeps_other_files(tmp_path: Path) -> None:
         for state in layers(build("qwen3")):
             writer.add(state)
     assert AutoModelForCausalLM.from_pretrained(directory).config.model_type == "qwen3"
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "notes.md",
-        "tokenizer.json",
-    ]
+    kept = ["config.json", "generation_config.json", "model.safetensors", "notes.md", "tokenizer.json"]
+    assert sorted(path.name for path in directory.iterdir()) == kept
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing temporary is left"
 
 
@@ -172,20 +169,15 @@ def test_a_failed_export_leaves_the_former_result(tmp_path: Path) -> None:
         raise RuntimeError("gathering failed")
     assert (directory / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_an_interrupted_replacement_is_undone(tmp_path: Path) -> None:
-    """Between the two renames of a replacement the former result waits under a hidden name."""
-    directory = export(build("llama"), tmp_path / "model", 10**9)
-    directory.rename(tmp_path / ".model.former")
+    directory.rename(
+        tmp_path / ".model.former"
+    )  # between the two renames of a replacement it waits under a hidden name
     ModelDirectoryWriter(build("llama"), directory, 10**9).discard()
-    assert AutoModelForCausalLM.from_pretrained(directory).config.model_type == "llama"
-
-
-def test_a_directory_that_is_no_model_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "precious.txt").write_text("mine")
-    with refuses("directory.not_replaceable"):
-        ModelDirectoryWriter(build("llama", device="meta"), tmp_path, 10**9)
+    assert (directory / "model.safetensors").read_bytes() == before
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "precious.txt").write_text("mine")
+    with refuses("directory.not_replaceable", tmp_path / "precious"):
+        ModelDirectoryWriter(build("llama", device="meta"), tmp_path / "precious", 10**9)
 
 
 def test_missing_and_repeated_tensors_are_noticed(tmp_path: Path) -> None:
@@ -201,14 +193,20 @@ def test_missing_and_repeated_tensors_are_noticed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_a_plain_error_and_leaves_nothing(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def files_of_at_most(count: int) -> Iterator[None]:
+    """As if the disk were full behind so many bytes: Python ignores the signal, and writing fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # Python ignores the signal; writing fails instead
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
     try:
-        with refuses("directory.unwritable"):
-            export(build("llama"), tmp_path / "model", 10**9)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_a_plain_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with files_of_at_most(20_000), refuses("directory.unwritable", tmp_path / "model"):
+        export(build("llama"), tmp_path / "model", 10**9)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -227,12 +225,7 @@ def test_layers_of_a_model_of_ones_own_become_one_file(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in (state | buffers).items())
     with pytest.raises(AssertionError, match=r"never added: \['2.weight'\]"):
         write({name: torch.zeros(3, 4) for name in list(state)[:2]})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with refuses("directory.unwritable"):
-            write(state)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(100), refuses("directory.unwritable", WEIGHTS):
+        write(state)
     assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS]
     assert torch.equal(load_file(tmp_path / WEIGHTS)["2.weight"], state["2.weight"]), "the former file is whole"

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 
 TENSORS = {
@@ -91,26 +90,20 @@ def test_truncated_file(single: Path, lost: int | str) -> None:
 def test_too_long_corrupt_and_foreign_files(single: Path) -> None:
     path = single / "model.safetensors"
     whole = path.read_bytes()
-    longer = whole + b"\0"
-    unreadable = whole[:8] + b"\xff" + whole[9:]
-    other_type = whole.replace(b'"BF16"', b'"BX16"')
-    other_shape = whole.replace(b"[3,4]", b"[3,5]")
-    listed = (2).to_bytes(8, "little") + b"[]"
-    page = b"<!DOCTYPE html><html>Access to this model is restricted</html>"
-    for content, words in [
-        (longer, "not fully covered"),
-        (unreadable, "damaged"),
-        (other_type, "unknown variant `BX16`"),
-        (other_shape, "invalid shape, data type, or offset"),
-        (listed, "invalid JSON in header"),
-        (page, "no safetensors file"),
-    ]:
+    for content in (
+        whole + b"\0",
+        whole[:8] + b"\xff" + whole[9:],
+        whole.replace(b'"BF16"', b'"BX16"'),
+        whole.replace(b"[3,4]", b"[3,5]"),
+        (2).to_bytes(8, "little") + b"[]",
+        b"<!DOCTYPE html><html>Access to this model is restricted</html>",
+    ):
         assert content != whole
         path.write_bytes(content)
-        with pytest.raises(UserError, match=rf"{path}: .*{words}.*Download it again"):
+        with refuses("model.damaged", path):
             ModelFiles(single).check()
     path.write_bytes(whole.replace(b'"BF16"', b'"F16" ').replace(b'"F32"', b'"U32"'))
-    with refuses("model.dtype"):
+    with refuses("model.dtype", path):
         ModelFiles(single).check()
 
 
@@ -145,26 +138,22 @@ def test_missing_shard_tensor_and_index_entry(sharded: Path) -> None:
         ModelFiles(sharded).check()
 
 
-def test_only_a_pickle(tmp_path: Path) -> None:
-    directory = config(tmp_path / "old")
-    (directory / "pytorch_model.bin").write_bytes(b"\x80\x02")
-    with pytest.raises(UserError, match=r"pickled.*save_pretrained\(NEW\)"):
-        ModelFiles(directory).check()
-
-
-def test_no_weights_at_all(tmp_path: Path) -> None:
+def test_no_weights(tmp_path: Path) -> None:
     directory = config(tmp_path / "empty")
-    with refuses("model.no_weights"):
+    with refuses("model.no_weights", directory):
+        ModelFiles(directory).check()
+    (directory / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    with refuses("model.no_weights", "save_pretrained(NEW)"):
         ModelFiles(directory).check()
 
 
 def test_missing_directory_and_config(single: Path) -> None:
-    with pytest.raises(UserError, match=rf"lama-tiny .*does not exist; near it: {single}.*Nothing is downloaded"):
+    with refuses("model.missing", "lama-tiny", single):
         ModelFiles(single.parent / "lama-tiny")
     with refuses("model.missing"):
         ModelFiles(single / "config.json")
     (single / "config.json").rename(single / "confg.json")
-    with pytest.raises(UserError, match=r"config\.json does not exist; near it: confg\.json"):
+    with refuses("model.file_missing", "config.json", "confg.json"):
         ModelFiles(single)
 
 

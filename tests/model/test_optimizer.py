@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
@@ -66,20 +65,10 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_patience() -> None:
     assert scale.value == 32768.0
     scale.update(finite=True)
     assert (scale.value, scale.good_steps) == (65536.0, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_wide_exponents_need_no_scale(dtype: torch.dtype) -> None:
-    scale = LossScale.of(dtype)
-    scale.update(finite=False)
-    assert scale.value == 1.0
-
-
-def test_learning_rate_is_a_function_of_the_step() -> None:
-    train = TrainTable(steps=10, warmup_steps=4, learning_rate=1.0, schedule="linear")
-    np.testing.assert_allclose(
-        [learning_rate(train, step) for step in range(10)], [0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
-    )
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = LossScale.of(dtype)
+        wide.update(finite=False)
+        assert wide.value == 1.0, "wide exponents need no scale"
 
 
 @pytest.mark.parametrize(("steps", "longest"), [(20, 2), (100, 10), (1000, 10)])
@@ -90,41 +79,26 @@ def test_a_warm_up_that_is_a_share_may_have_a_longest(steps: int, longest: int) 
     ]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-@pytest.mark.parametrize("warm_up", [0, 1, 7])
-def test_learning_rates_are_those_of_transformers(
-    schedule: Literal["cosine", "linear", "constant"], warm_up: int
-) -> None:
-    train = TrainTable(steps=30, warmup_steps=warm_up, learning_rate=3e-4, schedule=schedule)
-    name = "constant_with_warmup" if schedule == "constant" else schedule
-    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=3e-4), warm_up, 30).lr_lambdas[0]
-    assert [learning_rate(train, step) for step in range(31)] == [3e-4 * theirs(step) for step in range(31)]
-
-
-@pytest.mark.parametrize("warm_up", [0, 7, 0.1, 0.31])
+@pytest.mark.parametrize("warm_up", [0, 1, 7, 0.1, 0.31])
 @pytest.mark.parametrize(
     ("keys", "name", "theirs"),
     [
+        ({}, "cosine", {}),
+        ({}, "linear", {}),
+        ({}, "constant_with_warmup", {}),
         ({"min_learning_rate_ratio": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
         ({}, "cosine_with_restarts", {}),
         ({"cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
         ({"decay_steps": 9}, "warmup_stable_decay", {"num_decay_steps": 9}),
-        (
-            {"decay_steps": 0.3, "decay": "linear"},
-            "warmup_stable_decay",
-            {"num_decay_steps": 9, "decay_type": "linear"},
-        ),
-        (
-            {"decay_steps": 12, "decay": "1-sqrt", "min_learning_rate_ratio": 0.25},
-            "warmup_stable_decay",
-            {"num_decay_steps": 12, "decay_type": "1-sqrt", "min_lr_ratio": 0.25},
-        ),
+        ({"decay_steps": 0.3, "decay": "linear"}, "warmup_stable_decay", {"num_decay_steps": 9, "decay_type": "linear"}),
+        ({"decay_steps": 12, "decay": "1-sqrt", "min_learning_rate_ratio": 0.25}, "warmup_stable_decay",
+         {"num_decay_steps": 12, "decay_type": "1-sqrt", "min_lr_ratio": 0.25}),
     ],
-)
+)  # fmt: skip
 def test_schedules_with_settings_are_those_of_transformers(
     keys: dict[str, Any], name: str, theirs: dict[str, Any], warm_up: float
 ) -> None:
-    ours = "cosine" if name == "cosine_with_min_lr" else name
+    ours = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}.get(name, name)
     train = TrainTable(steps=30, warmup_steps=warm_up, learning_rate=3e-4, schedule=ours, **keys)  # type: ignore[arg-type]
     steps = TrainingArguments(warmup_steps=warm_up).get_warmup_steps(30)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=3e-4)
@@ -200,12 +174,10 @@ def test_a_resume_that_changes_the_learning_rate_says_so_and_how_to_keep_it() ->
     """Twenty steps of a cosine were meant to end at 30, and now at 100."""
     now = TrainTable(steps=100, learning_rate=6e-4)
     then = {**now.model_dump(), "steps": 30}
-    text = rate_change(then, now, 20)
-    assert text is not None
-    assert text.startswith(
-        "Warning: the learning rate jumps from 0.00015 to 0.0005427 at step 21, since [train] steps is 100, was 30:"
+    text = rate_change(then, now, 20) or ""
+    assert all(
+        value in text for value in ("0.00015", "0.0005427", "step 21", "steps = 30", "learning_rate = 0.0001658")
     )
-    assert "set steps = 30 again to go on as before, or learning_rate = 0.0001658 to begin" in text
     kept = learning_rate(now.model_copy(update={"learning_rate": 0.0001658}), 20)
     assert kept == pytest.approx(1.5e-4, rel=1e-3)
     assert rate_change(then, now.model_copy(update={"steps": 30}), 20) is None
@@ -213,9 +185,8 @@ def test_a_resume_that_changes_the_learning_rate_says_so_and_how_to_keep_it() ->
         {"min_learning_rate_ratio": 0.1},
         {"warmup_steps": 0.2},
         {"schedule": "cosine_with_restarts", "cycles": 2},
+        {"learning_rate": 1e-3, "schedule": "linear"},
     ):
         changed = rate_change(then, now.model_copy(update={"steps": 30, **keys}), 20)
         assert changed is not None and all(f"{key} is " in changed for key in keys)
     assert rate_change({**then, "schedule": "constant"}, now.model_copy(update={"schedule": "constant"}), 20) is None
-    other = rate_change(then, TrainTable(steps=30, learning_rate=1e-3, schedule="linear"), 20)
-    assert other is not None and 'learning_rate is 0.001, was 0.0006, schedule is "linear", was "cosine"' in other

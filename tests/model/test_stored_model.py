@@ -21,7 +21,6 @@ from hetero_mpi.model.transformers.generation import read_generation, with_end
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
-from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 from tests.support.family_configs import VOCABULARY, tiny_keys
 from tests.support.stages import stage_of
@@ -70,7 +69,7 @@ def test_a_head_of_its_own_is_not_tied_whatever_config_json_says(directory: Any)
     path = directory(labels={"tie_word_embeddings": True}, tie_word_embeddings=False)
     found = stored_model(ModelFiles(path))
     assert found.config["tie_word_embeddings"] is False
-    assert "lm_head.weight in the files is another matrix than model.embed_tokens.weight" in found.notes[0]
+    assert "lm_head.weight" in found.notes[0] and "model.embed_tokens.weight" in found.notes[0]
     require_equal_to_transformers(path)
 
 
@@ -98,9 +97,7 @@ def test_the_vocabulary_has_the_rows_of_the_files(directory: Any, label: int, ti
     path = directory(labels={"vocab_size": label}, tie_word_embeddings=tied)
     found = stored_model(ModelFiles(path))
     assert found.config["vocab_size"] == VOCABULARY
-    assert found.notes == (
-        f"config.json says vocab_size {label}, and model.embed_tokens.weight has {VOCABULARY} rows in the files, which is taken",
-    )
+    assert len(found.notes) == 1 and f"vocab_size {label}" in found.notes[0] and str(VOCABULARY) in found.notes[0]
     assert own_logits(path).shape == (2, 12, VOCABULARY)
 
 
@@ -120,9 +117,7 @@ def test_biases_are_there_where_the_files_have_them(directory: Any) -> None:
 
     path = directory(labels={"attention_bias": True}, attention_bias=False)
     (note,) = stored_model(ModelFiles(path)).notes
-    assert note.startswith(
-        "config.json says attention_bias = true, and the model in the files lacks model.layers.0.self_attn."
-    )
+    assert "attention_bias = true" in note and "model.layers.0.self_attn." in note
 
 
 def test_the_dtype_is_that_of_most_bytes(directory: Any) -> None:
@@ -133,31 +128,31 @@ def test_the_dtype_is_that_of_most_bytes(directory: Any) -> None:
 
     path = directory(labels={"dtype": "float32"}, change=narrow)
     found = stored_model(ModelFiles(path))
-    assert found.config["dtype"] == "bfloat16" and "most of the weights are bfloat16" in found.notes[0]
+    assert found.config["dtype"] == "bfloat16"
     for odd in ("word", 7, None):
         path = directory(labels={"dtype": odd}, change=narrow)
         assert stored_model(ModelFiles(path)).config["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
+    ("labels", "kind", "shown"),
     [
-        ({"num_hidden_layers": 3}, r"the files hold 4 blocks .* by config.json the model has 3"),
-        ({"num_hidden_layers": 6}, r"the files hold 4 blocks .* by config.json the model has 6"),
-        ({"num_hidden_layers": 10**6}, r"the model has 1000000 blocks .* the files hold \d+ tensors in all"),
-        ({"intermediate_size": 48}, r"mlp\.down_proj\.weight has shape \(32, 64\) in the files but \(32, 48\)"),
-        ({"hidden_size": 64}, r"has shape \(320, 32\) in the files but \(320, 64\)"),
-        ({"num_key_value_heads": 4}, r"k_proj\.weight has shape \(16, 32\) in the files but \(32, 32\)"),
-        ({"head_dim": 4}, r"has shape"),
-        ({"model_type": "qwen3"}, r"the files lack model\.layers\.0\.self_attn\.[qk]_norm\.weight"),
-        ({"num_hidden_layers": "four"}, "num_hidden_layers"),
-        ({"hidden_size": 33}, "hidden size"),
-        ({"num_attention_heads": 0}, "correct the value"),
-        ({"vocab_size": [1]}, "vocab_size"),
+        ({"num_hidden_layers": 3}, "model.blocks_differ", "4 3"),
+        ({"num_hidden_layers": 6}, "model.blocks_differ", "4 6"),
+        ({"num_hidden_layers": 10**6}, "model.blocks_differ", "1000000"),
+        ({"intermediate_size": 48}, "model.shapes_differ", "mlp.down_proj.weight (32, 64) (32, 48)"),
+        ({"hidden_size": 64}, "model.shapes_differ", "(320, 32) (320, 64)"),
+        ({"num_key_value_heads": 4}, "model.shapes_differ", "k_proj.weight (16, 32) (32, 32)"),
+        ({"head_dim": 4}, "model.shapes_differ", ""),
+        ({"model_type": "qwen3"}, "model.tensors_missing", "model.layers.0.self_attn. _norm.weight"),
+        ({"num_hidden_layers": "four"}, "model.configuration", "num_hidden_layers"),
+        ({"hidden_size": 33}, "model.configuration", ""),
+        ({"num_attention_heads": 0}, "model.configuration", ""),
+        ({"vocab_size": [1]}, "model.configuration", "vocab_size"),
     ],
 )
-def test_labels_that_cannot_be_right_are_refused(directory: Any, labels: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_labels_that_cannot_be_right_are_refused(directory: Any, labels: dict[str, Any], kind: str, shown: str) -> None:
+    with refuses(kind, *shown.split()):
         stored_model(ModelFiles(directory(labels=labels)))
 
 
@@ -189,9 +184,7 @@ def test_tensors_of_other_parts_are_counted_and_computed_ones_are_not(directory:
     def add_head(tensors: Tensors) -> None:
         tensors["v_head.summary.weight"] = torch.ones(1, 32)
 
-    assert stored_model(ModelFiles(directory(change=add_head))).notes == (
-        "the files hold tensors that are not read, and not written to a result: v_head.summary.weight",
-    )
+    assert "v_head.summary.weight" in stored_model(ModelFiles(directory(change=add_head))).notes[0]
     further = directory(
         "glm4_moe",
         change=lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.ones(32, 64)}),
@@ -203,10 +196,7 @@ def test_tensors_of_other_parts_are_counted_and_computed_ones_are_not(directory:
 @pytest.mark.parametrize(
     "values",
     [
-        {"eos_token_id": "a"},
-        {"eos_token_id": [1, "b"]},
-        {"eos_token_id": True},
-        {"eos_token_id": 1.5},
+        *({"eos_token_id": odd} for odd in ("a", [1, "b"], True, 1.5)),
         {"temperature": "hot"},
         {"top_k": 1.5},
         {"do_sample": 3},
@@ -215,7 +205,7 @@ def test_tensors_of_other_parts_are_counted_and_computed_ones_are_not(directory:
 )
 def test_a_generation_config_of_other_types_is_refused(tmp_path: Path, values: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"generation_config\.json"):
+    with refuses("generation.value" if values != [1] else "model.json", "generation_config.json"):
         read_generation(tmp_path)
 
 
@@ -264,12 +254,11 @@ def test_gpt_oss_as_published_is_unpacked_as_transformers_unpacks_it(
 
 
 def test_gpt_oss_without_a_scale_is_refused(directory: Callable[..., Path]) -> None:
+    missing = "model.layers.1.mlp.experts.down_proj_scales"
+
     def change(tensors: Tensors) -> None:
         packed_experts(tensors)
-        del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+        del tensors[missing]
 
-    path = directory("gpt_oss", MXFP4, change, **WIDE)
-    with pytest.raises(
-        UserError, match=r"the files lack model\.layers\.1\.mlp\.experts\.down_proj_scales, which a gpt_oss"
-    ):
-        own_logits(path)
+    with refuses("model.tensors_missing", missing):
+        own_logits(directory("gpt_oss", MXFP4, change, **WIDE))

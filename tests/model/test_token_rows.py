@@ -26,7 +26,6 @@ from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.group.refusals import refusal
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import FileStart, with_mean_rows
-from hetero_mpi.util.errors import UserError
 from tests import family_trial
 from tests.support.errors import refuses
 from tests.support.training_cases import Case, corpus, model_directory, tokenizer_directory
@@ -148,17 +147,27 @@ def test_an_embedding_apart_from_its_tied_head_is_refused(place: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "table, nf4, rule",
+    ("table", "nf4", "kind", "shown"),
     [
-        ({"modules_to_save": ["score"]}, False, "score matches no module of this model; such modules are embed_tokens, lm_head"),
-        ({"modules_to_save": ["self_attn"]}, False, "self_attn reaches model.layers.0.self_attn.q_proj, which has an adapter"),
-        ({"modules_to_save": ["up_proj"]}, True, r"up_proj reaches model.layers.0.mlp.up_proj.weight, which is held in 4 bits"),
-        ({"modules_to_save": ["act_fn"]}, False, "act_fn reaches model.layers.0.mlp.act_fn, which has nothing that is trained"),
-        ({"tokens": [5, GROWN]}, False, "tokens: 323 is no token of this model, which has 323"),
+        ({"modules_to_save": ["score"]}, False, "adapter.modules_to_save", "score embed_tokens, lm_head"),
+        (
+            {"modules_to_save": ["self_attn"]},
+            False,
+            "adapter.modules_to_save",
+            "self_attn model.layers.0.self_attn.q_proj",
+        ),
+        (
+            {"modules_to_save": ["up_proj"]},
+            True,
+            "adapter.modules_to_save",
+            "up_proj model.layers.0.mlp.up_proj.weight",
+        ),
+        ({"modules_to_save": ["act_fn"]}, False, "adapter.modules_to_save", "act_fn model.layers.0.mlp.act_fn"),
+        ({"tokens": [5, GROWN]}, False, "adapter.tokens", "323"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_trained_is_refused(table: dict[str, Any], nf4: bool, rule: str) -> None:
-    with pytest.raises(UserError, match=rule):
+)
+def test_what_cannot_be_trained_is_refused(table: dict[str, Any], nf4: bool, kind: str, shown: str) -> None:
+    with refuses(kind, *shown.split()):
         adapter_tuning(
             chain_of(case("llama", False)), AdapterTable(method="lora", targets=["q_proj"], **table), nf4, True
         )
@@ -167,11 +176,9 @@ def test_what_cannot_be_trained_is_refused(table: dict[str, Any], nf4: bool, rul
 def test_groups_divide_whole_modules_and_no_rows() -> None:
     chain = chain_of(case("llama", False))
     rows = adapter_tuning(chain, AdapterTable(method="lora", tokens=[320]), False, True)
-    assert "rows of single tokens are not divided" in (refusal(chain, rows, (1, 1)) or "")
+    assert refusal(chain, rows, (1, 1)) is not None
     both = AdapterTable(method="lora", tokens=[320], modules_to_save=BOTH)
     assert refusal(chain, adapter_tuning(chain, both, False, True), (1, 1)) is None
-    assert "head.weight, whole" in adapter_tuning(chain, both, False, True).summary(chain)
-    assert "1 rows of embed_tokens" in rows.summary(chain)
 
 
 def test_new_rows_are_the_mean_whatever_the_threads(place: Path) -> None:
@@ -192,25 +199,22 @@ def test_a_vocabulary_grows_for_added_tokens_alone(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_directory(tmp_path, text))
     size = len(tokenizer)
     assert rows_with_added(tokenizer, size) == size and rows_with_added(tokenizer, size - 5) == size - 5
-    assert add_tokens(tokenizer, ["<tool>"], ["<|call|>"]) == [f"new tokens: <tool> ({size}), <|call|> ({size + 1})"]
+    assert f"<tool> ({size}), <|call|> ({size + 1})" in add_tokens(tokenizer, ["<tool>"], ["<|call|>"])[0]
     assert add_tokens(tokenizer, ["<tool>"], []) == []
     assert rows_with_added(tokenizer, size) == size + 2
     assert rows_with_added(tokenizer, size + 40) == size + 40, "spare rows"
     assert rows_with_added(tokenizer, size - 5) == size - 5, "another model's tokenizer, which is refused"
 
 
-DAMAGES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "negative": ("tokens", {"trainable_token_indices": [-1, 7, 320, 321]}, "greater than or equal to 0"),
-    "twice": ("tokens", {"trainable_token_indices": [7, 7, 320, 321]}, "name a token twice"),
-    "no rows": ("norms", {"trainable_token_indices": [7]}, "no tensors of them: it is damaged"),
-    "rows of one end": (
-        "head",
-        {"trainable_token_indices": {"lm_head": [1, 2], "embed_tokens": [7]}},
-        "of embed_tokens",
-    ),
-    "no module": ("tokens", {"modules_to_save": ["norm"]}, "no tensors of norm: it is damaged"),
-    "another module": ("norms", {"modules_to_save": ["norm", "lm_head"]}, "no tensors of lm_head: it is damaged"),
-}
+DAMAGES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "negative": ("tokens", {"trainable_token_indices": [-1, 7, 320, 321]}, "adapter.config_value", "trainable_token_indices"),
+    "twice": ("tokens", {"trainable_token_indices": [7, 7, 320, 321]}, "adapter.unsupported", "[7, 7, 320, 321]"),
+    "no rows": ("norms", {"trainable_token_indices": [7]}, "adapter.tensors_missing", "[7]"),
+    "rows of one end": ("head", {"trainable_token_indices": {"lm_head": [1, 2], "embed_tokens": [7]}}, "adapter.tensors_missing",
+                        "embed_tokens"),
+    "no module": ("tokens", {"modules_to_save": ["norm"]}, "adapter.tensors_missing", "norm"),
+    "another module": ("norms", {"modules_to_save": ["norm", "lm_head"]}, "adapter.tensors_missing", "lm_head"),
+}  # fmt: skip
 OF_SMALL: dict[str, dict[str, Any]] = {
     "tokens": {"trainable_token_indices": [1, 2]},
     "head": {"trainable_token_indices": {"lm_head": [1, 2]}},
@@ -220,14 +224,14 @@ OF_SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_settings_that_the_tensors_contradict_are_refused(name: str, place: Path, tmp_path: Path) -> None:
-    kind, changed, reason = DAMAGES[name]
+    tensors, changed, kind, shown = DAMAGES[name]
     base = model_directory(place, case("llama", False))
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA, **OF_SMALL[kind]))
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA, **OF_SMALL[tensors]))
     model.save_pretrained(tmp_path)
     adapter_of(tmp_path)
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **changed}))
-    with pytest.raises(UserError, match=reason):
+    with refuses(kind, tmp_path, shown):
         adapter_of(tmp_path)
 
 

@@ -20,7 +20,7 @@ from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.rundir.metrics import Rewards, read_metrics
 from hetero_mpi.state.directory import checkpoint_path
 from tests.support.family_configs import tiny_keys
-from tests.support.jobs import write_profile, Outcome, Workshop
+from tests.support.jobs import Outcome, Workshop, write_profile
 from tests.support.mpi import ROOT
 
 pytestmark = pytest.mark.slow
