@@ -19,10 +19,10 @@ from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.planning.types.moments import FACTORED, ONE, TWO, kept, saved_bytes
 from hetero_mpi.state.reader import verify
 from hetero_mpi.state.writer import CheckpointWriter
-from hetero_mpi.util.errors import UserError
 from tests.engine.test_trainer import LENGTH
 from tests.model.test_eight_bit import CHAIN, LAYOUTS, Threads, plan_of, take
 from tests.support.checkpoint_samples import told
+from tests.support.errors import refuses
 
 OPTIMIZERS = "adafactor", "muon"
 SHAPES = (40, 24), (24, 40), (3, 8, 16), (50,)
@@ -111,9 +111,11 @@ def test_a_checkpoint_holds_what_its_optimizer_keeps(tmp_path: Path) -> None:
 
     assert written("adafactor", moments1=(6,), moments2=(4,)) is None
     assert written("muon", moments1=(6, 4)) is None
-    assert "the moments are not those" in str(written("adamw", moments1=(6, 4)))
-    assert "its shape is not that" in str(written("adamw", moments1=(6,), moments2=(4,)))
-    assert "its shape is not that" in str(written("adafactor", moments1=(4,), moments2=(6,)))
-    with pytest.raises(UserError, match="infinite"), CheckpointWriter(tmp_path / "bad.h5", told(1)) as writer:
+    for optimizer, shapes in (("adamw", ((6, 4),)), ("adamw", ((6,), (4,))), ("adafactor", ((4,), (6,)))):
+        assert written(optimizer, **{f"moments{n}": shape for n, shape in enumerate(shapes, 1)}) is not None
+    with (
+        refuses("checkpoint.not_finite", "parameters/a.weight"),
+        CheckpointWriter(tmp_path / "bad.h5", told(1)) as writer,
+    ):
         writer.write("moments2", "a.weight", np.ones((4,), np.float32), "float32")
         writer.write("parameters", "a.weight", np.full((6, 4), np.inf, np.float32), "float32")
