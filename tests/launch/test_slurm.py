@@ -16,7 +16,6 @@ from hetero_mpi.launch import slurm
 from hetero_mpi.launch.slurm import Component, components, entries, step_command, tasks_per_node
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.util import host_limits
-from hetero_mpi.util.errors import UserError
 from tests.support.environments import second_environment
 from tests.support.errors import refuses
 from tests.support.long_run import LongRun
@@ -28,16 +27,13 @@ pytestmark = pytest.mark.slow
 SCRIPTS = sorted((ROOT / "jobs").glob("*.sbatch"))
 PATIENCE_S = 300.0
 TWO_KINDS = (Component(("n1",), (2,)), Component(("n2", "n3"), (1, 1)))
-HETEROGENEOUS = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_HET_SIZE": "2",
-    "SLURM_JOB_NODELIST": "n1",
-    "SLURM_TASKS_PER_NODE": "2",
-    "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
-    "SLURM_TASKS_PER_NODE_HET_GROUP_0": "2",
-    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
-    "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1(x2)",
-}
+HETEROGENEOUS = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"}
+for group, (nodes, tasks) in {
+    "": ("n1", "2"),
+    "_HET_GROUP_0": ("n1", "2"),
+    "_HET_GROUP_1": ("n[2-3]", "1(x2)"),
+}.items():
+    HETEROGENEOUS |= {f"SLURM_JOB_NODELIST{group}": nodes, f"SLURM_TASKS_PER_NODE{group}": tasks}
 
 
 def test_tasks_per_node() -> None:
@@ -53,9 +49,7 @@ def test_components_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[2-3]", "SLURM_TASKS_PER_NODE": "1(x2)"}
     assert components(plain) == (Component(("n2", "n3"), (1, 1)),)
     assert components(HETEROGENEOUS) == TWO_KINDS
-    with pytest.raises(
-        UserError, match="SLURM job 7, but SLURM_TASKS_PER_NODE is not set: run `launch` in the batch script"
-    ):
+    with refuses("slurm.variables", 7, "SLURM_TASKS_PER_NODE"):
         components({name: value for name, value in plain.items() if name != "SLURM_TASKS_PER_NODE"})
 
 
@@ -105,36 +99,21 @@ def groups(root: Path, files: dict[str, str]) -> Path:
     ("own", "files", "free"),
     [
         # Version 2: the job's limit stands above the task's group, which has none.
-        (
-            "0::/slurm/job_1/step_0/task_0\n",
-            {
-                "slurm/job_1/memory.max": "4000",
-                "slurm/job_1/memory.current": "1500",
-                "slurm/job_1/memory.stat": "anon 400\ninactive_file 1000\n",
-                "slurm/job_1/step_0/memory.max": "max",
-                "slurm/job_1/step_0/memory.current": "1500",
-            },
-            3500,
-        ),
+        ("0::/slurm/job_1/step_0/task_0\n",
+         {"slurm/job_1/memory.max": "4000", "slurm/job_1/memory.current": "1500", "slurm/job_1/step_0/memory.max": "max",
+          "slurm/job_1/memory.stat": "anon 400\ninactive_file 1000\n", "slurm/job_1/step_0/memory.current": "1500"}, 3500),
         # Version 1: the step has less than the job.
-        (
-            "4:memory:/slurm/job_1/step_0\n3:cpuset:/\n0::/elsewhere\n",
-            {
-                "memory/slurm/job_1/memory.limit_in_bytes": "4000",
-                "memory/slurm/job_1/memory.usage_in_bytes": "100",
-                "memory/slurm/job_1/step_0/memory.limit_in_bytes": "2000",
-                "memory/slurm/job_1/step_0/memory.usage_in_bytes": "500",
-                "memory/memory.limit_in_bytes": str(2**63 - 4096),
-                "memory/memory.usage_in_bytes": "9999",
-            },
-            1500,
-        ),
+        ("4:memory:/slurm/job_1/step_0\n3:cpuset:/\n0::/elsewhere\n",
+         {f"memory/{place}memory.{what}_in_bytes": number
+          for place, limit, usage in (("slurm/job_1/", "4000", "100"), ("slurm/job_1/step_0/", "2000", "500"),
+                                      ("", str(2**63 - 4096), "9999"))
+          for what, number in (("limit", limit), ("usage", usage))}, 1500),
         # A container sees its own group at the top.
         ("0::/../../pod\n", {"memory.max": "800", "memory.current": "900"}, 0),
         ("0::/\n", {"memory.max": "max", "memory.current": "900"}, None),
     ],
     ids=["version 2", "version 1", "container", "no limit"],
-)
+)  # fmt: skip
 def test_memory_limits_of_control_groups(tmp_path: Path, own: str, files: dict[str, str], free: int | None) -> None:
     assert host_limits.free_bytes(tmp_path, groups(tmp_path, {**files, "self": own})) == free
 
@@ -143,21 +122,15 @@ def test_memory_limits_of_control_groups(tmp_path: Path, own: str, files: dict[s
     ("own", "files", "cores"),
     [
         ("0::/a/b\n", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, 2.0),
-        (
-            "1:cpu,cpuacct:/job\n",
-            {
-                "cpu,cpuacct/job/cpu.cfs_quota_us": "50000\n",
-                "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
-                "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-                "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-            },
-            0.5,
-        ),
+        ("1:cpu,cpuacct:/job\n",
+         {f"cpu,cpuacct/{place}cpu.cfs_{what}_us": number
+          for place, quota in (("job/", "50000\n"), ("", "-1\n"))
+          for what, number in (("quota", quota), ("period", "100000\n"))}, 0.5),
         ("0::/\n", {"cpu.max": "150000 100000"}, 1.5),
         ("0::/a\n", {"a/cpu.max": "max 100000"}, None),
     ],
     ids=["version 2", "version 1", "container", "no quota"],
-)
+)  # fmt: skip
 def test_processor_quotas_of_control_groups(
     tmp_path: Path, own: str, files: dict[str, str], cores: float | None
 ) -> None:
