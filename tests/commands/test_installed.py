@@ -19,7 +19,6 @@ from hetero_mpi.interop import init
 from hetero_mpi.job.load import load_job
 from hetero_mpi.planning.types.toml_files import load_profile
 from hetero_mpi.util import shipped
-from hetero_mpi.util.errors import UserError
 from tests.support.environments import second_environment
 from tests.support.errors import refuses
 from tests.support.mpi import ROOT
@@ -63,9 +62,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     own.write_text("mine")
     with refuses("init.exists"):
         init.init("quickstart", tmp_path)
-    assert any("was there, left as it is" in line for line in init.init("lora_nf4", tmp_path))
+    init.init("lora_nf4", tmp_path)
     assert own.read_text() == "mine"
-    with pytest.raises(UserError, match="cannot be written"):
+    with refuses("file.unwritable", own):
         init.init("cnn", own)
 
 
@@ -73,8 +72,8 @@ def test_names_are_listed_and_guessed(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["init"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {name} " in printed for name in [*JOBS, "slurm"])
-    assert main(["init", "quikstart"]) == 2
-    assert "did you mean quickstart?" in capsys.readouterr().err
+    with refuses("init.unknown_job", "quikstart", "quickstart"):
+        init.init("quikstart", Path())
 
 
 def test_slurm_scripts_are_copied_with_what_they_source(tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ def test_a_shipped_profile_is_found_by_its_name(tmp_path: Path, monkeypatch: pyt
     init.init("quickstart", tmp_path)
     assert load_job("jobs/quickstart.toml").profile_file(HOMELAB) == shipped.shipped_profiles()[HOMELAB]
     for load in (load_profile, load_job("jobs/quickstart.toml").profile_file):
-        with pytest.raises(UserError, match=f"homelab-5090.toml: no such file.* did you mean {HOMELAB}"):
+        with refuses("shipped.missing", "homelab-5090.toml", HOMELAB):
             load("homelab-5090.toml")
     (tmp_path / HOMELAB).write_text("schema_version = 0\n")
     with refuses("file.version"):
@@ -120,8 +119,8 @@ def test_commands_take_a_profiles_name(
     ("origin", "argument"),
     [
         (
-            {"url": "file:///tmp/my%20wheels/hetero_mpi-0.1.0-py3-none-any.whl", "archive_info": {}},
-            "'/tmp/my wheels/hetero_mpi-0.1.0-py3-none-any.whl'",
+            {"url": "file:///tmp/my%20wheels/a-py3-none-any.whl", "archive_info": {}},
+            "'/tmp/my wheels/a-py3-none-any.whl'",
         ),
         (None, "hetero_mpi==0.1.0"),
     ],
@@ -187,11 +186,8 @@ def test_an_installation_has_jobs_and_profiles(installed: Path, tmp_path: Path) 
     assert Path(folder).is_relative_to(top)
     assert argument == f"-e {top / 'clone'}" if (top / "clone").exists() else argument.endswith(".whl")
     held = {path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    assert held == {
-        path.relative_to(ROOT / "jobs")
-        for path in (ROOT / "jobs").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    }
+    jobs = (path for path in (ROOT / "jobs").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    assert held == {path.relative_to(ROOT / "jobs") for path in jobs}
 
 
 @pytest.mark.long

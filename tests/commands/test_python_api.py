@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hetero_mpi
+from tests.support.errors import refuses
 from tests.support.mpi import ROOT, launcher_or_skip, run_mpi
 from tests.support.pages import follow, write_files
 from tests.support.processes import run_within
@@ -49,9 +49,8 @@ def test_a_program_trains_again_and_goes_on(used: tuple[Path, list[dict[str, Any
 
 def test_errors_are_raised_on_all_ranks_and_the_program_goes_on(used: tuple[Path, list[dict[str, Any]]]) -> None:
     found = used[1][2]
-    assert found["resume"][0].startswith("nowhere.h5: no such checkpoint") and found["resume"][1] == 2
-    assert "nowhere.toml: there is no such job file" in found["job"][0]
-    assert "this job has 3: start" in found["few"][0]
+    assert "nowhere.h5" in found["resume"][0] and found["resume"][1] == 2
+    assert "nowhere.toml" in found["job"][0] and "3" in found["few"][0]
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +93,11 @@ def test_a_loop_is_left_on_all_ranks_after_the_same_step(followed: list[dict[str
         assert [loss is not None for loss in rank["went_on"]] == [True, False, True]
 
 
-def test_an_exception_in_a_callback_of_one_rank_ends_all(tmp_path: Path) -> None:
-    result = run_mpi(2, ["tests/programs/python_api.py", "callback", str(tmp_path)], timeout_s=120)
+@pytest.mark.parametrize("where", ["callback", "alone"])
+def test_an_exception_of_one_rank_ends_all(where: str, tmp_path: Path) -> None:
+    result = run_mpi(2, ["tests/programs/python_api.py", where, str(tmp_path)], timeout_s=100)
     assert result.returncode != 0 and "the end of the program" not in result.stdout
     assert "rank 1/2 on" in result.stderr and "ValueError: rank 1 has had enough" in result.stderr
-    assert "while in the program that follows the run" in result.stderr
 
 
 CELLS = """
@@ -178,23 +177,12 @@ assert step.tokens_per_s == 4 / step.step_s and step.events
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
-def test_an_exception_of_one_rank_ends_all(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    result = run_mpi(2, ["tests/programs/python_api.py", "alone", str(tmp_path)], timeout_s=120)
-    assert result.returncode != 0 and "the end of the program" not in result.stdout
-    assert "rank 1/2 on" in result.stderr and "ValueError: rank 1 has had enough" in result.stderr
-    assert time.monotonic() - begin < 100
-
-
 def test_a_job_built_in_python_tells_all_its_problems() -> None:
     tables = {"model": {"config": {"model_type": "llama"}}, "data": {"text": ["*.txt"]}, "train": {"steps": 0}}
-    with pytest.raises(hetero_mpi.UserError) as caught:
+    with refuses("job.invalid", "job 'mine': ", "set 'steps'") as caught:
         hetero_mpi.Job.build(tables, name="mine", set={"train.global_batch": -1, "steps": 3})
-    lines = str(caught.value).split("\n")
-    assert "set 'steps': must be table.key, such as train.steps" in lines
-    assert any(line.startswith("job 'mine': [train] steps = 0: ") for line in lines)
-    assert any(line.startswith("set: [train] global_batch = -1: ") for line in lines)
-    assert any("[tokenizer] path" in line for line in lines)
+    kinds = ("job.set", "job.train.steps", "job.train.global_batch", "job.tokenizer.path")
+    assert caught.value.kinds >= set(kinds)
 
 
 def test_names_of_the_package() -> None:
