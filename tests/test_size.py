@@ -11,9 +11,9 @@ import pytest
 from tests.test_house import imported
 
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
-CLOSURES = {"model.stage": 3_500, "engine.executor": 6_870, "engine.trainer": 9_450}
+CLOSURES = {"model.stage": 3_500, "engine.executor": 6_850, "engine.trainer": 9_410}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"training.loop": 19_640}
+LOADED = {"training.loop": 16_850}
 """The same of what is loaded when the module is imported."""
 MAX_PACKAGE_LINES = 61_040
 """The design's bar is 52,000 lines; until it is reached, this number follows the lines that there are, downwards."""

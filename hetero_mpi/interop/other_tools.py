@@ -18,9 +18,9 @@ from typing import Any
 
 from hetero_mpi.interop.job_draft import FILE_PATTERN, NOT_UNDERSTOOD, TABLE, JobDraft, keys_of, number_of, tables_of
 from hetero_mpi.interop.other_files import read_keys
+from hetero_mpi.job.contradictions import objectives_by_key
 from hetero_mpi.job.load import job_of_tables
 from hetero_mpi.job.rules import as_toml
-from hetero_mpi.objectives import objectives_by_key
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import writing
 from hetero_mpi.util.errors import UserError

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from hetero_mpi.job.rules import ELSEWHERE, LARGEST_AUTO, MOST_MICRO_BATCHES, facts, leads_out, speed_change
 from hetero_mpi.job.training_tables import OnlyIf
-from hetero_mpi.objectives import Settings, objectives_by_key
+from hetero_mpi.objectives import Settings, names, objective
 
 Problems = Iterator[tuple[str, str]]
 """(key such as ``train.steps``, the rule it breaks)."""
@@ -161,6 +161,17 @@ def _data(known: Known) -> Problems:
             "data.isolate",
             "does not apply to preferences (train.preference), whose records are compared: leave it out",
         )
+
+
+def objectives_by_key() -> dict[str, list[str]]:
+    """Key of ``[train]`` -> names of the objectives that read it."""
+    listed: dict[str, list[str]] = {}
+    for name in names():
+        known = objective(name)
+        assert known is not None
+        for key in known.keys:
+            listed.setdefault(key, []).append(name)
+    return listed
 
 
 def _preference(known: Known) -> Problems:

@@ -95,14 +95,3 @@ def learns_from(name: str) -> Literal["pairs", "labels"] | None:
     """The records of ``[train] preference``; None: it is "none"."""
     known = objective(name)
     return known.learns_from if known is not None else None
-
-
-def objectives_by_key() -> dict[str, list[str]]:
-    """Key of ``[train]`` -> names of the objectives that read it."""
-    listed: dict[str, list[str]] = {}
-    for name in names():
-        known = objective(name)
-        assert known is not None
-        for key in known.keys:
-            listed.setdefault(key, []).append(name)
-    return listed

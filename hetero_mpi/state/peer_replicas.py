@@ -4,7 +4,7 @@ steps.
     rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
     rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's
     background        each sends its copy to its *peer*, on another host where there is one,
-                      and writes what it then has to its own disk, where there is a supervisor (``directory.ShardWriter``)
+                      and writes what it then has to its own disk, where there is a supervisor (``state.ShardWriter``)
 
 A *version* is all ranks' trained parameters and moments after one step. Every rank keeps a copy of its own part, because its device
 has moved on when somebody dies. A peer keeps what it receives. A new version replaces the one before the last only when all ranks
@@ -31,7 +31,7 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import send_in_order
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.state.directory import ShardWriter, supervised
+from hetero_mpi.state.directory import supervised
 from hetero_mpi.state.hdf5 import cut
 from hetero_mpi.state.saving import (
     MEMORY_SHARE,
@@ -42,7 +42,7 @@ from hetero_mpi.state.saving import (
     size_bytes,
     views,
 )
-from hetero_mpi.state.state import State, new_version_id
+from hetero_mpi.state.state import ShardWriter, State, new_version_id
 from hetero_mpi.util import units
 from hetero_mpi.util.background import Background
 from hetero_mpi.util.disk import free_bytes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import logging
 import re
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
@@ -18,15 +19,20 @@ from numpy.typing import NDArray
 
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.model.optimizer import LossScale
+from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.metrics import Evaluation, StepMetrics
-from hetero_mpi.state.directory import Source
+from hetero_mpi.state.directory import Source, keep_versions, shard_path
 from hetero_mpi.state.reader import CheckpointReader
+from hetero_mpi.state.writer import CheckpointWriter
+from hetero_mpi.util.errors import UserError
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
     from hetero_mpi.state.redistribute import TensorShard
 
 _RUN_NUMBER = re.compile(r"(\d{12})-")
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -273,3 +279,53 @@ def new_run_id(earlier: Iterable[str] = ()) -> str:
 def new_version_id() -> str:
     """A random id for the copies and shards of one version."""
     return token_hex(4)
+
+
+class ShardWriter:
+    """Writes this rank's shards.
+
+    Args:
+        run_dir: on this host's own disk, or on one that hosts share.
+        described: metadata that all shards of the run share.
+        kept: id of the version on disk that the run goes on from, if any: it stays until a new one is whole.
+    """
+
+    def __init__(self, world: World, run_dir: Path, described: Mapping[str, Any], kept: str | None) -> None:
+        self._world, self.run_dir, self._described, self._kept = world, run_dir, described, kept
+        self._newest: str | None = None
+        self.trouble: str | None = None
+        """Why this rank's newest shard could not be written; None: it could."""
+        self._told = False
+
+    def write(self, version: State) -> None:
+        """Write this rank's shard of a version. An error is kept in ``trouble``, and training goes on. Runs in the background."""
+        version_id, rank = version.version_id, self._world.rank
+        self._newest, self.trouble = version_id, None
+        keep_versions(self.run_dir, [one for one in (self._kept, version_id) if one is not None])
+        if not version.tensors:
+            return
+        metadata = {**self._described, **version.metadata(shard=True)}
+        metadata |= {"version_id": version_id, "rank": rank, "names": sorted(version.names)}
+        path = shard_path(self.run_dir, rank, version.step, version_id)
+        try:
+            with contextlib.ExitStack() as alone, CheckpointWriter(path, metadata) as writer:
+                for (kind, name), tensor in self._world.marked(version.tensors.items()):
+                    writer.write(kind, name, tensor.numpy(), str(tensor.dtype).removeprefix("torch."))
+                alone.enter_context(self._world.busy())  # nobody sees how far a slow disk is
+        except (UserError, OSError) as error:
+            _LOG.warning("step %d: no copy on disk: %s", version.step, error)
+            self.trouble = str(error)
+
+    def settle(self, troubles: Sequence[str | None]) -> None:
+        """Called when all ranks have reported on the newest version: if it is whole, older ones are no longer kept. Local.
+        ``troubles``: every rank's ``trouble``.
+        """
+        if self._newest is None:
+            return
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text is not None]
+        if not failed:
+            self._kept = self._newest
+        elif not self._told:
+            say(f"Training goes on, but copies on disk are not renewed, and those of before stay: {failed[0]}")
+        self._told = bool(failed)
+        self._newest = None

@@ -19,7 +19,6 @@ from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.model.optimizer import StepDecision, learning_rate
 from hetero_mpi.objectives import learns_from
 from hetero_mpi.planning.types.toml_files import plan_to_dict
-from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.metrics import MetricsWriter, StepMetrics
 from hetero_mpi.rundir.run_directory import note_end
@@ -31,6 +30,7 @@ from hetero_mpi.util.background import unharmed
 from hetero_mpi.util.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
+    from hetero_mpi.report.progress import ProgressDisplay
     from hetero_mpi.training.rebalance import Rebalancer
 
 _SKIPS_IN_A_ROW = 10

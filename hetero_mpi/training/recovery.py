@@ -35,10 +35,10 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import append_event
-from hetero_mpi.state.directory import ShardWriter, supervised
+from hetero_mpi.state.directory import supervised
 from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.saving import Snapshots
-from hetero_mpi.state.state import State
+from hetero_mpi.state.state import ShardWriter, State
 from hetero_mpi.training.setup.context import Pending, RunContext
 from hetero_mpi.training.setup.data_setup import prepare
 from hetero_mpi.training.setup.profile_and_plan import Planned, Profiled, obtain_plan, planning_request

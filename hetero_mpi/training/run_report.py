@@ -1,5 +1,5 @@
-"""What rank 0 shows of a run: the screen, ``run.json``, ``now.json`` and ``architecture.png``, the live page, and at the end
-``report.html`` and ``trace.json``. Failures there do not end a run: they are reported, and training goes on.
+"""Show a run on rank 0: the screen, ``run.json``, ``now.json``, ``architecture.png``, the live page; at the end ``report.html`` and
+``trace.json``. Failures there do not end a run: they are reported, and training continues.
 
 After the last step: the model or adapter is written, a sample is generated, and the summary is printed. What other programs took
 of the cores is measured while the run computes, as it is no part of a profile.

@@ -29,7 +29,7 @@ _TEMPLATES = jinja2.Environment(
 )
 """Every text is escaped, so names of devices and jobs cannot become markup."""
 _TEMPLATES.filters["unbroken"] = unbroken
-_TEMPLATES.globals |= {"units": units, "moment": sections.moment, "place_text": place_text}
+_TEMPLATES.globals.update(units=units, moment=sections.moment, place_text=place_text)
 SECTIONS = (
     sections.job, sections.learning, sections.sample, sections.next_commands, sections.usage, sections.memory, sections.step,
     sections.links, sections.topology, sections.plan, sections.checkpoints, sections.happenings,
