@@ -15,8 +15,11 @@ CLOSURES = {"model.stage": 3_500, "engine.executor": 6_850, "engine.trainer": 9_
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
 LOADED = {"training.loop": 16_850}
 """The same of what is loaded when the module is imported."""
-MAX_PACKAGE_LINES = 61_040
-"""The design's bar is 52,000 lines; until it is reached, this number follows the lines that there are, downwards."""
+MAX_PACKAGE_LINES, MAX_TEST_LINES = 60_600, 52_950
+"""The bars are 52,000 and 40,000 lines; until they are reached, these numbers follow the lines that there are, downwards."""
+MAX_FILE_LINES = 400
+LONGER_FILES = {"planning.search.costs": 489, "planning.decision.decide": 411, "device.accelerators": 411}
+"""Modules that are still longer, and their lines."""
 
 
 def module_of(file: Path) -> str:
@@ -83,3 +86,10 @@ def test_a_closure_follows_imports() -> None:
 
 def test_lines_only_fall() -> None:
     assert sum(lines_of(module) for module in FILES) <= MAX_PACKAGE_LINES
+    tests = Path(__file__).parent.rglob("*.py")
+    assert sum(file.read_text().count("\n") for file in tests) <= MAX_TEST_LINES
+
+
+def test_a_module_is_seen_whole() -> None:
+    lines = {module.removeprefix("hetero_mpi."): lines_of(module) for module in FILES}
+    assert {module: count for module, count in lines.items() if count > LONGER_FILES.get(module, MAX_FILE_LINES)} == {}

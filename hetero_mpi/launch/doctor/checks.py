@@ -393,18 +393,8 @@ def _label(device: dict[str, Any]) -> str:
 
 
 CHECKS = (
-    check_reach,
-    check_addresses,
-    check_translated,
-    check_hosts_differ,
-    check_packages,
-    check_versions,
-    check_mpi,
-    check_fault_tolerance,
-    check_devices,
-    check_self_tests,
-    check_shares,
-    check_interfaces,
-    check_disks,
-)
+    check_reach, check_addresses, check_translated, check_hosts_differ, check_packages,
+    check_versions, check_mpi, check_fault_tolerance, check_devices, check_self_tests,
+    check_shares, check_interfaces, check_disks,
+)  # fmt: skip
 """In the order in which they are reported. Each looks at all hosts."""
