@@ -28,7 +28,6 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.directory import checkpoint_path
-from hetero_mpi.util.errors import UserError
 from tests.engine.test_trainer import (
     LAYOUTS,
     LENGTH,
@@ -40,6 +39,7 @@ from tests.engine.test_trainer import (
     outcome_of,
 )
 from tests.model.test_split_backward import chain_of as family_chain
+from tests.support.errors import refuses
 from tests.support.jobs import Workshop
 from tests.support.late_copies import LateBackend
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
@@ -204,7 +204,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted_np2(tmp_path
 
 def test_models_of_ones_own_are_not_rounded() -> None:
     tables: dict[str, dict[str, Any]] = {"model": {"factory": "cnn_model:cnn"}, "data": {}, "train": {"wire": "int8"}}
-    with pytest.raises(UserError, match=r"wire = \"int8\": has an effect only if model.factory is empty"):
+    with refuses("job.train.wire", "model.factory"):
         job_of_tables(tables, "cnn", ".")
 
 

@@ -18,7 +18,7 @@ from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
 from hetero_mpi.planning.types.request import with_shared_nics
-from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile, random_plan
 
 SLOW = 1000.0
@@ -127,7 +127,7 @@ def test_every_rank_sums_its_gradients_when_there_are_several_pipelines() -> Non
     plan, profile = two_pipelines(), make_profile([1.0] * 4)
     lists = schedule_of(plan, MODEL)
     without = {rank: tuple(a for a in actions if a.op is not Op.REDUCE) for rank, actions in lists.items()}
-    with pytest.raises(UserError, match="must REDUCE each of these layers once: 0, 1"):
+    with refuses("schedule.invalid", "REDUCE"):
         simulate(plan, profile, without)
 
 
@@ -179,7 +179,7 @@ def test_links_of_hosts_stand_for_those_of_their_ranks() -> None:
     profile = replace(profile, links=(), host_links=between)
     assert profile.messages_s((1, 2, 4), 500)[0, 1] == pytest.approx(profile.transfer_s(1, 2, 500))
     assert profile.messages_s((4, 0, 1), 500)[0, 2] == pytest.approx(profile.transfer_s(4, 1, 500))
-    with pytest.raises(UserError, match="missing: 0 -> 1"):
+    with refuses("profile.link_missing", "0 -> 1"):
         replace(profile, host_links=between[1:]).messages_s((0, 1, 4), 500)
 
 

@@ -20,7 +20,7 @@ from hetero_mpi.report.figures.profile_curves import profile_picture
 from hetero_mpi.report.figures.style import COLOURS, save, svg
 from hetero_mpi.report.figures.timeline import KINDS, Panel, timeline
 from hetero_mpi.report.trace import save_trace, trace
-from hetero_mpi.util.errors import UserError
+from tests.support.errors import refuses
 from tests.support.planning_samples import (
     make_model,
     make_plan_of,
@@ -107,7 +107,7 @@ def test_zeros_and_no_limits_are_drawn_too(tmp_path: Path) -> None:
 
 def test_a_picture_that_cannot_be_written_says_where_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="-o"):
+    with refuses("file.unwritable", "-o"):
         save(profile_picture(make_profile()), tmp_path / "file" / "p.png", "profile")
 
 

@@ -34,7 +34,6 @@ from hetero_mpi.rundir.rank_steps import (
     traffic,
 )
 from hetero_mpi.rundir.run_directory import describe_run
-from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import USED_PROFILE
 from tests.support.errors import refuses
 from tests.support.jobs import Workshop
@@ -268,7 +267,7 @@ def test_a_run_that_was_cut_short_is_reported_too(tmp_path: Path) -> None:
     assert "What happened" in report_html(read_run(run))
     with refuses("run.not_a_run"):
         read_run(tmp_path)
-    with pytest.raises(UserError, match="name another place with -o"):
+    with refuses("file.unwritable", "-o"):
         write_report(read_run(run), tmp_path / "nowhere" / "report.html")
 
 
