@@ -115,7 +115,7 @@ def test_every_problem_of_a_hosts_file_is_told_at_once(tmp_path: Path) -> None:
 
 def test_files_that_are_no_hosts_files(tmp_path: Path) -> None:
     for text, kind in (
-        ("", "hosts.empty"),
+        ("", "hosts.invalid"),
         ('[host]\naddress = "a"\n', "hosts.invalid"),
         ("rtx slots=2\n", "hosts.toml"),
     ):
