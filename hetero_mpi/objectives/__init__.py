@@ -11,7 +11,8 @@ and one of two functions, by the records that it learns from:
     pair_losses(chosen, rejected, settings) -> losses of the pairs
     label_losses(answers, point, settings)  -> losses of each answer if it is desirable, and if it is undesirable
 
-Modules import torch, so that ``names`` reads the folder only: jobs without preferences load without it.
+Modules import torch, so ``names`` only lists the folder: jobs without preferences load without torch. Both lookups are cached, as
+every micro-batch asks for its objective.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -75,11 +77,13 @@ class Objective:
     losses: Callable[..., Any]
 
 
+@cache
 def names() -> tuple[str, ...]:
     """The values of ``[train] preference``, without "none"."""
     return tuple(module.name for module in pkgutil.iter_modules(__path__))
 
 
+@cache
 def objective(name: str) -> Objective | None:
     """The objective of that name; None: there is none, as for "none"."""
     if name not in names():

@@ -113,22 +113,22 @@ class MicroBatch:
     weights: torch.Tensor | None = None
     """(B, T) fp32, of the targets, on the last stage; None: they count alike."""
 
+    def of_rows(self, rows: slice) -> MicroBatch:
+        """The same with the data of some of its sequences."""
+        return replace(
+            self,
+            positions=None if self.positions is None else self.positions[rows],
+            comparison=None if self.comparison is None else self.comparison.of_rows(rows),
+            routed=None if self.routed is None else self.routed.of_rows(rows),
+            targets=None if self.targets is None else self.targets[rows],
+            weights=None if self.weights is None else self.weights[rows],
+        )
+
     def slices(self, rows: int, size: int | None) -> Slices:
         """The parts of at most ``size`` of the micro-batch's ``rows`` sequences (None: one part), and which rows each has."""
-        found, size = [], size or rows
-        for begin in range(0, rows, size):
-            part = slice(begin, min(begin + size, rows))
-            own = replace(
-                self,
-                first_sample=self.first_sample + begin,
-                positions=None if self.positions is None else self.positions[part],
-                comparison=None if self.comparison is None else self.comparison.of_rows(part),
-                routed=None if self.routed is None else self.routed.of_rows(part),
-                targets=None if self.targets is None else self.targets[part],
-                weights=None if self.weights is None else self.weights[part],
-            )
-            found.append((own, part))
-        return found
+        size = size or rows
+        ranges = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+        return [(replace(self.of_rows(part), first_sample=self.first_sample + part.start), part) for part in ranges]
 
 
 Slices = list[tuple[MicroBatch, slice]]
@@ -185,10 +185,6 @@ class StepData:
         return None if self.targets is None else self.targets[self.rows[index]]
 
     def micro_batch(self, index: int) -> MicroBatch:
-        rows = self.rows[index]
-        positions = None if self.positions is None else self.positions[rows]
-        comparison = None if self.comparison is None else self.comparison.of_rows(rows)
-        routed = None if self.routed is None else self.routed.of_rows(rows)
-        weights = None if self.weights is None else self.weights[rows]
-        first = self.first_samples[index]
-        return MicroBatch(index, self.step, first, self.divisor, positions, comparison, routed, weights=weights)
+        data = self.positions, self.comparison, self.routed
+        share = MicroBatch(index, self.step, self.first_samples[index], self.divisor, *data, weights=self.weights)
+        return share.of_rows(self.rows[index])
