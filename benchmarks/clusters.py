@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from profile_parts import Card, Shape, device, model_of, sheet_times
 
-from hetero_mpi.planning.memory import stage_memory, usable_bytes
+from hetero_mpi.planning.memory import StageMode, stage_memory, usable_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostLinkProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 
@@ -105,7 +105,7 @@ def _fits(profile: ClusterProfile, request: PlanRequest) -> bool:
     for one in profile.devices:
         usable = usable_bytes(one.memory_bytes, request.memory_reserve)
         room += sum(
-            stage_memory(model, 1, last, SEQUENCE, deepest, recompute=True).total <= usable
+            stage_memory(model, 1, last, SEQUENCE, deepest, StageMode(recompute=True)).total <= usable
             for last in range(2, len(model.layers))
         )
     return room >= len(model.layers) + 2

@@ -29,8 +29,8 @@ from planner_quality import cases  # noqa: E402
 
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.device_times import compute_s  # noqa: E402
+from hetero_mpi.planning.memory_model import predict_memory  # noqa: E402
 from hetero_mpi.planning.orders.warm_up import with_classic_depths  # noqa: E402
-from hetero_mpi.planning.plan_memory import predict_memory  # noqa: E402
 from hetero_mpi.planning.schedule import Op  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
 from hetero_mpi.planning.types.plan import Plan  # noqa: E402

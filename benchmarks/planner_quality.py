@@ -50,7 +50,7 @@ from random_plans import random_search_s  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.device_times import whole_model_s  # noqa: E402
-from hetero_mpi.planning.memory import stage_memory, usable_bytes  # noqa: E402
+from hetero_mpi.planning.memory import StageMode, stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.orders.warm_up import classic_depths  # noqa: E402
 from hetero_mpi.planning.search.memory_fit import Fitter  # noqa: E402
 from hetero_mpi.planning.simulator import outlined  # noqa: E402
@@ -232,7 +232,7 @@ def data_parallel_s(
     for device in able:
         usable = usable_bytes(device.memory_bytes, request.memory_reserve)
         for recompute in sorted(set(request.recompute_choices)):
-            if stage_memory(profile.model, 0, layers, tokens, 1, recompute).total <= usable:
+            if stage_memory(profile.model, 0, layers, tokens, 1, StageMode(recompute)).total <= usable:
                 fitting.append((device, recompute))
                 break
     if not fitting:

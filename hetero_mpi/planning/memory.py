@@ -1,127 +1,148 @@
-"""Predicted bytes of a stage on its rank, and on its host."""
+"""Bytes of a stage on its rank and on its host.
+
+One computation serves a single stage and a table of all of them: first and last layers are integers, or arrays of them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hetero_mpi.planning.schedule import holdings, schedule_of
-from hetero_mpi.planning.types.cost import (
-    GRADIENT_BYTES,
-    STREAMED_LAYERS,
-    LayerCost,
-    ModelCost,
-)
+from hetero_mpi.planning.types.cost import GRADIENT_BYTES, STREAMED_LAYERS, ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 
 STAGING_BUFFERS = 2
 """Host buffers per boundary and direction: one in transfer while the other is filled or read."""
+Layer = int | NDArray[np.int64]
+"""A layer's number, or that of each of several stages."""
+Bytes = Any
+"""An integer, or an array of them: one for each stage."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Peak bytes of one stage on its rank, by cause."""
+    """Peak bytes of a stage on its rank, by cause."""
 
-    parameters: int
-    state: int
+    parameters: Bytes
+    state: Bytes
     """Gradients, optimizer moments, master weights."""
-    activations: int
+    activations: Bytes
     """Kept by all micro-batches in flight together, and of those whose weight gradients are put off."""
-    workspace: int
+    workspace: Bytes
     """The largest of any one layer (logits, for a head), and what recomputing brings back at once."""
-    staging: int
+    staging: Bytes
 
     @property
-    def total(self) -> int:
+    def total(self) -> Bytes:
         return self.parameters + self.state + self.activations + self.workspace + self.staging
 
 
-def shared_parameters(model: ModelCost, first: int, last: int) -> int:
+class StageMode(NamedTuple):
+    """How a rank holds a stage: see ``StagePlan``."""
+
+    recompute: bool = False
+    streamed: bool = False
+    slice_sequences: int | None = None
+    kept_slices: int = 0
+
+
+RESIDENT = StageMode()
+"""All of it on its device, and each micro-batch at once."""
+
+
+def usable_bytes(memory_bytes: int, reserve: float) -> int:
+    """Bytes of a rank's memory that a plan may use when the share ``reserve`` is kept free."""
+    return int(memory_bytes * (1 - reserve))
+
+
+def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int:
+    """Bytes that a plan may use on ``rank``; no more than its host has, where it alone computes in that memory."""
+    device, host = profile.devices[rank], profile.host(rank)
+    own = usable_bytes(device.memory_bytes, reserve)
+    if host is None or not device.shares_host_memory:
+        return own
+    here = sum(other.host == device.host and other.shares_host_memory for other in profile.devices)
+    return own if here > 1 else min(own, usable_bytes(host.memory_bytes, reserve))
+
+
+def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[int, ...]]]:
+    """The hosts in whose memory more than one rank computes, and these ranks."""
+    found = []
+    for host in profile.hosts:
+        ranks = tuple(d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory)
+        if len(ranks) > 1:
+            found.append((host, ranks))
+    return found
+
+
+def shared_parameters(model: ModelCost, first: Layer, last: Layer) -> Any:
     """Parameters that the chain counts twice but a holder of both tied ends keeps once."""
-    both_ends = first == 0 and last == len(model.layers)
-    return model.tied_bytes // GRADIENT_BYTES if model.tied and both_ends else 0
+    both_ends = (first == 0) & (last == len(model.layers))
+    return model.tied_bytes // GRADIENT_BYTES * both_ends if model.tied else 0
 
 
-def shared_bytes(model: ModelCost, first: int, last: int) -> int:
+def shared_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
     """Bytes of these: both ends on one rank share the values of a tied matrix; the head keeps a gradient of its own."""
     matrix = model.layers[0]
     return shared_parameters(model, first, last) * matrix.parameter_bytes // max(1, matrix.parameters)
 
 
-def stage_trainable(model: ModelCost, first: int, last: int) -> int:
-    """Trainable parameters of the layers [first, last); a tied matrix belongs to the embedding."""
-    return sum(layer.trainable_parameters for layer in model.layers[first:last])
+def _whole(number: Any) -> Bytes:
+    return np.ceil(number).astype(np.int64)
 
 
 def stage_memory(
     model: ModelCost,
-    first: int,
-    last: int,
+    first: Layer,
+    last: Layer,
     tokens: int,
     in_flight: int,
-    recompute: bool = False,
+    mode: StageMode | StagePlan = RESIDENT,
     deferred: int = 0,
-    slice_tokens: int | None = None,
+    sequence_length: int = 1,
+    in_host_memory: bool = False,
 ) -> StageMemory:
-    """Bytes for the layers [first, last), ``in_flight`` micro-batches of ``tokens`` tokens kept for their backward and
-    ``deferred`` ones for their weight gradients. ``slice_tokens``: what is computed at once, where that is less."""
-    slice_tokens = tokens if slice_tokens is None else min(tokens, slice_tokens)
-    layers = model.layers[first:last]
-    input_bytes = model.layers[first - 1].boundary_bytes_per_token * tokens if first > 0 else 0
-    output_bytes = layers[-1].boundary_bytes_per_token * tokens if last < len(model.layers) else 0
-    kept = sum(_kept_per_token(model, index, recompute) for index in range(first, last))
-    put_off = sum(layer.deferred_bytes_per_token for layer in layers)
-    workspace = _workspace(layers, slice_tokens)
-    again = max((layer.activation_bytes_per_token for layer in layers), default=0.0) if recompute else 0.0
-    return StageMemory(
-        parameters=sum(layer.parameter_bytes for layer in layers) - shared_bytes(model, first, last),
-        state=math.ceil(model.state_bytes(first, last)),
-        activations=in_flight * math.ceil(kept * tokens) + deferred * math.ceil(put_off * tokens),
-        workspace=workspace + math.ceil(again * slice_tokens),
-        staging=2 * STAGING_BUFFERS * (input_bytes + output_bytes),
-    )
+    """Bytes on the device for the layers [first, last), with ``in_flight`` micro-batches of ``tokens`` tokens kept for backward and
+    ``deferred`` ones for their weight gradients.
 
-
-def streamed_memory(
-    model: ModelCost,
-    first: int,
-    last: int,
-    tokens: int,
-    in_flight: int,
-    slice_tokens: int,
-    shares_host_memory: bool = False,
-    kept_tokens: int = 0,
-) -> StageMemory:
-    """Bytes on the device for the layers [first, last) of a streamed stage: the weights of ``STREAMED_LAYERS`` layers, every
-    layer's input of each micro-batch in flight (of ``kept_tokens`` all activations), and one layer's activations of a slice.
-    Adapters and their state; or of what is trained whole the gradients of ``STREAMED_LAYERS`` layers.
-
-    Where the device computes in host memory, frozen weights lie in mapped files, of which the system keeps what there is room for;
-    what is trained whole is all there.
+    Of a streamed stage these are the weights of ``STREAMED_LAYERS`` layers, every layer's input of each micro-batch in flight (of
+    slices that are kept all activations), and one layer's activations of a slice. Adapters and their state; or of what is trained
+    whole the gradients of ``STREAMED_LAYERS`` layers. Where the device computes in host memory, frozen weights lie in mapped files,
+    of which the system keeps what there is room for; what is trained whole is all there.
     """
-    whole = stage_memory(model, first, last, tokens, in_flight)
-    layers = model.layers[first:last]
-    streamed = [model.streamed_bytes(index) for index in range(first, last)]
-    parameters, state = whole.parameters - sum(streamed) + STREAMED_LAYERS * max(streamed), whole.state
-    if model.trained_whole and shares_host_memory:
-        parameters = whole.parameters
-    elif model.trained_whole:
-        parameters = STREAMED_LAYERS * max(streamed)
-        state = STREAMED_LAYERS * max(model.gradient_bytes(index) for index in range(first, last))
-    inputs = sum(layer.boundary_bytes_per_token for layer in model.layers[max(0, first - 1) : last - 1])
-    # Beside a layer's activations there are its outputs of all slices, forward, or their gradients, backward.
-    between = 2 * max((layer.boundary_bytes_per_token for layer in model.layers[max(0, first - 1) : last]), default=0)
-    again = max(layer.activation_bytes_per_token for layer in layers) * (kept_tokens < tokens)
-    kept = sum(layer.activation_bytes_per_token for layer in layers)
-    return replace(
-        whole,
+    tables, at_once = model.stage_tables, min(tokens, (mode.slice_sequences or tokens) * sequence_length)
+    recompute, most_kept = mode.recompute and not mode.streamed, tables.most_kept[first, last]
+    kept, again = tables.kept_recomputing if recompute else tables.kept, most_kept * recompute
+    parameters: Bytes = tables.parameters[first, last] - shared_bytes(model, first, last)
+    state, outputs = _whole(tables.state[first, last]), 0
+    put_off = deferred * _whole(tables.deferred[first, last] * tokens)
+    activations = in_flight * _whole(kept[first, last] * tokens) + put_off
+    if mode.streamed:
+        streamed = STREAMED_LAYERS * tables.most_streamed[first, last]
+        if not model.trained_whole:
+            parameters = parameters - tables.streamed[first, last] + streamed
+        elif not in_host_memory:
+            parameters, state = streamed, STREAMED_LAYERS * tables.most_gradients[first, last]
+        before, kept_tokens = np.maximum(0, np.subtract(first, 1)), min(tokens, mode.kept_slices * at_once)
+        inputs = tables.outputs[before, np.subtract(last, 1)] * (tokens - kept_tokens)
+        activations = in_flight * (inputs + _whole(kept[first, last] * kept_tokens))
+        again = most_kept * (kept_tokens < tokens)
+        # Beside a layer's activations there are its outputs of all slices, forward, or their gradients, backward.
+        outputs = 2 * tables.most_output[before, last] * tokens
+    return StageMemory(
         parameters=parameters,
         state=state,
-        activations=in_flight * (inputs * (tokens - kept_tokens) + math.ceil(kept * kept_tokens)),
-        workspace=_workspace(layers, slice_tokens) + math.ceil(again * slice_tokens) + between * tokens,
+        activations=activations,
+        workspace=tables.workspace(at_once)[first, last] + _whole(again * at_once) + outputs,
+        staging=2 * STAGING_BUFFERS * tokens * (tables.crossing[first] + tables.crossing[last]),
     )
 
 
@@ -134,20 +155,19 @@ def memory_of(
     member: int = 0,
 ) -> StageMemory:
     """Bytes of a stage of a plan that holds so many micro-batches: (in flight, deferred). Of a group: of one of its members."""
-    rank = stage.ranks[member]
+    rank, (in_flight, deferred), tokens = stage.ranks[member], holding, pipeline.size(0) * sequence_length
     model, shares = profile.model_on(rank), profile.devices[rank].shares_host_memory
     model = model.part(stage.share(member), stage.expert_share(member))
-    tokens, (in_flight, deferred) = pipeline.size(0) * sequence_length, holding
-    at_once = min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
     if stage.head_tokens is not None:
+        at_once = min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
         model = sliced_costs(model, min(stage.head_tokens, at_once))
-    if stage.streamed:
-        kept = min(tokens, stage.kept_slices * at_once)
-        return streamed_memory(model, stage.first, stage.last, tokens, in_flight, at_once, shares, kept)
-    own = stage_memory(model, stage.first, stage.last, tokens, in_flight, stage.recompute, deferred, at_once)
-    if not stage.grouped:
-        return own
-    return replace(own, staging=own.staging + group_sum_bytes(model, tokens))
+    layers = stage.first, stage.last
+    parts = stage_memory(model, *layers, tokens, in_flight, stage, deferred, sequence_length, shares)
+    if not stage.grouped or stage.streamed:
+        return parts
+    # Host memory in which a group adds up the hidden states of a micro-batch: own parts, those that come, and sums.
+    sums = 3 * tokens * model.layers[0].boundary_bytes_per_token
+    return replace(parts, staging=parts.staging + sums)
 
 
 def sliced_costs(model: ModelCost, tokens: int) -> ModelCost:
@@ -170,24 +190,6 @@ def _sliced_costs(model: ModelCost, tokens: int) -> ModelCost:
     return replace(model, layers=(*model.layers[:-1], sliced))
 
 
-def group_sum_bytes(model: ModelCost, tokens: int) -> int:
-    """Bytes of host memory in which a group adds up the hidden states of a micro-batch: own parts, those that come, and sums."""
-    return 3 * tokens * model.layers[0].boundary_bytes_per_token
-
-
-def _workspace(layers: Sequence[LayerCost], tokens: int) -> int:
-    return max(math.ceil(layer.workspace_bytes_per_token * tokens) + layer.workspace_bytes for layer in layers)
-
-
-def _kept_per_token(model: ModelCost, index: int, recompute: bool) -> float:
-    """Bytes a layer keeps until backward; a block that is recomputed keeps its input only."""
-    layer = model.layers[index]
-    block = 0 < index < len(model.layers) - 1
-    if not (recompute and block):
-        return layer.activation_bytes_per_token
-    return min(layer.activation_bytes_per_token, model.layers[index - 1].boundary_bytes_per_token)
-
-
 def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -> tuple[tuple[int, int], ...]:
     """``holdings`` of one stage of a plan: known without its list, unless its weight gradients are put off."""
     if pipeline.order == WARM_UP and (not pipeline.split_backward or stage is pipeline.stages[0]):
@@ -196,25 +198,27 @@ def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -
     return holdings(schedule_of(alone, model)[stage.ranks[0]])
 
 
-def streamed_bytes(model: ModelCost, first: int, last: int) -> int:
+def peak_bytes(
+    profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int, member: int = 0
+) -> int:
+    """Peak bytes of the only stage of a rank, over the schedule that will run."""
+    every = stage_holdings(pipeline, stage, profile.model)
+    return int(max(memory_of(profile, pipeline, stage, sequence_length, one, member).total for one in every))
+
+
+def streamed_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
     """Bytes of the weights that a streamed stage brings to its device, layer by layer."""
-    return sum(model.streamed_bytes(layer) for layer in range(first, last))
+    return model.stage_tables.streamed[first, last]
 
 
-def host_state_bytes(model: ModelCost, first: int, last: int, on_disk: Collection[int] = ()) -> int:
+def host_state_bytes(model: ModelCost, first: Layer, last: Layer, on_disk: Collection[int] = ()) -> Bytes:
     """Bytes in host memory of a streamed stage whose device has memory of its own: the weights (of layers ``on_disk`` buffers),
     and of what is trained whole its state."""
     filed = [model.streamed_bytes(layer) for layer in on_disk]
     weights = streamed_bytes(model, first, last) - sum(filed) + STREAMED_LAYERS * max(filed, default=0)
     if not model.trained_whole:
         return weights
-    state = math.ceil(model.state_bytes(first, last))
-    return weights + state + (model.tied_bytes if last == len(model.layers) else 0)
-
-
-def usable_bytes(memory_bytes: int, reserve: float) -> int:
-    """Bytes of a rank's memory that a plan may use when the share ``reserve`` is kept free."""
-    return int(memory_bytes * (1 - reserve))
+    return weights + _whole(model.stage_tables.state[first, last]) + model.tied_bytes * (last == len(model.layers))
 
 
 def state_on_device(profile: ClusterProfile, stage: StagePlan) -> bool:

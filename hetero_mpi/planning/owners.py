@@ -7,16 +7,19 @@ of each layer. A function of the plan and of the parameters' sizes, so every ran
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
 from hetero_mpi.planning.schedule import held_by
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan import Plan, StagePlan
 
 Key = TypeVar("Key")
 _UNITS = 8
 """Where only a layer's trained numbers are known, a block counts as so many parameters; embedding and head are one each."""
+_LEAST_WEIGHT = 0.01
+"""Least share of the optimizer's state that a rank owns, against the largest one."""
 
 
 def owners(plan: Plan, sizes: Mapping[Key, tuple[int, int]]) -> dict[Key, int]:
@@ -48,10 +51,11 @@ def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
     return owned
 
 
-def owned_state_bytes(plan: Plan, model: ModelCost) -> dict[int, float]:
-    """Rank -> bytes of moments and masters that it owns, of whole parameters as far as a model's cost tells their sizes."""
-    found = dict.fromkeys(plan.state_weights, 0.0)
-    each = [model.owned_bytes(i, i + 1) / max(1, layer.trainable_parameters) for i, layer in enumerate(model.layers)]
+def owned_state_bytes(plan: Plan, model: ModelCost, part: ModelCost | None = None) -> dict[int, float]:
+    """Rank -> bytes of moments and masters that it owns, of whole parameters as far as a model's cost tells their sizes; or of a
+    ``part`` of them, which a member of a group holds."""
+    found, held = dict.fromkeys(plan.state_weights, 0.0), part or model
+    each = [held.owned_bytes(i, i + 1) / max(1, layer.trainable_parameters) for i, layer in enumerate(model.layers)]
     for (layer, _), (rank, count) in owned_units(plan, model).items():
         found[rank] += count * each[layer]
     return found
@@ -61,6 +65,16 @@ def owned_units(plan: Plan, model: ModelCost) -> Mapping[tuple[int, int], tuple[
     """(layer, unit) -> the rank that owns its state, and its trained numbers. A model's cost tells no sizes of parameters: units
     stand for them."""
     return _owned_units(plan, tuple(layer.trainable_parameters for layer in model.layers))
+
+
+def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
+    """The plan with ranks owning optimizer state by the bytes that it leaves ``free`` when they own none."""
+    most = max(1.0, *free.values())
+
+    def by_room(stage: StagePlan) -> StagePlan:
+        return replace(stage, state_weight=max(_LEAST_WEIGHT, round(free[stage.ranks[0]] / most, 2)))
+
+    return plan.with_stages(by_room(stage) for _, _, stage in plan.numbered)
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,6 @@
-"""Which ranks are interchangeable, what their memory may hold, and the bytes of every stage.
+"""Which ranks are interchangeable, and the times of layers and links between ranks as tables.
 
-Ranks that can be exchanged without changing anything form a *class*. Tables are indexed [first, last] by the layers a stage would
-hold; entries with first >= last are infinite.
+Ranks that can be exchanged without changing anything form a *class*.
 """
 
 from __future__ import annotations
@@ -9,18 +8,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.bounds import usable_devices
-from hetero_mpi.planning.memory import host_state_bytes, stage_memory, streamed_memory, usable_bytes
+from hetero_mpi.planning.device_times import host_optimizer_s, offload_s, repeated_s, weights_s
+from hetero_mpi.planning.memory import StageMode
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.request import PlanRequest
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -90,26 +90,6 @@ def rank_contents(profile: ClusterProfile) -> dict[int, str]:
     return found
 
 
-def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int:
-    """Bytes that a plan may use on ``rank``; no more than its host has, where it alone computes in that memory."""
-    device, host = profile.devices[rank], profile.host(rank)
-    own = usable_bytes(device.memory_bytes, reserve)
-    if host is None or not device.shares_host_memory:
-        return own
-    here = sum(other.host == device.host and other.shares_host_memory for other in profile.devices)
-    return own if here > 1 else min(own, usable_bytes(host.memory_bytes, reserve))
-
-
-def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[int, ...]]]:
-    """The hosts in whose memory more than one rank computes, and these ranks."""
-    found = []
-    for host in profile.hosts:
-        ranks = tuple(d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory)
-        if len(ranks) > 1:
-            found.append((host, ranks))
-    return found
-
-
 def may_split(profile: ClusterProfile, rank: int) -> bool:
     """True where a split backward was measured on ``rank``, for all kinds of layers but the embedding (which has no input)."""
     layers = profile.devices[rank].layers
@@ -117,136 +97,98 @@ def may_split(profile: ClusterProfile, rank: int) -> bool:
     return all(t.input_s is not None and t.weight_s is not None for t in times)
 
 
-def alike_stages(model: ModelCost) -> dict[tuple[int, int], Hashable]:
-    """Every stage [first, last) -> a key that is the same for stages with the same layers between the same neighbours.
+class StageGrid:
+    """Stages [first, last), indexed [first, last - first - 1] up to ``longest`` layers."""
 
-    Most blocks of a model are alike, so that there are few keys: what holds of one stage need not be worked out again.
-    """
-    layers = len(model.layers)
-    kinds = list(dict.fromkeys(model.layers))
-    counts = np.zeros((layers + 1, len(kinds)), dtype=int)
-    for index, layer in enumerate(model.layers):
-        counts[index + 1] = counts[index]
-        counts[index + 1, kinds.index(layer)] += 1
-    # What crosses a cut has one size in every transformer; where it has not, no two stages are taken to be alike.
-    one_boundary = len({layer.boundary_bytes_per_token for layer in model.layers[:-1]}) <= 1
-    keys: dict[tuple[int, int], Hashable] = {}
-    for a in range(layers):
-        for b, held in enumerate((counts[a + 1 :] - counts[a]).tolist(), a + 1):
-            keys[a, b] = (a == 0, b == layers, *held) if one_boundary else (a, b)
-    return keys
-
-
-def stage_bytes(model: ModelCost, tokens: int, recompute: bool, pipelines: float = 1) -> tuple[Floats, Floats]:
-    """(bytes whatever the depth, bytes of every micro-batch in flight): ``stage_memory`` of every stage, where as many pipelines
-    own as much each of the state. (That of adapters is too small to matter.)"""
-    fixed, each = _stage_bytes(model, tokens, recompute)
-    return fixed - _of_others(model, pipelines), each
-
-
-def _of_others(model: ModelCost, pipelines: float) -> Floats:
-    """[first, last]: bytes of a stage's state that other pipelines own."""
-    shared = 1 - 1 / pipelines if model.trained_whole else 0.0
-    owned = np.cumsum([0.0, *(model.owned_bytes(i, i + 1) for i in range(len(model.layers)))])
-    return np.asarray(shared * (owned[None, :] - owned[:, None]))
-
-
-@lru_cache(maxsize=64)
-def _stage_bytes(
-    model: ModelCost, tokens: int, recompute: bool, at_once: int | None = None, streamed_by: str = "", kept: int = 0
-) -> tuple[Floats, Floats]:
-    """``at_once``: tokens of a slice; ``streamed_by``: a device with memory of its ``own``, or in its ``host``'s; ``kept``: tokens
-    whose activations it keeps."""
-    layers = len(model.layers)
-    fixed = np.full((layers + 1, layers + 1), np.inf)
-    per_micro_batch = np.zeros_like(fixed)
-    known: dict[Hashable, tuple[int, int]] = {}
-    for (a, b), alike in alike_stages(model).items():
-        if alike not in known:
-            if streamed_by:
-                parts = streamed_memory(model, a, b, tokens, 1, at_once or tokens, streamed_by == "host", kept)
-            else:
-                parts = stage_memory(model, a, b, tokens, 1, recompute, 0, at_once)
-            known[alike] = parts.total - parts.activations, parts.activations
-        fixed[a, b], per_micro_batch[a, b] = known[alike]
-    return fixed, per_micro_batch
-
-
-@lru_cache(maxsize=64)
-def _kept_in_host(model: ModelCost) -> Floats:
-    """[first, last]: bytes in host memory of a streamed stage of a device with memory of its own."""
-    count = len(model.layers) + 1
-    return np.array([[host_state_bytes(model, a, b) if a < b else 0 for b in range(count)] for a in range(count)])
-
-
-class StageMode(NamedTuple):
-    """How a rank holds a stage: see ``StagePlan``."""
-
-    recompute: bool = False
-    streamed: bool = False
-    slice_sequences: int | None = None
-    kept_slices: int = 0
-
-
-class Room(NamedTuple):
-    """The memory for a stage."""
-
-    usable: float
-    """Bytes."""
-    ratio: float
-    """So many times the model's activation bytes are kept."""
-    relief: float
-    """Bytes of its part of the state that others have room for."""
-    in_host_memory: bool
-    """Does it compute there?"""
-    of_host: float
-    """Bytes of its host's memory for what is kept there; infinite: what does not fit there goes to a disk, or is not asked."""
-
-
-class Stages:
-    """The costs of holding layers [first, last), tabulated [first, last - first - 1] up to ``longest`` layers."""
-
-    def __init__(
-        self, model: ModelCost, micro_batch: int, sequence_length: int, longest: int, pipelines: float
-    ) -> None:
-        self.model, self.sequence_length, self.pipelines, layers = model, sequence_length, pipelines, len(model.layers)
-        self.tokens, self.longest = micro_batch * sequence_length, min(longest, layers)
-        first = np.arange(layers + 1)[:, None]
-        self.last = np.minimum(first + np.arange(1, self.longest + 1)[None, :], layers)
-        self.inside = first + np.arange(1, self.longest + 1)[None, :] <= layers
-        self.first = np.broadcast_to(np.minimum(first, layers - 1), self.last.shape)
+    def __init__(self, layers: int, longest: int) -> None:
+        first, count = np.arange(layers + 1)[:, None], np.arange(1, min(longest, layers) + 1)[None, :]
+        self.first, self.last, self.inside = first, np.minimum(first + count, layers), first + count <= layers
         self.count = np.maximum(1, self.last - first)
-        shared = pipelines > 1 and model.trained_whole
-        owned = [model.owned_bytes(i, i + 1) / pipelines if shared else 0.0 for i in range(layers)]
-        self.owned = self.over(np.array(owned))
-
-    def bytes(self, way: StageMode, ratio: float, in_host_memory: bool) -> tuple[Floats, Floats]:
-        """Bytes whatever the depth, and of every micro-batch in flight."""
-        model, first = self.model.keeping(ratio), np.arange(len(self.last))[:, None]
-        at_once = None if way.slice_sequences is None else way.slice_sequences * self.sequence_length
-        by = "" if not way.streamed else "host" if in_host_memory else "own"
-        kept = min(self.tokens, way.kept_slices * (at_once or self.tokens))
-        fixed, each = _stage_bytes(model, self.tokens, way.recompute, at_once, by, kept)
-        fixed = fixed if by == "own" else fixed - _of_others(model, self.pipelines)
-        return fixed[first, self.last], each[first, self.last]
 
     def over(self, seconds: Floats) -> Floats:
         """Sums of ``seconds`` [I] over every stage."""
         total = np.concatenate([[0.0], np.cumsum(seconds)])
-        return np.asarray(total[self.last] - total[np.arange(len(self.last))[:, None]])
+        return np.asarray(total[self.last] - total[self.first])
 
-    def deepest(self, way: StageMode, room: Room) -> Floats:
-        """Most micro-batches in flight with which every stage fits; negative: it does not at all."""
-        fixed, each = self.bytes(way, room.ratio, room.in_host_memory)
-        kept = way.streamed and not room.in_host_memory
-        relief = 0.0 if kept else np.minimum(room.relief, self.owned)
-        with np.errstate(invalid="ignore"):
-            most = np.floor((room.usable + relief - fixed) / np.maximum(each, 1e-9))
-        if kept and room.of_host < math.inf:
-            first = np.arange(len(self.last))[:, None]
-            there = (_kept_in_host(self.model) - _of_others(self.model, self.pipelines))[first, self.last]
-            most = np.where(there <= room.of_host, most, -1.0)
-        return np.where(self.inside, most, -1.0)
+
+def seconds_by_mode(
+    model: ModelCost, request: PlanRequest, devices: list[DeviceProfile], micro_batch: int, slices: Sequence[int]
+) -> tuple[list[StageMode], Floats, Floats, Floats, Floats]:
+    """The modes to hold a stage in, the quickest first, and by mode what ``_mode_s`` says."""
+    modes = _modes(request, micro_batch, slices)
+    seconds = [_mode_s(model, devices, mode, micro_batch, request.sequence_length) for mode in modes]
+    forward_s, backward_s, overhead_s, step_s = map(np.array, zip(*seconds, strict=True))
+    order = np.argsort((forward_s + backward_s).sum(axis=(1, 2)) + overhead_s.sum(axis=(1, 2)), kind="stable")
+    return [modes[i] for i in order.tolist()], forward_s[order], backward_s[order], overhead_s[order], step_s[order]
+
+
+def _modes(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> list[StageMode]:
+    """``slices``: sequences of a slice, where stages may be streamed: in any of these; resident ones in the smallest."""
+    parts = [None, *sorted({size for size in slices if size < micro_batch})]
+    resident = [StageMode(again, False, part) for part in parts[:2] for again in sorted(set(request.recompute_choices))]
+    streamed = [part for part in parts if part is not None or micro_batch in slices]
+    every = [-(-micro_batch // (part or micro_batch)) for part in streamed]
+    return resident + [
+        StageMode(False, True, part, n) for part, most in zip(streamed, every, strict=True) for n in (0, most)
+    ]
+
+
+def _mode_s(
+    model: ModelCost, devices: list[DeviceProfile], way: StageMode, micro_batch: int, sequence_length: int
+) -> tuple[list[list[float]], list[list[float]], list[tuple[float, float]], list[float]]:
+    """Seconds of a micro-batch: [rank][layer] of forward and backward, [rank] of what comes on top; of a trained parameter's step.
+
+    A streamed layer is called by itself, repeats its forward of slices that are not kept, and takes no less than its copies do."""
+    part, ends = way.slice_sequences or micro_batch, len(model.layers) - 1
+    parts = [min(part, micro_batch - begin) * sequence_length for begin in range(0, micro_batch, part)]
+    kinds = {layer.kind: index for index, layer in enumerate(model.layers)}
+    forward_s, backward_s, overhead_s, step_s = [], [], [], []
+    for device in devices:
+        each_s, again = device.forward_overhead_s, parts[way.kept_slices :]
+        calls_s = len(parts) * each_s, len(parts) * device.backward_overhead_s
+        seconds = dict[str, tuple[float, float]]()
+        for kind, index in kinds.items():
+            times = device.layers[kind]
+            there_s, back_s = (sum(map(of, parts)) for of in (times.forward_s.at, times.backward_s.at))
+            again_s = sum(repeated_s(times, tokens) for tokens in again)
+            if way.streamed:
+                least_s = _copies_s(device, model, index)
+                there_s, back_s = there_s + calls_s[0], back_s + again_s + calls_s[1] + len(again) * each_s
+                seconds[kind] = max(least_s[0], there_s), max(least_s[1], back_s)
+            else:
+                seconds[kind] = there_s, back_s + again_s * (way.recompute and 0 < index < ends)
+        forward_s.append([seconds[layer.kind][0] for layer in model.layers])
+        backward_s.append([seconds[layer.kind][1] for layer in model.layers])
+        overhead_s.append((0.0, 0.0) if way.streamed else calls_s)
+        kept = way.streamed and model.trained_whole and not device.shares_host_memory
+        step_s.append(host_optimizer_s(device) if kept else device.optimizer_s_per_parameter)
+    return forward_s, backward_s, overhead_s, step_s
+
+
+def _copies_s(device: DeviceProfile, model: ModelCost, layer: int) -> tuple[float, float]:
+    """Seconds of copies that a streamed layer's forward and its backward cannot be faster than."""
+    weight_s, coming = weights_s(device, model.streamed_bytes(layer)), model.trained_whole * model.gradient_bytes(layer)
+    return weight_s, max(weight_s, offload_s(device, model, layer) + weights_s(device, coming))
+
+
+def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Indices, Floats, Floats]:
+    """(place of every rank; latency, seconds per byte of the way from place to place, copies at both ends included)."""
+    hosts = list(dict.fromkeys(device.host for device in devices))
+    place = np.array([i if len(devices) <= FEW else hosts.index(device.host) for i, device in enumerate(devices)])
+    members: list[list[int]] = [[] for _ in range(int(place.max()) + 1)]
+    for index, of in enumerate(place.tolist()):
+        members[of].append(devices[index].rank)
+    latency_s, per_byte_s = np.zeros((len(members), len(members))), np.zeros((len(members), len(members)))
+    for a, b in itertools.product(range(len(members)), repeat=2):
+        if a == b and len(members[a]) < 2:
+            continue
+        source, destination = members[a][0], members[b][1 if a == b else 0]
+        link, out, into = profile.link(source, destination), profile.devices[source], profile.devices[destination]
+        latency_s[a, b] = out.copy_latency_s + link.latency_s + into.copy_latency_s
+        per_byte_s[a, b] = (
+            1 / out.device_to_host_bytes_per_s + 1 / link.bytes_per_s + 1 / into.host_to_device_bytes_per_s
+        )
+    return place, latency_s, per_byte_s
 
 
 def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:

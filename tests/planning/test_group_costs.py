@@ -8,7 +8,7 @@ import pytest
 
 from hetero_mpi.planning.durations import duration, update_s
 from hetero_mpi.planning.group_costs import busiest
-from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory
+from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.types.cluster_changes import restricted, with_free_links, with_slowness
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, ModelCost

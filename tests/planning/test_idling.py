@@ -10,7 +10,7 @@ import pytest
 
 from hetero_mpi.planning.analysis.idle_time import Idling, idling
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.plan_memory import predict_memory
+from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.schedule import busy
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

@@ -11,10 +11,11 @@ import pytest
 from hetero_mpi.job.load import load_job
 from hetero_mpi.job.plan_request import request_of
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.memory import stage_memory
+from hetero_mpi.planning.memory import StageMode, stage_memory
+from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.schedule import Action, Op, holdings, parse_action, schedule_of
+from hetero_mpi.planning.types.cluster_changes import with_copies
 from hetero_mpi.planning.types.plan import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -42,7 +43,7 @@ def test_memory_by_hand() -> None:
     by_rank = {m.rank: (m.peak_bytes, m.usable_bytes) for m in predict_memory(plan, profile, reserve=0.25)}
     fixed = 1400 * 4 + 1400 * 12 + 50 * 10 + 2 * 2 * 1000
     assert by_rank == {1: (fixed + 2 * 2 * 300 * 10, 30_000), 0: (fixed + 1 * 2 * 300 * 10, 37_500)}
-    again = stage_memory(profile.model, 2, 4, 10, in_flight=3, recompute=True)
+    again = stage_memory(profile.model, 2, 4, 10, in_flight=3, mode=StageMode(recompute=True))
     # The block keeps its input, the head all it needs; one block is computed again at a time.
     assert (again.activations, again.workspace) == (3 * (1000 + 3000), 500 + 300 * 10)
 
@@ -142,7 +143,7 @@ def test_peaks_are_those_of_counting_along_the_lists(seed: int) -> None:
         kept = sum(ends) + (100 * len(inside) if stage.recompute else sum(inside))  # a recomputed block keeps its input
         deferred = sum(layer.deferred_bytes_per_token for _, layer in layers)
         held = counted_bytes(schedule[stage.ranks[0]], math.ceil(kept * tokens), math.ceil(deferred * tokens))
-        parts = stage_memory(model, stage.first, stage.last, tokens, 0, stage.recompute)
+        parts = stage_memory(model, stage.first, stage.last, tokens, 0, stage)
         found = by_rank[stage.ranks[0]]
         foreign = model.owned_bytes(stage.first, stage.last) - owned[stage.ranks[0]]
         assert found.peak_bytes == parts.total + held - math.floor(foreign)

@@ -8,9 +8,9 @@ import pytest
 
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.memory import stage_memory, stage_trainable
+from hetero_mpi.planning.memory import stage_memory
+from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.owners import owned_state_bytes, owners
-from hetero_mpi.planning.plan_memory import predict_memory
 from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -72,7 +72,10 @@ def test_weights_follow_the_memory_that_a_plan_leaves_free() -> None:
     model = replace(make_model(BLOCKS), state_bytes_per_trainable_parameter=16.0)
     plan = replace(plan_of(((0,), (0, LAYERS)), ((1,), (0, LAYERS))))
     profile = make_profile([1.0, 1.0], model)
-    trained, peak = stage_trainable(model, 0, LAYERS), predict_memory(plan, profile)[0].peak_bytes
+    trained, peak = (
+        sum(layer.trainable_parameters for layer in model.layers),
+        predict_memory(plan, profile)[0].peak_bytes,
+    )
     without = peak - owned_state_bytes(plan, model)[0]
     room = [without + 18_500, without + 37_000]
     devices = tuple(replace(d, memory_bytes=size) for d, size in zip(profile.devices, room, strict=True))

@@ -15,8 +15,8 @@ from hetero_mpi.planning.decision import several_stages
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import stage_memory
+from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS
-from hetero_mpi.planning.plan_memory import predict_memory
 from hetero_mpi.planning.schedule import COMPUTE, Op, parse_action, reduced_layers, schedule_of, tied_heads
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness

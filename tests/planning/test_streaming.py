@@ -17,8 +17,8 @@ from hetero_mpi.planning.decision import decide
 from hetero_mpi.planning.decision.explain import streamed_texts
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import Durations, duration, finished_layers_s
-from hetero_mpi.planning.memory import STREAMED_LAYERS, host_state_bytes, stage_memory, streamed_memory
-from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory
+from hetero_mpi.planning.memory import STREAMED_LAYERS, StageMode, host_state_bytes, stage_memory
+from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
@@ -179,7 +179,8 @@ def test_layers_are_finished_from_the_last_on(streamed: bool) -> None:
 def test_frozen_weights_of_few_layers_count() -> None:
     profile = cluster()
     model, tokens = profile.model, 40
-    resident, streamed = stage_memory(model, 1, 9, tokens, 2), streamed_memory(model, 1, 9, tokens, 2, 10)
+    sliced = StageMode(streamed=True, slice_sequences=10)
+    resident, streamed = (stage_memory(model, 1, 9, tokens, 2, mode) for mode in (StageMode(), sliced))
     assert resident.parameters - streamed.parameters == (8 - STREAMED_LAYERS) * 1440
     assert streamed.state == resident.state
     assert streamed.activations == 2 * 8 * 100 * tokens
@@ -405,9 +406,10 @@ def whole(memory_bytes: int, host_bytes: int | None = None, ranks: int = 2, **de
 def test_what_is_trained_whole_is_kept_by_the_host() -> None:
     profile = whole(45_000, 240_000)
     model, tokens = profile.model, 10
-    streamed = streamed_memory(model, 1, 9, tokens, 2, tokens)
+    mode = StageMode(streamed=True)
+    streamed = stage_memory(model, 1, 9, tokens, 2, mode)
     assert (streamed.parameters, streamed.state) == (STREAMED_LAYERS * 1600, STREAMED_LAYERS * 1600)
-    assert streamed_memory(model, 1, 9, tokens, 2, tokens, True).state == 8 * 400 * 12
+    assert stage_memory(model, 1, 9, tokens, 2, mode, in_host_memory=True).state == 8 * 400 * 12
     report = make_plan(profile, request(micro_batch_choices=(1,)))
     assert streamed_in(report.plan) > 0
     assert all(one.peak_bytes <= one.usable_bytes for one in report.memory)

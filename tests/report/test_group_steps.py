@@ -14,7 +14,7 @@ import pytest
 
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.durations import Durations
-from hetero_mpi.planning.plan_memory import predict_memory
+from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, Op, busy
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.durations import duration, finished_layers_s, sum_s, tied_s
 from hetero_mpi.planning.memory import state_on_device, usable_bytes
-from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.plan_memory import hosts_suffice, predict_hosts, predict_memory, weighted
+from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
+from hetero_mpi.planning.owners import owned_state_bytes, weighted
 from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, tied_heads
 from hetero_mpi.planning.simulator import simulate, spans_s
 from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
@@ -318,8 +318,8 @@ def with_state_dealt(plan: Plan, profile: ClusterProfile, reserve: float) -> Pla
 
 def memory_suffices(plan: Plan, profile: ClusterProfile, reserve: float) -> bool:
     """Does every rank and every host hold what the plan asks of its memory?"""
-    ranks = predict_memory(plan, profile, reserve)
-    return all(one.peak_bytes <= one.usable_bytes for one in ranks) and hosts_suffice(plan, profile, reserve)
+    memory = *predict_memory(plan, profile, reserve), *predict_hosts(plan, profile, reserve)
+    return all(one.peak_bytes <= one.usable_bytes for one in memory)
 
 
 def _elsewhere_bytes(profile: ClusterProfile, stage: StagePlan, pipelines: float) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.planning.plan_memory import predict_memory
+from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import IdleRank, Plan, PlanReport

@@ -12,7 +12,7 @@ from functools import partial
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.decide import Decision, fastest
 from hetero_mpi.planning.device_times import whole_model_s
-from hetero_mpi.planning.plan_memory import fits_memory
+from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
@@ -87,7 +87,7 @@ def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: 
     free, step_s = with_free_links(profile), plan.predicted_step_s
     roomy = with_plenty_of_memory(free)
     found = _decided(roomy, request)
-    planned = found if fits_memory(found.plan, free, request.memory_reserve) else _fastest(free, request)
+    planned = found if MemoryModel(free, request).check(found.plan) else _fastest(free, request)
     # A plan by hand may be faster than what the job leaves to the planner.
     known_s = [outlined(one.plan, free).step_s for one in (plan, own) if one.predicted_step_s <= own.predicted_step_s]
     without_links = min([*known_s, *([planned.step_s] if planned is not None else [])])

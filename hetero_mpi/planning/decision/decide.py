@@ -16,17 +16,16 @@ from hetero_mpi.planning.decision.head_slices import head_sliced, with_sliced_he
 from hetero_mpi.planning.decision.several_stages import SeveralStages
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
 from hetero_mpi.planning.device_times import optimizer_s, whole_model_s
-from hetero_mpi.planning.memory import stage_trainable
+from hetero_mpi.planning.memory_model import MemoryModel, predict_memory
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
-from hetero_mpi.planning.plan_memory import fits_memory, predict_memory, with_copies
 from hetero_mpi.planning.search import layouts
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise
 from hetero_mpi.planning.search.rounds import always_split
 from hetero_mpi.planning.search.search import LAID_OUT, SEARCHED, Search
 from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.tables import may_split, rank_contents
-from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
+from hetero_mpi.planning.types.cluster_changes import renumbered, restricted, with_copies
 from hetero_mpi.planning.types.plan import Alone, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -393,7 +392,7 @@ def or_alone(
     if best is None or best.step_s is None or best.step_s >= decision.step_s or not request.allow_idle:
         return decision
     single = _decided_alone(profile, request, best.rank)
-    if single is None or not fits_memory(single.plan, counted, request.memory_reserve):
+    if single is None or not MemoryModel(counted, request).check(single.plan):
         return decision
     all_work = len(decision.plan.ranks) == len(profile.devices)
     return replace(single, at_work_s=decision.step_s if all_work else decision.at_work_s)
@@ -407,5 +406,6 @@ def _least_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
     """Least seconds that ``rank`` computes by itself, had it memory enough."""
     device = profile.devices[rank]
     sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in _sizes(request))
-    stepping_s = optimizer_s(profile, device, stage_trainable(profile.model, 0, len(profile.model.layers)))
+    trained = sum(layer.trainable_parameters for layer in profile.model.layers)
+    stepping_s = optimizer_s(profile, device, trained)
     return request.global_batch * sequence_s + stepping_s

@@ -20,7 +20,7 @@ from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.group_bounds import filling_bounds_s
 from hetero_mpi.planning.decision.rules import group_problems
 from hetero_mpi.planning.group_costs import contracted, member_chain_s
-from hetero_mpi.planning.plan_memory import predict_memory
+from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_recompute
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile

@@ -16,10 +16,11 @@ from hetero_mpi.planning.decision.remedies import explain_shortage
 from hetero_mpi.planning.decision.rules import batch_problems, plan_problems
 from hetero_mpi.planning.device_times import host_optimizer_s
 from hetero_mpi.planning.dry_run import validate
+from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
-from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory, with_copies
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep, outlined
+from hetero_mpi.planning.types.cluster_changes import with_copies
 from hetero_mpi.planning.types.cost import COPY_BYTES
 from hetero_mpi.planning.types.plan import (
     HostMemory,

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from hetero_mpi.planning.decision.decide import decide, fits, streamable
 from hetero_mpi.planning.decision.head_slices import head_sliced
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
-from hetero_mpi.planning.memory import host_state_bytes, memory_of, usable_bytes
-from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
+from hetero_mpi.planning.memory import host_state_bytes, memory_of, rank_usable_bytes, shared_memories, usable_bytes
 from hetero_mpi.planning.types.cluster_changes import with_copy_of
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, EIGHT_BIT_SAVING, STREAMED_LAYERS, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan
@@ -79,7 +78,7 @@ def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> Iterator[st
     model, whole = profile.model, profile.model.trained_whole
     if not whole and all(device.shares_host_memory for device in profile.devices):
         return  # mapped files take no memory that must be there
-    needed = host_state_bytes(model, 0, len(model.layers))
+    needed = int(host_state_bytes(model, 0, len(model.layers)))
     names = sorted({device.host for device in profile.devices})
     known = {host.name: usable_bytes(host.memory_bytes, request.memory_reserve) for host in profile.hosts}
     what = "weights, gradients and optimizer state" if whole else "frozen weights"

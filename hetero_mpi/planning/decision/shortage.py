@@ -11,8 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi.planning.memory import StageMode, shared_memories
+from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
-from hetero_mpi.planning.tables import in_own_order, rank_usable_bytes, shared_memories, stage_bytes
+from hetero_mpi.planning.tables import in_own_order
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -34,13 +36,12 @@ class _Shortages:
     least."""
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
-        self.profile, self.request = profile, request
+        self.profile, self.request, self.memory = profile, request, MemoryModel(profile, request)
         self.layer_count, self.micro_batch = len(profile.model.layers), min(request.micro_batch_choices)
         self.tokens = self.micro_batch * request.sequence_length
         ranks: dict[tuple[int, float], list[int]] = {}
         for device in in_own_order(profile, self.tokens):
-            usable = rank_usable_bytes(profile, device.rank, request.memory_reserve)
-            ranks.setdefault((usable, device.activation_ratio), []).append(device.rank)
+            ranks.setdefault((self.memory.usable[device.rank], device.activation_ratio), []).append(device.rank)
         self.kinds = sorted(ranks, key=lambda kind: (-kind[0], kind[1]))
         self.ranks = [ranks[kind] for kind in self.kinds]
         self.longest = min(sum(map(len, self.ranks)), self.layer_count)
@@ -59,7 +60,7 @@ class _Shortages:
         """[first, last]: bytes that such a stage lacks, at the cheapest choice of recompute; negative where it fits."""
         usable, ratio = self.kinds[kind]
         tables = [
-            stage_bytes(self.profile.model.keeping(ratio), self.tokens, again)
+            self.memory.stage_bytes(*self.memory.every, self.micro_batch, StageMode(again), ratio=ratio)
             for again in self.request.recompute_choices
         ]
         return np.asarray(np.minimum.reduce([fixed + in_flight * each for fixed, each in tables]) - usable)

@@ -30,8 +30,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetero_mpi.planning.memory_model import MemoryBudget
 from hetero_mpi.planning.search.costs import Costs
-from hetero_mpi.planning.tables import Floats, Indices, Room
+from hetero_mpi.planning.tables import Floats, Indices
 
 Column = tuple[int, ...]
 """Indices of ranks, one per pipeline."""
@@ -96,10 +97,10 @@ def in_columns(costs: Costs, members: Sequence[Column], shares: Floats | None = 
     def slowest(seconds: Floats) -> Floats:
         return np.asarray((seconds[:, table] * weights[:, None]).max(axis=2))
 
-    def least(rooms: list[Room]) -> Room:
+    def least(rooms: list[MemoryBudget]) -> MemoryBudget:
         usable, ratio, _, in_host_memory, of_host = zip(*rooms, strict=True)
         relief = sum(usable) / pipelines - min(usable)
-        return Room(min(usable), max(ratio), relief, all(in_host_memory), min(of_host))
+        return MemoryBudget(min(usable), max(ratio), relief, all(in_host_memory), min(of_host))
 
     places, count = costs.place[table], len(members)
     latency_s, per_byte_s = np.zeros((count, count)), np.zeros((count, count))
@@ -109,13 +110,10 @@ def in_columns(costs: Costs, members: Sequence[Column], shares: Floats | None = 
         np.maximum(per_byte_s, costs.per_byte_s[pair] * weights[p], out=per_byte_s)
     return replace(
         costs,
-        host=costs.host[table[:, 0]],
         rooms=[least([costs.rooms[rank] for rank in column]) for column in members],
-        splits=[all(costs.splits[rank] for rank in column) for column in members],
         forward_s=slowest(costs.forward_s),
         backward_s=slowest(costs.backward_s),
         overhead_s=slowest(costs.overhead_s),
-        step_fixed_s=costs.step_fixed_s[table].max(axis=1),
         step_per_parameter_s=costs.step_per_parameter_s[:, table].max(axis=2) / pipelines,
         place=np.arange(count),
         latency_s=latency_s,
@@ -168,7 +166,7 @@ class Chains:
         self.columns, self.pipelines = columns, len(columns.members[0])
         self.shares = np.full(self.pipelines, 1 / self.pipelines) if shares is None else shares
         self.micro_batches = -(-columns.request.global_batch // (self.pipelines * columns.micro_batch))
-        self.stages = columns.stages(self.pipelines)
+        self.stages = columns.grid(self.pipelines)
         self.message = np.append(0.0, columns.message_bytes)
         sums = [columns.exchange_s((column,), columns.summed_bytes) for column in range(columns.count)]
         self.sum_s: Floats = np.array(sums)
@@ -177,14 +175,16 @@ class Chains:
 
     def of(self, column: int) -> _Held:
         if column not in self.known:
-            columns, stages, over = self.columns, self.stages, self.stages.over
+            columns, stages, over, room = self.columns, self.stages, self.stages.over, self.columns.rooms[column]
             both_s, overhead_s = columns.forward_s + columns.backward_s, columns.overhead_s[:, column]
             ways = [
-                (over(both_s[place, column]) + overhead_s[place].sum(), stages.deepest(way, columns.rooms[column]))
-                for place, way in enumerate(columns.ways)
+                (seconds + overhead.sum(), columns.max_in_flight(stages, way, room, self.pipelines))
+                for way, seconds, overhead in zip(columns.ways, map(over, both_s[:, column]), overhead_s, strict=True)
             ]
             sums, backward = self.sum_s[column], over(columns.backward_s[0, column]) + overhead_s[0, 1]
-            tails = np.maximum(sums[stages.first], over(sums) - backward + backward / stages.count)
+            tails = np.maximum(
+                sums[np.minimum(stages.first, columns.layer_count - 1)], over(sums) - backward + backward / stages.count
+            )
             self.known[column] = _Held(ways, backward, tails)
         return self.known[column]
 

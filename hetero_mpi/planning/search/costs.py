@@ -18,23 +18,20 @@ from typing import Any
 import numpy as np
 
 from hetero_mpi.planning.bounds import cycle_bound_s
-from hetero_mpi.planning.device_times import host_optimizer_s, offload_s, repeated_s, weights_s
 from hetero_mpi.planning.durations import summed_bytes, value_bytes
-from hetero_mpi.planning.memory import usable_bytes
+from hetero_mpi.planning.memory import Layer, StageMode
+from hetero_mpi.planning.memory_model import MemoryBudget, MemoryModel
 from hetero_mpi.planning.orders.warm_up import paced_each, period_s, scheduled_depths
 from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, LineTimes, falling
 from hetero_mpi.planning.tables import (
-    FEW,
     Floats,
     Indices,
-    Room,
-    StageMode,
-    Stages,
+    StageGrid,
     in_own_order,
     levels,
+    links_of,
     may_split,
-    rank_usable_bytes,
-    stage_bytes,
+    seconds_by_mode,
 )
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
@@ -49,13 +46,10 @@ fit when whole parameters are dealt."""
 class Costs:
     """Ranks are counted as in ``devices``, which leaves out those without the model's dtype."""
 
-    profile: ClusterProfile
-    request: PlanRequest
+    memory: MemoryModel
     micro_batch: int
     devices: list[DeviceProfile]
-    host: Indices
-    rooms: list[Room]
-    splits: list[bool]
+    rooms: list[MemoryBudget]
     ways: list[StageMode]
     """To hold a stage, the quickest first."""
     forward_s: Floats
@@ -64,17 +58,17 @@ class Costs:
     """Where the way asks for it with the forward repeated."""
     overhead_s: Floats
     """[way, rank, forward and backward]"""
-    step_fixed_s: Floats
     step_per_parameter_s: Floats
     """[way, rank]"""
     place: Indices
     latency_s: Floats
     """[place, place]"""
     per_byte_s: Floats
-    members: Sequence[tuple[int, ...]] = ()
-    """Where columns take the place of ranks (``columns.in_columns``): the ranks of ``base`` in each."""
+    members: Sequence[tuple[int, ...]]
+    """Indices in ``devices``: each rank by itself, or where columns take the place of ranks (``columns.in_columns``), those of a
+    column."""
     base: Costs | None = None
-    tables: dict[tuple[int, float], Stages] = field(default_factory=dict)
+    """That of the ranks, where these are columns."""
     _bytes: dict[tuple[Any, ...], tuple[list[list[float]], ...]] = field(default_factory=dict, init=False)
     """By way and room, [first][layers - 1]: bytes whatever the depth, bytes of each micro-batch in flight; where others own the
     state."""
@@ -87,6 +81,25 @@ class Costs:
     def count(self) -> int:
         return len(self.rooms)
 
+    @property
+    def request(self) -> PlanRequest:
+        return self.memory.request
+
+    @cached_property
+    def host(self) -> Indices:
+        """Number of each one's host, by where it comes first; of a column, that of its first rank."""
+        names = list(dict.fromkeys(device.host for device in self.devices))
+        return np.array([names.index(self.devices[ranks[0]].host) for ranks in self.members])
+
+    @cached_property
+    def splits(self) -> list[bool]:
+        able = [may_split(self.memory.profile, device.rank) for device in self.devices]
+        return [all(able[rank] for rank in ranks) for ranks in self.members]
+
+    @cached_property
+    def step_fixed_s(self) -> Floats:
+        return np.array([max(self.devices[rank].optimizer_fixed_s for rank in ranks) for ranks in self.members])
+
     @cached_property
     def usable(self) -> Floats:
         """Bytes."""
@@ -94,11 +107,11 @@ class Costs:
 
     @property
     def model(self) -> ModelCost:
-        return self.profile.model
+        return self.memory.model
 
     @property
     def layer_count(self) -> int:
-        return len(self.profile.model.layers)
+        return len(self.model.layers)
 
     @property
     def tokens(self) -> int:
@@ -160,17 +173,25 @@ class Costs:
         """How many of so many pipelines are taken to share the state."""
         return pipelines if self.model.trained_whole and len(self.devices) <= SHARING else 1
 
-    def stages(self, pipelines: float) -> Stages:
-        """Tables of all stages that fit on some rank, where so many pipelines share the state."""
-        longest, pipelines, most_bytes = 1, self.sharing(pipelines), float(self.usable.max())
+    def grid(self, pipelines: float) -> StageGrid:
+        """All stages that fit on some rank, where so many pipelines share the state."""
+        if any(way.streamed for way in self.ways):
+            return StageGrid(self.layer_count, self.layer_count)
+        longest, most_bytes, (first, last) = 1, float(self.usable.max()), self.memory.every
         for recompute in {way.recompute for way in self.ways}:
-            fixed, each = stage_bytes(self.model, self.tokens, recompute, pipelines)
+            fixed, each = self.stage_bytes(first, last, StageMode(recompute), pipelines)
             fits = np.argwhere(fixed + each <= most_bytes)
             longest = max([longest, *(fits[:, 1] - fits[:, 0]).tolist()])
-        key = self.layer_count if any(way.streamed for way in self.ways) else longest, pipelines
-        if key not in self.tables:
-            self.tables[key] = Stages(self.model, self.micro_batch, self.request.sequence_length, *key)
-        return self.tables[key]
+        return StageGrid(self.layer_count, longest)
+
+    def stage_bytes(self, first: Layer, last: Layer, way: StageMode, pipelines: float, *kind: Any) -> tuple[Any, Any]:
+        """``MemoryModel.stage_bytes`` where so many pipelines share the state."""
+        return self.memory.stage_bytes(first, last, self.micro_batch, way, self.sharing(pipelines), *kind)
+
+    def max_in_flight(self, grid: StageGrid, way: StageMode, room: MemoryBudget, pipelines: float) -> Floats:
+        """Most micro-batches in flight with which each stage of ``grid`` fits; negative: it does not at all."""
+        stages, share = (grid.first, grid.last), self.sharing(pipelines)
+        return np.where(grid.inside, self.memory.max_in_flight(*stages, self.micro_batch, way, room, share), -1.0)
 
     @cached_property
     def deepest(self) -> dict[StageMode, list[list[list[int]]]]:
@@ -187,17 +208,19 @@ class Costs:
         if deepest == self.deepest:
             return self
         other = copy.copy(self)
-        other.deepest, other._paced = deepest, {}
+        other.deepest, other._paced, other._bytes = deepest, {}, {}
         if pipelines == math.inf:
-            stages, kinds = self.stages(pipelines), {(room.ratio, room.in_host_memory) for room in self.rooms}
-            keys = ((way, *kind) for way, kind in itertools.product(deepest, kinds))
-            other._bytes = {key: tuple(table.tolist() for table in stages.bytes(*key)) for key in keys}
+            grid, kinds = self.grid(pipelines), {(room.ratio, room.in_host_memory) for room in self.rooms}
+            for way, kind in itertools.product(deepest, kinds):
+                of_way = self.stage_bytes(grid.first, grid.last, way, pipelines, *kind)
+                other._bytes[way, kind] = tuple(table.tolist() for table in of_way)
         return other
 
     def _deepest(self, pipelines: float) -> dict[StageMode, list[list[list[int]]]]:
-        stages, most, found = self.stages(pipelines), self.request.global_batch, {}
+        grid, most, found = self.grid(pipelines), self.request.global_batch, {}
         for way in self.ways:
-            known = {room: np.clip(stages.deepest(way, room), 0, most).astype(int).tolist() for room in set(self.rooms)}
+            depths = {room: self.max_in_flight(grid, way, room, pipelines) for room in set(self.rooms)}
+            known = {room: np.clip(each, 0, most).astype(int).tolist() for room, each in depths.items()}
             found[way] = [known[room] for room in self.rooms]
         return found
 
@@ -231,8 +254,7 @@ class Costs:
 
     @cached_property
     def _steps(self) -> tuple[list[float], dict[StageMode, list[float]]]:
-        each_s = dict(zip(self.ways, self.step_per_parameter_s.tolist(), strict=True))
-        return self.step_fixed_s.tolist(), each_s
+        return self.step_fixed_s.tolist(), dict(zip(self.ways, self.step_per_parameter_s.tolist(), strict=True))
 
     def fitted(self, line: Line) -> Fitting | None:
         """``line``, no deeper than memory allows, held in the quickest way that is as deep; None: it does not fit."""
@@ -269,7 +291,7 @@ class Costs:
         spare = 0.0
         for rank, first, count, flying, way in zip(line.ranks, line.cuts, line.counts, line.flying, ways, strict=False):
             room = self.rooms[rank]
-            fixed, each = self._bytes[way, room.ratio, room.in_host_memory]
+            fixed, each = self._bytes[way, (room.ratio, room.in_host_memory)]
             spare += room.usable - fixed[first][count - 1] - each[first][count - 1] * flying
         return spare
 
@@ -312,11 +334,6 @@ class Costs:
             flying[place] = min(flying[place], depth) if depth >= len(most) - place else flying[place]
         return falling(flying)
 
-    def hops_s(self) -> Floats:
-        """[rank, rank] a message there and one back, behind the first layer."""
-        away = (self.latency_s + self.message_bytes[0] * self.per_byte_s)[self.place][:, self.place]
-        return np.where(np.eye(self.count, dtype=bool), 0.0, away + away.T)
-
     def times(self, line: Line, ways: tuple[StageMode, ...]) -> LineTimes:
         key = line.ranks, line.counts, ways
         if key in self._times:
@@ -357,132 +374,26 @@ class Costs:
         ]
 
 
-def _ways(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> list[StageMode]:
-    """``slices``: sequences of a slice, where stages may be streamed: in any of these; resident ones in the smallest."""
-    parts = [None, *sorted({size for size in slices if size < micro_batch})]
-    resident = [StageMode(again, False, part) for part in parts[:2] for again in sorted(set(request.recompute_choices))]
-    streamed = [part for part in parts if part is not None or micro_batch in slices]
-    every = [-(-micro_batch // (part or micro_batch)) for part in streamed]
-    return resident + [
-        StageMode(False, True, part, n) for part, most in zip(streamed, every, strict=True) for n in (0, most)
-    ]
-
-
 def costs_by_size(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> dict[int, Costs]:
     """Micro-batch size -> costs, the smallest first; ranks in an order that does not depend on their numbers. ``slices``: sequences
     of a slice, in any of which stages may be streamed."""
-    sizes = sorted(set(request.micro_batch_choices))
-    devices, found = in_own_order(profile, sizes[0] * request.sequence_length), dict[int, Costs]()
-    for size in sizes:
-        found[size] = tabulated(profile, request, size, devices, slices, found.get(sizes[0]))
-    return found
+    sizes, memory = sorted(set(request.micro_batch_choices)), MemoryModel(profile, request)
+    devices = in_own_order(profile, sizes[0] * request.sequence_length)
+    rooms, links = memory.budgets(devices), links_of(profile, devices)
+    return {size: tabulated(memory, size, devices, rooms, links, slices) for size in sizes}
 
 
 def tabulated(
-    profile: ClusterProfile,
-    request: PlanRequest,
+    memory: MemoryModel,
     micro_batch: int,
     devices: list[DeviceProfile],
+    rooms: list[MemoryBudget],
+    links: tuple[Indices, Floats, Floats],
     slices: Sequence[int] = (),
-    like: Costs | None = None,
 ) -> Costs:
-    """``devices``: the usable ones, in the order in which they are to be counted. ``like``: costs of these at another micro-batch,
-    whose links need not be looked up again."""
-    names = list(dict.fromkeys(device.host for device in devices))
-    host = np.array([names.index(device.host) for device in devices])
-    linked = _links(profile, devices, host) if like is None else (like.place, like.latency_s, like.per_byte_s)
-    ways = _ways(request, micro_batch, slices)
-    seconds = [_way_s(profile.model, devices, way, micro_batch, request.sequence_length) for way in ways]
-    forward_s, backward_s, overhead_s, step_s = map(np.array, zip(*seconds, strict=True))
-    quickest = np.argsort((forward_s + backward_s).sum(axis=(1, 2)) + overhead_s.sum(axis=(1, 2)), kind="stable")
-    return Costs(
-        profile,
-        request,
-        micro_batch,
-        devices,
-        host,
-        _rooms(profile, request, devices) if like is None else like.rooms,
-        [may_split(profile, device.rank) for device in devices],
-        [ways[place] for place in quickest.tolist()],
-        forward_s[quickest],
-        backward_s[quickest],
-        overhead_s[quickest],
-        np.array([one.optimizer_fixed_s for one in devices]),
-        step_s[quickest],
-        *linked,
-    )
-
-
-def _rooms(profile: ClusterProfile, request: PlanRequest, devices: list[DeviceProfile]) -> list[Room]:
-    usable = [float(rank_usable_bytes(profile, one.rank, request.memory_reserve)) for one in devices]
-    mean, rooms = sum(usable) / len(usable), []
-    limited = profile.model.trained_whole or request.without_files
-    for own, device in zip(usable, devices, strict=True):
-        host = profile.host(device.rank)
-        here = sum(one.host == device.host and not one.shares_host_memory for one in profile.devices)
-        of_host = math.inf
-        if host is not None and limited:
-            of_host = usable_bytes(host.memory_bytes, request.memory_reserve) / max(1, here)
-        room = Room(own, device.activation_ratio, max(0.0, mean - own), device.shares_host_memory, of_host)
-        rooms.append(room)
-    return rooms
-
-
-def _way_s(
-    model: ModelCost, devices: list[DeviceProfile], way: StageMode, micro_batch: int, sequence_length: int
-) -> tuple[list[list[float]], list[list[float]], list[tuple[float, float]], list[float]]:
-    """Seconds of a micro-batch: [rank][layer] of forward and backward, [rank] of what comes on top; of a trained parameter's step.
-
-    A streamed layer is called by itself, repeats its forward of slices that are not kept, and takes no less than its copies do."""
-    part, ends = way.slice_sequences or micro_batch, len(model.layers) - 1
-    parts = [min(part, micro_batch - begin) * sequence_length for begin in range(0, micro_batch, part)]
-    kinds = {layer.kind: index for index, layer in enumerate(model.layers)}
-    forward_s, backward_s, overhead_s, step_s = [], [], [], []
-    for device in devices:
-        each_s, again = device.forward_overhead_s, parts[way.kept_slices :]
-        calls_s = len(parts) * each_s, len(parts) * device.backward_overhead_s
-        seconds = dict[str, tuple[float, float]]()
-        for kind, index in kinds.items():
-            times = device.layers[kind]
-            there_s, back_s = (sum(map(of, parts)) for of in (times.forward_s.at, times.backward_s.at))
-            again_s = sum(repeated_s(times, tokens) for tokens in again)
-            if way.streamed:
-                least_s = _copies_s(device, model, index)
-                there_s, back_s = there_s + calls_s[0], back_s + again_s + calls_s[1] + len(again) * each_s
-                seconds[kind] = max(least_s[0], there_s), max(least_s[1], back_s)
-            else:
-                seconds[kind] = there_s, back_s + again_s * (way.recompute and 0 < index < ends)
-        forward_s.append([seconds[layer.kind][0] for layer in model.layers])
-        backward_s.append([seconds[layer.kind][1] for layer in model.layers])
-        overhead_s.append((0.0, 0.0) if way.streamed else calls_s)
-        kept = way.streamed and model.trained_whole and not device.shares_host_memory
-        step_s.append(host_optimizer_s(device) if kept else device.optimizer_s_per_parameter)
-    return forward_s, backward_s, overhead_s, step_s
-
-
-def _copies_s(device: DeviceProfile, model: ModelCost, layer: int) -> tuple[float, float]:
-    """Seconds of copies that a streamed layer's forward and its backward cannot be faster than."""
-    weight_s, coming = weights_s(device, model.streamed_bytes(layer)), model.trained_whole * model.gradient_bytes(layer)
-    return weight_s, max(weight_s, offload_s(device, model, layer) + weights_s(device, coming))
-
-
-def _links(profile: ClusterProfile, devices: list[DeviceProfile], host: Indices) -> tuple[Indices, Floats, Floats]:
-    """(place of every rank; latency, seconds per byte of the way from place to place, copies at both ends included)."""
-    place = np.arange(len(devices)) if len(devices) <= FEW else host
-    members: list[list[int]] = [[] for _ in range(int(place.max()) + 1)]
-    for index, of in enumerate(place.tolist()):
-        members[of].append(devices[index].rank)
-    latency_s, per_byte_s = np.zeros((len(members), len(members))), np.zeros((len(members), len(members)))
-    for a, b in itertools.product(range(len(members)), repeat=2):
-        if a == b and len(members[a]) < 2:
-            continue
-        source, destination = members[a][0], members[b][1 if a == b else 0]
-        link, out, into = profile.link(source, destination), profile.devices[source], profile.devices[destination]
-        latency_s[a, b] = out.copy_latency_s + link.latency_s + into.copy_latency_s
-        per_byte_s[a, b] = (
-            1 / out.device_to_host_bytes_per_s + 1 / link.bytes_per_s + 1 / into.host_to_device_bytes_per_s
-        )
-    return place, latency_s, per_byte_s
+    """``devices``: the usable ones, in the order in which they are to be counted, with their ``rooms`` and ``links``."""
+    seconds = seconds_by_mode(memory.model, memory.request, devices, micro_batch, slices)
+    return Costs(memory, micro_batch, devices, rooms, *seconds, *links, [(rank,) for rank in range(len(devices))])
 
 
 def _room(by_count: Sequence[int], count: int) -> int:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_mpi.planning.plan_memory import hosts_suffice
+from hetero_mpi.planning.memory import StageMode
+from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.search.columns import (
     Chains,
     Column,
@@ -28,7 +29,7 @@ from hetero_mpi.planning.search.columns import (
 from hetero_mpi.planning.search.costs import Costs, costs_by_size
 from hetero_mpi.planning.search.pipelines import Fitting, Line
 from hetero_mpi.planning.search.rounds import Clock, Rounds
-from hetero_mpi.planning.tables import FEW, Floats, levels, stage_bytes
+from hetero_mpi.planning.tables import FEW, Floats, levels
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -104,7 +105,8 @@ def several(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int]
     best: dict[int, tuple[float, Plan]] = {}
     for plan in sorted(plans, key=lambda plan: plan[0]):
         best.setdefault(len(plan[1].pipelines), plan)
-    return [one for one in best.values() if hosts_suffice(one[1], profile, request.memory_reserve)]
+    memory = MemoryModel(profile, request)
+    return [one for one in best.values() if memory.check_hosts(one[1])]
 
 
 def _sized(by_size: Mapping[int, Costs]) -> list[_Found]:
@@ -127,10 +129,9 @@ def _numbers(costs: Costs) -> list[int]:
     shares = request.global_batch // costs.micro_batch  # of one micro-batch at least
 
     def held(number: int) -> bool:
-        tables = (stage_bytes(costs.model, costs.tokens, way.recompute, costs.sharing(number)) for way in costs.ways)
-        return (
-            any(way.streamed for way in costs.ways) or number * min(float(fixed[0, -1]) for fixed, _ in tables) <= room
-        )
+        whole = 0, costs.layer_count
+        tables = (costs.stage_bytes(*whole, StageMode(way.recompute), number) for way in costs.ways)
+        return any(way.streamed for way in costs.ways) or number * min(float(fixed) for fixed, _ in tables) <= room
 
     most = min(request.max_pipelines, costs.count, shares)
     while most and not held(most):

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetero_mpi.planning.memory import host_state_bytes, memory_of, stage_holdings, state_on_device, usable_bytes
-from hetero_mpi.planning.orders.warm_up import weight_lag
-from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.plan_memory import fits_memory, predict_hosts, weighted
+from hetero_mpi.planning.memory import host_state_bytes, shared_memories, state_on_device, usable_bytes
+from hetero_mpi.planning.memory_model import MemoryModel, predict_hosts
+from hetero_mpi.planning.owners import owned_state_bytes, weighted
 from hetero_mpi.planning.simulator import outlined
-from hetero_mpi.planning.tables import rank_usable_bytes, shared_memories
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -28,12 +26,8 @@ class Fitter:
     """Fits plans of one profile and request into memory, and times them."""
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
-        self.profile, self.request = profile, request
-        self._needs: dict[tuple[object, ...], int] = {}
-        self._shared = shared_memories(profile)
-        self._usable = [
-            rank_usable_bytes(profile, rank, request.memory_reserve) for rank in range(len(profile.devices))
-        ]
+        self.profile, self.request, self.memory = profile, request, MemoryModel(profile, request)
+        self._shared, self._usable = shared_memories(profile), self.memory.usable
         self._mean = sum(self._usable) / len(self._usable)
 
     def step_s(self, plan: Plan) -> float:
@@ -41,7 +35,7 @@ class Fitter:
 
     def holds(self, plan: Plan) -> bool:
         """Whether all ranks have the memory that a plan of any kind takes, and all hosts."""
-        return fits_memory(plan, self.profile, self.request.memory_reserve)
+        return self.memory.check(plan)
 
     def descended(self, plan: Plan, step_s: float, near: Callable[[Plan], Iterable[Plan]]) -> tuple[Plan, float]:
         """``plan``, or what the first shorter one of those ``near`` to it leads to; ``step_s``: its seconds."""
@@ -236,7 +230,7 @@ class Fitter:
         return self._peak(pipeline, stage, owned) <= self._usable[stage.ranks[0]]
 
     def _peak(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None) -> float:
-        need = self._need(pipeline, stage)
+        need = self.memory.peak(pipeline, stage)
         if owned is None:
             return need
         return need - max(0.0, self._state(stage) - owned.get(stage.ranks[0], 0.0))
@@ -244,22 +238,6 @@ class Fitter:
     def _state(self, stage: StagePlan) -> float:
         """Bytes of the state of ``stage``, whoever owns it."""
         return self.profile.model.owned_bytes(stage.first, stage.last) * state_on_device(self.profile, stage)
-
-    def _need(self, pipeline: PipelinePlan, stage: StagePlan) -> int:
-        """Peak bytes of ``stage``, with all the state of what it holds."""
-        split = pipeline.split_backward and stage is not pipeline.stages[0]
-        lag = weight_lag(pipeline, stage) if split else 0
-        lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
-        device = self.profile.devices[stage.ranks[0]]
-        kind = device.activation_ratio, device.shares_host_memory
-        way = stage.recompute, stage.streamed, stage.slice_sequences, stage.kept_slices, stage.head_tokens
-        key = (stage.first, stage.last, way, pipeline.micro_batch, lists, kind)
-        if key not in self._needs:
-            self._needs[key] = max(
-                memory_of(self.profile, pipeline, stage, self.request.sequence_length, holding).total
-                for holding in stage_holdings(pipeline, stage, self.profile.model)
-            )
-        return self._needs[key]
 
 
 def _with_stage(pipeline: PipelinePlan, place: int, **changed: Any) -> PipelinePlan:

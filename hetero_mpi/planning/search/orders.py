@@ -75,7 +75,7 @@ class Orders:
         self.count, self.request = first.count, first.request
         most = max(len(each.ways) for each in own)
         self.most = min(self.request.global_batch, MOST_IN_FLIGHT * self.count + 4)
-        self.hop = np.array([each.hops_s() for each in own])
+        self.hop = np.array([_hops_s(each) for each in own])
         seconds = [np.cumsum(each.forward_s + each.backward_s, axis=2) for each in own]
         whole = [np.pad(each, [(0, 0), (0, 0), (1, 0)]) for each in seconds]
         tables = [[self._rooms(own_way) for own_way in each.deepest.values()] for each in own]
@@ -338,6 +338,12 @@ class Orders:
         order = [c for c in np.argsort(seconds, kind="stable")[:most].tolist() if seconds[c] < math.inf]
         arrays = [array.T.tolist() for array in these.at(np.array(order, dtype=np.int64))]
         return [Found(float(seconds[c]), *(tuple(array[at]) for array in arrays)) for at, c in enumerate(order)]
+
+
+def _hops_s(costs: Costs) -> Floats:
+    """[rank, rank] a message there and one back, behind the first layer."""
+    away = (costs.latency_s + costs.message_bytes[0] * costs.per_byte_s)[costs.place][:, costs.place]
+    return np.where(np.eye(costs.count, dtype=bool), 0.0, away + away.T)
 
 
 def unlike(found: list[Found], kept: int) -> list[Found]:

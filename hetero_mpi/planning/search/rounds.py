@@ -15,11 +15,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hetero_mpi.planning.durations import exposed_s
+from hetero_mpi.planning.memory import shared_memories
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
 from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.search.moves import Moves, nearest, with_rank
 from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, Lines, used
-from hetero_mpi.planning.tables import shared_memories
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
@@ -242,7 +242,7 @@ class Clock:
     def step_s(self, lines: Sequence[Fitting]) -> float:
         """Seconds of a step of these pipelines, which share no rank. See ``is_plain``."""
         ended, coming = max(max(line.spans_s[1]) for line in lines), dict[int, float]()
-        if len(lines) > 1 or self.first.members:
+        if len(lines) > 1 or self.first.base is not None:
             ended = max(ended, self._summed_s(lines, coming))
         return ended + max(seconds for line in lines for seconds in self._steps_s(line, len(lines), coming))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from hetero_mpi.planning.types.cost import INT8
+from hetero_mpi.planning.types.cost import COPY_BYTES, INT8
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import (
     ANY_HOST,
@@ -20,6 +20,7 @@ from hetero_mpi.planning.types.profile import (
     LayerTimes,
     LinkProfile,
 )
+from hetero_mpi.planning.types.request import PlanRequest
 
 AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
@@ -154,3 +155,49 @@ def with_slowness(
         return replace(device, **changed)
 
     return replace(profile, devices=tuple(slower(device) for device in profile.devices))
+
+
+def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile:
+    """The profile with a model whose trained parameters take the copies' memory as well, where ranks compute in host memory.
+
+    A rank keeps its own copies and, as a peer, others', which are counted as if they were as large as its own. Where some rank
+    has a GPU, whose copies lie in the host's memory too, that memory is planned without what copies may take of it, if ranks
+    compute or may keep what they train there.
+    """
+    more = request.copy_bytes_per_trainable_parameter
+    computing = [device.shares_host_memory for device in profile.devices]
+    streams = request.streaming != "never" and profile.model.trained_whole
+    if not more or not (any(computing) or streams):
+        return profile
+    model, copies = profile.model, more / COPY_BYTES
+    if not all(computing):
+        return _without_room_for_copies(profile, copies * model.copy_bytes_per_trainable_parameter, streams)
+    saving = [layer.moments_saving_bytes * (1 + copies) for layer in model.layers]
+    layers = (replace(x, moments_saving_bytes=s) if s else x for x, s in zip(model.layers, saving, strict=True))
+    state = model.state_bytes_per_trainable_parameter + more
+    return replace(profile, model=replace(model, state_bytes_per_trainable_parameter=state, layers=tuple(layers)))
+
+
+def _without_room_for_copies(profile: ClusterProfile, more: float, everywhere: bool) -> ClusterProfile:
+    """The profile with less memory of hosts that ranks compute in, or ``everywhere``: without copies of ``more`` bytes for each
+    parameter that the host's ranks may train, which are no more than fit into their memory."""
+    model = profile.model
+    trained = sum(layer.trainable_parameters for layer in model.layers)
+    held = sum(layer.parameter_bytes for layer in model.layers) + model.state_bytes(0, len(model.layers))
+    each = held / max(1, trained)
+    known, taken = {host.name: host.memory_bytes for host in profile.hosts}, {}
+    for name in {device.host for device in profile.devices if device.shares_host_memory or everywhere}:
+        own = [device for device in profile.devices if device.host == name]
+        memory = known.get(name, max((device.memory_bytes for device in own if device.shares_host_memory), default=0))
+        fitting = sum(d.memory_bytes for d in own if not d.shares_host_memory) / each + memory / (each + more)
+        taken[name] = math.ceil(more * min(trained, fitting))
+    devices = tuple(
+        replace(device, memory_bytes=max(0, device.memory_bytes - taken[device.host]))
+        if device.shares_host_memory
+        else device
+        for device in profile.devices
+    )
+    hosts = tuple(
+        replace(host, memory_bytes=max(0, host.memory_bytes - taken.get(host.name, 0))) for host in profile.hosts
+    )
+    return replace(profile, devices=devices, hosts=hosts)

@@ -7,8 +7,13 @@ The chain of *layers* is ``embedding, block 0, ..., block L-1, head`` (head = fi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value in each compute dtype."""
@@ -134,6 +139,10 @@ class ModelCost:
     """``int8``: so activations and gradients travel from stage to stage; None: as they are computed."""
 
     @cached_property
+    def stage_tables(self) -> StageTables:
+        return StageTables(self)
+
+    @cached_property
     def trained_whole(self) -> bool:
         """True where layers are trained themselves, rather than adapters over them."""
         inner = [layer for layer in self.layers if layer.kind not in (EMBEDDING, HEAD) and layer.parameters]
@@ -185,6 +194,45 @@ class ModelCost:
     def part(self, share: float, experts: float) -> ModelCost:
         """The costs on a member of a group that has this share of what is divided, and this one of the experts."""
         return self if share == experts == 1.0 else _part(self, share, experts)
+
+
+class StageTables:
+    """Sums and maxima over the layers of every stage, indexed [first, last]; bytes, of what a micro-batch keeps per token.
+
+    Layers are added up from the first one on, as ``sum`` does: the same floats to the last bit.
+    """
+
+    def __init__(self, model: ModelCost) -> None:
+        layers, numbers = model.layers, range(len(model.layers))
+        outputs = [layer.boundary_bytes_per_token for layer in layers]
+        kept = [layer.activation_bytes_per_token for layer in layers]
+        inputs = [min(own, before) for own, before in zip(kept[1:-1], outputs, strict=False)]
+        self.model, self._workspaces = model, dict[int, NDArray[np.int64]]()
+        self.parameters = _over([layer.parameter_bytes for layer in layers])
+        self.state = _over([model.state_bytes(i, i + 1) for i in numbers])
+        self.kept, self.most_kept = _over(kept), _over(kept, np.maximum)
+        self.kept_recomputing = _over([kept[0], *inputs, *kept[1:][-1:]])
+        """A block that is recomputed keeps its input only."""
+        self.deferred = _over([layer.deferred_bytes_per_token for layer in layers])
+        self.outputs, self.most_output = _over(outputs), _over(outputs, np.maximum)
+        self.crossing = np.array([0, *outputs[:-1], 0])
+        """By cut, no table."""
+        streamed = [model.streamed_bytes(i) for i in numbers]
+        self.streamed, self.most_streamed = _over(streamed), _over(streamed, np.maximum)
+        self.most_gradients = _over([model.gradient_bytes(i) for i in numbers], np.maximum)
+
+    def workspace(self, tokens: int) -> NDArray[np.int64]:
+        if tokens not in self._workspaces:
+            layers = self.model.layers
+            each = [math.ceil(one.workspace_bytes_per_token * tokens) + one.workspace_bytes for one in layers]
+            self._workspaces[tokens] = _over(each, np.maximum)
+        return self._workspaces[tokens]
+
+
+def _over(values: Sequence[float], combine: np.ufunc = np.add) -> NDArray[Any]:
+    table = np.zeros((len(values) + 1, len(values) + 1), np.asarray(values).dtype)
+    table[:-1, 1:] = combine.accumulate(np.triu(np.broadcast_to(values, (len(values), len(values)))), axis=1)
+    return table
 
 
 def sent_bytes(row_bytes: int, dtype: str, wire: str | None) -> int:

@@ -12,7 +12,7 @@ from hetero_mpi.cli import main
 from hetero_mpi.planning.analysis.what_if import what_ifs
 from hetero_mpi.planning.decision.decide import alone, best_alone
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
-from hetero_mpi.planning.plan_memory import predict_memory
+from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
 from hetero_mpi.planning.types.plan import Alone, PipelinePlan, Plan, StagePlan

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_mpi.planning.bounds import cycle_bound_s
 from hetero_mpi.planning.decision.decide import decide
-from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory
+from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.search import search
 from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.search.moves import Moves

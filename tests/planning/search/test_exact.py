@@ -11,7 +11,7 @@ import pytest
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory
+from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.plan import Plan

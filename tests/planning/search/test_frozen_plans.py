@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import frozen_plans as frozen  # noqa: E402
 
 from hetero_mpi.planning.dry_run import validate  # noqa: E402
-from hetero_mpi.planning.plan_memory import predict_hosts, predict_memory  # noqa: E402
+from hetero_mpi.planning.memory_model import predict_hosts, predict_memory  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
 
 pytestmark = pytest.mark.slow

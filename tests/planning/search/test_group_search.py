@@ -18,8 +18,8 @@ from hetero_mpi.planning.decision.group_bounds import filling_bounds_s
 from hetero_mpi.planning.decision.groups import GAIN
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import plan_problems
+from hetero_mpi.planning.memory_model import MemoryModel, predict_memory
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
-from hetero_mpi.planning.plan_memory import hosts_suffice, predict_memory
 from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile, LayerTimes
@@ -324,7 +324,7 @@ def test_a_group_in_its_hosts_memory_fits_into_that_memory() -> None:
         small = replace(profile, devices=devices, hosts=(HostProfile("a", memory, "made up"),))
         found = decide(small, asked(1))
         assert found is not None
-        assert hosts_suffice(found.plan, small, 0.05)
+        assert MemoryModel(small, asked(1)).check_hosts(found.plan)
 
 
 def test_never_a_group_across_hosts() -> None:

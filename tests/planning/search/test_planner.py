@@ -15,7 +15,7 @@ from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.decision.explain import beaten
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import batch_problems
-from hetero_mpi.planning.plan_memory import predict_memory
+from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cost import EMBEDDING
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan

@@ -11,9 +11,9 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.decision.remedies import closest, is_packed, with_adapters
-from hetero_mpi.planning.memory import stage_memory
+from hetero_mpi.planning.memory import StageMode, stage_memory
+from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.tables import stage_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util.errors import UserError
@@ -126,10 +126,11 @@ def test_tables_hold_what_stage_memory_counts() -> None:
     model = make_model(7, tied=True)
     wide = replace(model.layers[1], kind="wide", activation_bytes_per_token=700.0, parameter_bytes=3000)
     model = replace(model, layers=tuple(wide if i in (2, 4, 6) else x for i, x in enumerate(model.layers)))
+    memory = MemoryModel(replace(make_profile((1.0,)), model=model), PlanRequest(4, 30, (1,)))
     for recompute, (a, b) in itertools.product((False, True), itertools.combinations(range(10), 2)):
         if b <= len(model.layers):
-            parts = stage_memory(model, a, b, 30, 4, recompute)
-            fixed, each = stage_bytes(model, 30, recompute)
+            parts = stage_memory(model, a, b, 30, 4, StageMode(recompute))
+            fixed, each = memory.stage_bytes(*memory.every, 1, StageMode(recompute))
             assert fixed[a, b] + 4 * each[a, b] == parts.total, (a, b, recompute)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hetero_mpi.planning.durations import exchange_s
-from hetero_mpi.planning.search.costs import tabulated
+from hetero_mpi.planning.search.costs import costs_by_size
 from hetero_mpi.planning.search.layouts import several
 from hetero_mpi.planning.simulator import outlined, simulate
 from hetero_mpi.planning.tables import rank_classes
@@ -54,8 +54,9 @@ def test_sums_take_as_long_as_durations_say(members: tuple[int, ...]) -> None:
     profile = cluster(0)
     sizes = np.array([0.0, 10.0, 4000.0])  # nothing trained: no message
     expected = [exchange_s(profile, members, size) for size in sizes.tolist()]
-    costs = tabulated(profile, REQUEST, 1, list(profile.devices))
-    assert costs.exchange_s(members, sizes).tolist() == pytest.approx(expected)
+    (costs,) = costs_by_size(profile, REQUEST).values()
+    numbers = [[device.rank for device in costs.devices].index(rank) for rank in members]
+    assert costs.exchange_s(numbers, sizes).tolist() == pytest.approx(expected)
 
 
 def test_several_is_no_slower_than_alike_pipelines_and_indifferent_to_numbers() -> None:

@@ -1,0 +1,246 @@
+"""Whether stages and plans fit: the micro-batches a stage may have in flight, and the predicted peak memory of every rank and host.
+
+``MemoryModel`` answers for one profile and request. Peaks of a plan are counted from the schedule that will run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_mpi.planning.memory import (
+    STAGING_BUFFERS,
+    Bytes,
+    Layer,
+    StageMemory,
+    StageMode,
+    host_state_bytes,
+    memory_of,
+    peak_bytes,
+    rank_usable_bytes,
+    shared_bytes,
+    stage_memory,
+    state_on_device,
+    usable_bytes,
+)
+from hetero_mpi.planning.orders import computed_by_rank
+from hetero_mpi.planning.orders.warm_up import weight_lag
+from hetero_mpi.planning.owners import owned_state_bytes
+from hetero_mpi.planning.types.cost import GRADIENT_BYTES, ModelCost
+from hetero_mpi.planning.types.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.request import PlanRequest
+
+
+class MemoryBudget(NamedTuple):
+    """The memory for a stage."""
+
+    usable: float
+    """Bytes."""
+    ratio: float
+    """So many times the model's activation bytes are kept."""
+    relief: float
+    """Bytes of its part of the state that others have room for."""
+    in_host_memory: bool
+    """Does it compute there?"""
+    of_host: float
+    """Bytes of its host's memory for what is kept there; infinite: what does not fit there goes to a disk, or is not asked."""
+
+
+class MemoryModel:
+    """The memory of stages on the ranks of one profile, under one request."""
+
+    def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
+        self.profile, self.request, self.model = profile, request, profile.model
+        reserve, count = request.memory_reserve, len(profile.model.layers) + 1
+        self.usable = [rank_usable_bytes(profile, rank, reserve) for rank in range(len(profile.devices))]
+        """Bytes that a plan may use on each rank."""
+        self.every = np.arange(count)[:, None], np.arange(count)[None, :]
+        """First and last layers of all stages."""
+        self._owned = np.cumsum([0.0, *(self.model.owned_bytes(i, i + 1) for i in range(count - 1))])
+        self._tables: dict[tuple[int, StageMode, float, bool], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        self._peaks: dict[tuple[object, ...], int] = {}
+
+    def budgets(self, devices: Sequence[DeviceProfile]) -> list[MemoryBudget]:
+        """What each of the ranks that a plan may use has for its stage."""
+        mean, budgets = sum(float(self.usable[one.rank]) for one in devices) / len(devices), []
+        limited = self.model.trained_whole or self.request.without_files
+        for device in devices:
+            host, own, of_host = self.profile.host(device.rank), float(self.usable[device.rank]), math.inf
+            if host is not None and limited:
+                here = sum(one.host == device.host and not one.shares_host_memory for one in self.profile.devices)
+                of_host = usable_bytes(host.memory_bytes, self.request.memory_reserve) / max(1, here)
+            shares, relief = device.shares_host_memory, max(0.0, mean - own)
+            budgets.append(MemoryBudget(own, device.activation_ratio, relief, shares, of_host))
+        return budgets
+
+    def stage_bytes(
+        self,
+        first: Layer,
+        last: Layer,
+        micro_batch: int,
+        mode: StageMode,
+        pipelines: float = 1,
+        ratio: float = 1.0,
+        in_host_memory: bool = False,
+    ) -> tuple[Bytes, Bytes]:
+        """(bytes whatever the depth, bytes of every micro-batch in flight) of the layers [first, last); without layers infinite.
+
+        Args:
+            pipelines: number that own as much each of the state; infinite: others own all of it. (That of adapters is too small
+                to matter.)
+            ratio: times the model's activation bytes that the rank keeps.
+            in_host_memory: the rank computes in its host's memory.
+        """
+        key = micro_batch, mode, ratio, in_host_memory
+        if key not in self._tables:
+            model, length, (begin, end) = self.model.keeping(ratio), self.request.sequence_length, self.every
+            parts = stage_memory(model, begin, end, micro_batch * length, 1, mode, 0, length, in_host_memory)
+            fixed = np.where(begin < end, parts.total - parts.activations, np.inf)
+            self._tables[key] = fixed, np.where(begin < end, parts.activations, 0.0)
+        fixed, each = (table[first, last] for table in self._tables[key])
+        keeps_state = in_host_memory or not mode.streamed
+        return fixed - self._of_others(first, last, pipelines) if keeps_state else fixed, each
+
+    def max_in_flight(
+        self, first: Layer, last: Layer, micro_batch: int, mode: StageMode, budget: MemoryBudget, pipelines: float = 1
+    ) -> Any:
+        """Most micro-batches in flight with which a stage fits into ``budget``; negative: it does not at all."""
+        ratio, in_host_memory = budget.ratio, budget.in_host_memory
+        fixed, each = self.stage_bytes(first, last, micro_batch, mode, pipelines, ratio, in_host_memory)
+        state_in_host, relief = mode.streamed and not in_host_memory, 0.0
+        if pipelines > 1 and self.model.trained_whole and not state_in_host:
+            relief = np.minimum(budget.relief, (self._owned[last] - self._owned[first]) / pipelines)
+        most = np.floor((budget.usable + relief - fixed) / np.maximum(each, 1e-9))
+        if state_in_host and budget.of_host < math.inf:
+            there = host_state_bytes(self.model, first, last) - self._of_others(first, last, pipelines)
+            most = np.where(there <= budget.of_host, most, -1.0)
+        return most
+
+    def _of_others(self, first: Layer, last: Layer, pipelines: float) -> Any:
+        """Bytes of a stage's state that other pipelines own."""
+        shared = 1 - 1 / pipelines if self.model.trained_whole else 0.0
+        return shared * (self._owned[last] - self._owned[first])
+
+    def peak(self, pipeline: PipelinePlan, stage: StagePlan) -> int:
+        """Peak bytes of a stage that one rank holds, with all the state of its layers."""
+        split = pipeline.split_backward and stage is not pipeline.stages[0]
+        lag = weight_lag(pipeline, stage) if split else 0
+        lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
+        device = self.profile.devices[stage.ranks[0]]
+        kind = device.activation_ratio, device.shares_host_memory
+        mode = stage.recompute, stage.streamed, stage.slice_sequences, stage.kept_slices, stage.head_tokens
+        key = (stage.first, stage.last, mode, pipeline.micro_batch, lists, kind)
+        if key not in self._peaks:
+            self._peaks[key] = peak_bytes(self.profile, pipeline, stage, self.request.sequence_length)
+        return self._peaks[key]
+
+    def check(self, plan: Plan) -> bool:
+        """True where all ranks have the memory that the plan takes, and all hosts."""
+        ranks = predict_memory(plan, self.profile, self.request.memory_reserve)
+        return all(one.peak_bytes <= one.usable_bytes for one in ranks) and self.check_hosts(plan)
+
+    def check_hosts(self, plan: Plan) -> bool:
+        """True where every host holds what the plan asks of its memory. (That each rank's own suffices is another question.)"""
+        hosts = predict_hosts(plan, self.profile, self.request.memory_reserve)
+        return all(one.peak_bytes <= one.usable_bytes for one in hosts)
+
+
+def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[RankMemory, ...]:
+    """Peak against usable bytes of every rank that holds a stage, in rank order."""
+    peaks: dict[int, int] = {}
+    for pipeline in plan.pipelines:
+        for rank, places in pipeline.held.items():
+            stage = pipeline.stages[places[0]]
+            member = stage.ranks.index(rank)
+            if len(places) == 1:
+                peak = peak_bytes(profile, pipeline, stage, plan.sequence_length, member)
+            else:
+                peak = _together_bytes(profile, pipeline, rank, plan.sequence_length)
+            held = [pipeline.stages[place] for place in places]
+            peaks[rank] = peak - _elsewhere(plan, profile, held, member)
+            peaks[rank] += sum(_regrouped_bytes(plan, profile.model, one, member) for one in held)
+    return tuple(
+        RankMemory(rank, peaks[rank], usable_bytes(profile.devices[rank].memory_bytes, reserve))
+        for rank in sorted(peaks)
+    )
+
+
+def _together_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, sequence_length: int) -> int:
+    """Peak bytes of a rank that holds several stages of a pipeline: activations at the worst place of its list, of all of them;
+    the workspace of one. Between two neighbours nothing is staged, and tied ends share their values."""
+    places, model = pipeline.held[rank], profile.model_on(rank)
+
+    def of(place: int, in_flight: int, deferred: int) -> StageMemory:
+        return memory_of(profile, pipeline, pipeline.stages[place], sequence_length, (in_flight, deferred))
+
+    empty = {place: of(place, 0, 0) for place in places}
+    kept = {place: of(place, 1, 0).activations for place in places}
+    put_off = {place: of(place, 0, 1).activations for place in places}
+    now = most = 0
+    for name, place, _ in computed_by_rank(pipeline)[rank]:
+        more = {"F": kept[place], "B": -kept[place], "I": put_off[place] - kept[place], "W": -put_off[place]}
+        now += more[name]
+        most = max(most, now)
+    tokens, ends = pipeline.size(0) * sequence_length, {0, len(pipeline.stages) - 1}
+    between = sum(
+        model.layers[pipeline.stages[place].last - 1].boundary_bytes_per_token * tokens
+        for place in places
+        if place + 1 in places
+    )
+    shared = shared_bytes(model, 0, len(model.layers)) if ends <= set(places) else 0
+    return int(
+        sum(one.parameters + one.state + one.staging for one in empty.values())
+        + max(one.workspace for one in empty.values())
+        + most
+        - 4 * STAGING_BUFFERS * between
+        - shared
+    )
+
+
+def _elsewhere(plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan], member: int) -> int:
+    """Bytes of masters and moments of a rank's stages that other pipelines' ranks own, where they would be in its device's memory.
+    What the leader of a group owns, each member keeps for its own part."""
+    if len(plan.pipelines) == 1 or not state_on_device(profile, held[0]):
+        return 0
+    model, leader = profile.model, held[0].ranks[0]
+    own = model.part(held[0].share(member), held[0].expert_share(member))
+    owned = owned_state_bytes(plan, model, own)[leader]
+    return math.floor(sum(own.owned_bytes(stage.first, stage.last) for stage in held) - owned)
+
+
+def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int) -> int:
+    """Bytes of the buffers in which a rank exchanges the gradients of layers that another pipeline divides otherwise."""
+    if not plan.leader_of:
+        return 0
+    others = [other for _, _, other in plan.numbered if (other.shares, other.experts) != (stage.shares, stage.experts)]
+    layers = {layer for other in others for layer in range(other.first, other.last)}
+    held = model.part(stage.share(member), stage.expert_share(member)).layers
+    return GRADIENT_BYTES * sum(held[i].trainable_parameters for i in range(stage.first, stage.last) if i in layers)
+
+
+def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
+    """Peak against usable bytes of every host that has a limit, in the profile's order.
+
+    Ranks that compute in the host's own memory (CPU, integrated GPUs) take all they need from it; of the others, what streamed
+    stages keep lies there (``host_state_bytes``). Their staging buffers are small enough to leave out.
+    """
+    if not profile.hosts:
+        return ()
+    peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve)}
+    streams, layers = dict[int, int](), plan.layers
+    for stage in (stage for _, _, stage in plan.numbered if stage.streamed):
+        streams[stage.ranks[0]] = host_state_bytes(profile.model, stage.first, stage.last, stage.disk_layers(layers))
+    takes = {
+        device.rank: (peaks if device.shares_host_memory else streams).get(device.rank, 0) for device in profile.devices
+    }
+    found = []
+    for host in profile.hosts:
+        peak = sum(takes[device.rank] for device in profile.devices if device.host == host.name)
+        if peak:
+            found.append(HostMemory(host.name, int(peak), usable_bytes(host.memory_bytes, reserve)))
+    return tuple(found)
