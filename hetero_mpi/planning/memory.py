@@ -91,8 +91,9 @@ def shared_parameters(model: ModelCost, first: Layer, last: Layer) -> Any:
 
 def shared_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
     """Bytes of these: both ends on one rank share the values of a tied matrix; the head keeps a gradient of its own."""
-    matrix = model.layers[0]
-    return shared_parameters(model, first, last) * matrix.parameter_bytes // max(1, matrix.parameters)
+    matrix, parameters = model.layers[0], model.tied_bytes // GRADIENT_BYTES
+    both_ends = (first == 0) & (last == len(model.layers))
+    return parameters * matrix.parameter_bytes // max(1, matrix.parameters) * both_ends if model.tied else 0
 
 
 def _whole(number: Any) -> Bytes:
