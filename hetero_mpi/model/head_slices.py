@@ -1,12 +1,13 @@
-"""The loss of a head that computes some tokens at a time, so that the logits of a whole micro-batch never exist.
+"""The loss of a head that computes ``HEAD_TOKENS`` tokens at a time where the logits of a micro-batch would take more than
+``LOGITS_BYTES``, so that these never exist all at once.
 
 Backward computes the logits of each slice again: for long sequences and large vocabularies they would take more memory than all
-the blocks, whose forwards are repeated.
+the blocks, whose forwards are repeated. The rule knows tokens and words alone: which plan it is changes no bit.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hetero_mpi.model.layer.loss import IGNORED, likeliest, target_losses
-from hetero_mpi.model.stage_layers import LayerShare
-from hetero_mpi.model.transformers.chain import TransformersChain
+from hetero_mpi.planning.types import cost
+
+if TYPE_CHECKING:
+    from hetero_mpi.model.layer.interface import LayerChain
+    from hetero_mpi.model.stage_layers import LayerShare
 
 
 class _LastNormOutput(MoeModelOutputWithPast):
@@ -27,9 +31,13 @@ class _LastNormOutput(MoeModelOutputWithPast):
 class HeadSlices:
     """The losses of hidden states (B, T, D), as the last norm gives them; of logits ``layer.loss`` has the same functions."""
 
-    def __init__(self, chain: TransformersChain, tokens: int, model: Any, divided: LayerShare | None) -> None:
-        """``tokens``: of a slice."""
-        self._chain, self._model, self._divided, self._tokens = chain, model, divided, tokens
+    def __init__(self, chain: LayerChain, bytes_per_token: int, model: Any, divided: LayerShare | None) -> None:
+        """``bytes_per_token``: of the logits for all words, also where members of a group share them."""
+        self._chain, self._model, self._divided, self._bytes = chain, model, divided, bytes_per_token
+
+    def slices(self, targets: torch.Tensor) -> bool:
+        """Whether the logits for so many targets are computed in slices."""
+        return cost.in_slices(self._bytes, targets.numel())
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all targets that are not ``IGNORED``, a scalar (fp32), differentiable."""
@@ -67,4 +75,4 @@ class HeadSlices:
 
     def _slices(self, hidden: torch.Tensor, targets: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         rows = hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1)
-        return list(zip(*(each.split(self._tokens, 1) for each in rows), strict=True))
+        return list(zip(*(each.split(cost.HEAD_TOKENS, 1) for each in rows), strict=True))

@@ -22,7 +22,7 @@ from hetero_mpi.model.layer.micro_batch import MicroBatch as MicroBatch
 from hetero_mpi.model.layer.micro_batch import Slices, joined, parts
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
-from hetero_mpi.model.stage_layers import LayerShare, StageLayers
+from hetero_mpi.model.stage_layers import HeadLosses, LayerShare, StageLayers
 from hetero_mpi.model.stage_layers import StageSpec as StageSpec
 
 
@@ -77,7 +77,7 @@ class Stage(StageLayers):
                 module.register_forward_pre_hook(partial(self._seed, layer))
         if self.tuning.noise is not None and self.is_first:
             self.model.get_input_embeddings().register_forward_hook(partial(self._noisy, self.tuning.noise))
-        self._head = spec.sliced_head(self.model, self.divided) if spec.sliced_head is not None else None
+        self._head = chain.sliced_head(self.model, spec.dtype, self.divided) if self.is_last else None
         self._input: torch.Tensor | None = None
         if not self.is_first:
             entrance = self.model.get_submodule(chain.module_names(first)[0])
@@ -196,17 +196,20 @@ class Stage(StageLayers):
         """Own layers ``[first, last)`` on a slice; after the model's last one the loss."""
         self._position = part
         self._input = x = x if self.routers is None else self.routers.enter(x)
-        until = last - (self._head is not None and last == self.chain.layer_count)
+        ends = last == self.chain.layer_count
+        head = self._head if ends and self._head is not None and self._head.slices(part.targets) else None
         with self.chain.attention(part.positions is not None, self._repeats_keys):
-            y = self.chain.run(self.model, first, until, x, **self.chain.isolation(x, part.positions))
-        if last == self.chain.layer_count:
-            return self._loss(part, y)
+            y = self.chain.run(
+                self.model, first, last - (head is not None), x, **self.chain.isolation(x, part.positions)
+            )
+        if ends:
+            return self._loss(part, y, head or self.divided)
         return y if self.routers is None else self.routers.leave(y)
 
-    def _loss(self, part: MicroBatch, y: torch.Tensor) -> torch.Tensor:
-        """The share of the loss, of the last layer's output; where the head computes in slices, of the last norm's."""
+    def _loss(self, part: MicroBatch, y: torch.Tensor, own: HeadLosses | None) -> torch.Tensor:
+        """The share of the loss, of the last layer's output; where the head computes in slices, of the last norm's. ``own``: the
+        losses that such a head has, or a member of a group."""
         assert part.targets is not None
-        own = self.divided if self._head is None else self._head
         of_targets = target_losses if own is None else own.target_losses
         if part.comparison is None:
             if part.weights is not None:

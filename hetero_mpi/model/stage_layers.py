@@ -97,8 +97,6 @@ class StageSpec:
     """Of a streamed stage: slices of every micro-batch whose forward is not repeated."""
     on_disk: Collection[int] = ()
     """Of a streamed stage: layers whose frozen weights host memory has no room for."""
-    sliced_head: Callable[[Any, LayerShare | None], HeadLosses] | None = None
-    """(model, share) -> the losses of what the last norm gives, some tokens at a time; None: all at once."""
     shared: Shared = field(default_factory=dict)
     """What several ranks hold -> the segments of trained parameters that each of them owns."""
     foreign: Collection[str] = ()

@@ -26,7 +26,7 @@ from hetero_mpi.planning.device_times import (
 from hetero_mpi.planning.group_costs import broadcast_s, device_of, group_device, whole_sums_s
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, HEAD, STREAMED_LAYERS, ModelCost
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 
@@ -209,16 +209,9 @@ def _slices(stage: StagePlan, size: int, sequence_length: int) -> list[int]:
 def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, tokens: int, op: Op) -> float:
     again = op in (Op.B, Op.I) and stage.recompute
     repeated = recompute_s(profile, device, stage.first, stage.last, tokens) if again else 0.0
-    if op is Op.B and _slices_head(profile, stage):
-        repeated += device.layers[HEAD].forward_s.at(tokens)
     if stage.grouped:
         repeated += broadcast_s(profile, stage, tokens, op is not Op.F)
     return repeated + compute_s(profile, device, stage.first, stage.last, tokens, op)
-
-
-def _slices_head(profile: ClusterProfile, stage: StagePlan) -> bool:
-    """Whether its backward repeats the head, some tokens at a time."""
-    return stage.head_tokens is not None and stage.last == len(profile.model.layers)
 
 
 _Pass = tuple[bool, bool]
@@ -270,8 +263,6 @@ def _copying_pass_s(
     def computing_s(layer: int) -> float:
         times = device.layers[model.layers[layer].kind]
         repeats_s = sum(device.forward_overhead_s + repeated_s(times, tokens) for tokens in again)
-        if back and layer == len(model.layers) - 1 and _slices_head(profile, stage):
-            repeats_s += sum(times.forward_s.at(tokens) for tokens in slices)
         return sum(calls_s + layer_s(times, op, tokens) for tokens in slices) + repeats_s
 
     there = STREAMED_LAYERS * weights_there

@@ -263,9 +263,10 @@ def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int
 def _memory_bytes(profile: ClusterProfile, group: StagePlan, tokens: int) -> float:
     """How large a stage may be, as one rank would hold it, that a group can hold."""
     layers = len(profile.model.layers)
-    whole = float(stage_memory(profile.model, 0, layers, tokens, 1).total)
+    model = profile.model.sliced(tokens)
+    whole = float(stage_memory(model, 0, layers, tokens, 1).total)
     found = []
     for place, rank in enumerate(group.ranks):
-        model = profile.model.part(group.share(place), group.expert_share(place))
-        found.append(profile.devices[rank].memory_bytes * whole / stage_memory(model, 0, layers, tokens, 1).total)
+        part = model.part(group.share(place), group.expert_share(place))
+        found.append(profile.devices[rank].memory_bytes * whole / stage_memory(part, 0, layers, tokens, 1).total)
     return min(found)

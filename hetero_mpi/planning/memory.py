@@ -5,10 +5,8 @@ One computation serves a single stage and a table of all of them: first and last
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,7 +117,9 @@ def stage_memory(
     whole the gradients of ``STREAMED_LAYERS`` layers. Where the device computes in host memory, frozen weights lie in mapped files,
     of which the system keeps what there is room for; what is trained whole is all there.
     """
-    tables, at_once = model.stage_tables, min(tokens, (mode.slice_sequences or tokens) * sequence_length)
+    at_once = min(tokens, (mode.slice_sequences or tokens) * sequence_length)
+    model = model.sliced(at_once)
+    tables = model.stage_tables
     recompute, most_kept = mode.recompute and not mode.streamed, tables.most_kept[first, last]
     kept, again = tables.kept_recomputing if recompute else tables.kept, most_kept * recompute
     parameters: Bytes = tables.parameters[first, last] - shared_bytes(model, first, last)
@@ -158,10 +158,8 @@ def memory_of(
     """Bytes of a stage of a plan that holds so many micro-batches: (in flight, deferred). Of a group: of one of its members."""
     rank, (in_flight, deferred), tokens = stage.ranks[member], holding, pipeline.size(0) * sequence_length
     model, shares = profile.model_on(rank), profile.devices[rank].shares_host_memory
+    model = model.sliced(tokens_at_once(pipeline, stage, sequence_length))
     model = model.part(stage.share(member), stage.expert_share(member))
-    if stage.head_tokens is not None:
-        at_once = min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
-        model = sliced_costs(model, min(stage.head_tokens, at_once))
     layers = stage.first, stage.last
     parts = stage_memory(model, *layers, tokens, in_flight, stage, deferred, sequence_length, shares)
     if not stage.grouped or stage.streamed:
@@ -171,24 +169,14 @@ def memory_of(
     return replace(parts, staging=parts.staging + sums)
 
 
-def sliced_costs(model: ModelCost, tokens: int) -> ModelCost:
-    """The costs where the head computes ``tokens`` tokens at once; ``model`` itself where it cannot."""
-    return _sliced_costs(model, tokens) if model.layers[-1].logits_bytes_per_token else model
+def tokens_at_once(pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> int:
+    """Tokens of a micro-batch, or of a slice of it, that a stage computes at once."""
+    return min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
 
 
-@lru_cache(maxsize=256)  # an equal model gets the first one's costs: what is returned here is never ``model`` itself
-def _sliced_costs(model: ModelCost, tokens: int) -> ModelCost:
-    head = model.layers[-1]
-    at_once = head.logits_bytes_per_token + head.workspace_bytes_per_token
-    sliced = replace(
-        head,
-        activation_bytes_per_token=max(0.0, head.activation_bytes_per_token - head.logits_bytes_per_token),
-        divided_activations=0.0,
-        workspace_bytes_per_token=0.0,
-        workspace_bytes=head.workspace_bytes + math.ceil(at_once * tokens),
-        logits_bytes_per_token=0.0,
-    )
-    return replace(model, layers=(*model.layers[:-1], sliced))
+def slices_head(model: ModelCost, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> bool:
+    """Whether a stage of a plan computes logits in slices."""
+    return stage.last == len(model.layers) and model.slices_logits(tokens_at_once(pipeline, stage, sequence_length))
 
 
 def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -> tuple[tuple[int, int], ...]:

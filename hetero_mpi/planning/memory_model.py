@@ -133,7 +133,7 @@ class MemoryModel:
         lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
         device = self.profile.devices[stage.ranks[0]]
         kind = device.activation_ratio, device.shares_host_memory
-        mode = stage.recompute, stage.streamed, stage.slice_sequences, stage.kept_slices, stage.head_tokens
+        mode = stage.recompute, stage.streamed, stage.slice_sequences, stage.kept_slices
         key = (stage.first, stage.last, mode, pipeline.micro_batch, lists, kind)
         if key not in self._peaks:
             self._peaks[key] = peak_bytes(self.profile, pipeline, stage, self.request.sequence_length)

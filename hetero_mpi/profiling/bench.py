@@ -21,6 +21,7 @@ from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
 from hetero_mpi.model.transformers.chain import language
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, in_slices
 from hetero_mpi.planning.types.moments import OF_OPTIMIZER
 from hetero_mpi.profiling.benchmark_spec import CACHE_BYTES, BenchmarkSpec
 from hetero_mpi.profiling.timings import LayerClock, Seconds
@@ -84,10 +85,11 @@ class Bench:
     def recompute(self, enabled: bool) -> None:
         self.subject.chain.recompute(self.stage.model, enabled)
 
-    def activation_bytes(self, run: Callable[[], object]) -> dict[int, int]:
-        """Layer -> bytes that autograd keeps from forward to backward of the micro-batch that ``run`` passes; parameters are not
-        counted, a storage that several layers keep counts for the first. What packed experts compute counts as if it was kept and
-        not computed again: it is all there in their backward."""
+    def activation_bytes(self, rows: int, run: Callable[[], object]) -> dict[int, int]:
+        """Layer -> bytes that autograd keeps from forward to backward of the micro-batch of ``rows`` sequences that ``run`` passes;
+        parameters are not counted, a storage that several layers keep counts for the first. What packed experts compute counts as
+        if it was kept and not computed again: it is all there in their backward. So do logits that are computed in slices, which
+        planning leaves out again."""
         kept: dict[int, tuple[int, int]] = {}
         """Address of a storage -> (layer, bytes)."""
         model = self.stage.model
@@ -110,6 +112,10 @@ class Bench:
         for layer in range(self.stage.first, self.stage.last):
             unpacked = sum(unpacked_bytes(model.get_submodule(name)) for name in self.stage.chain.module_names(layer))
             found[layer] = max(0, sum(size for holder, size in kept.values() if holder == layer) - unpacked)
+        logits = (self.subject.chain.logits or 0) * DTYPE_BYTES[self.subject.train.dtype]
+        tokens = rows * self.subject.sequence_length
+        if self.stage.is_last and in_slices(logits, tokens):
+            found[self.stage.last - 1] += logits * tokens
         return found
 
     def deferred_bytes(self, rows: int) -> dict[int, int]:

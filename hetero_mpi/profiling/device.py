@@ -215,7 +215,10 @@ class DeviceBenchmark:
         """The smallest micro-batch once, its activations noted: its times, and the seconds of all."""
         first, begin = TimingSamples(), time.perf_counter()
         for bench in benches:
-            self._note(self._activations, bench.activation_bytes(partial(self._pass, [bench], self.rows[0], first)))
+            self._note(
+                self._activations,
+                bench.activation_bytes(self.rows[0], partial(self._pass, [bench], self.rows[0], first)),
+            )
         return first, time.perf_counter() - begin
 
     def _warm_up(self, benches: Sequence[Bench]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.durations import Durations, stage_s
-from hetero_mpi.planning.memory import shared_parameters
+from hetero_mpi.planning.memory import shared_parameters, slices_head
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import (
@@ -207,7 +207,7 @@ def stage_table(
             lambda row: _micro_batch_s(row.pipeline, row.stage, plan, known) if known else None,
             units.seconds,
         ),
-        Column("recompute", lambda row: _again(row.pipeline, row.stage)),
+        Column("recompute", lambda row: _again(row.pipeline, row.stage, plan, known)),
         Column("warm-up", lambda row: row.stage.warm_up),
     ]
     rows = [_StageRow(number, index, plan.pipelines[index], stage) for number, index, stage in plan.numbered]
@@ -226,10 +226,11 @@ def _ranks_text(stage: StagePlan) -> str:
     return f"{ranks} ({heads_text(stage)})" if stage.grouped else ranks
 
 
-def _again(pipeline: PipelinePlan, stage: StagePlan) -> str:
+def _again(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile | None) -> str:
     """The cell of the column ``recompute``: does backward repeat all of the stage, none, or some slices?"""
     if not stage.streamed:
-        head = "head" * (stage.head_tokens is not None)
+        sliced = profile is not None and slices_head(profile.model, pipeline, stage, plan.sequence_length)
+        head = "head" * sliced
         return f"yes, {head}".removesuffix(", ") if stage.recompute else head
     slices = stage.slices(pipeline.micro_batch)
     if stage.kept_slices >= slices:

@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,7 +34,6 @@ from hetero_mpi.model.adapters.adapter_files import ReducedStart, check_adapter,
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.group.refusals import require_divisible
-from hetero_mpi.model.head_slices import HeadSlices
 from hetero_mpi.model.held_layers import Kept, Shared
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.optimizer import LossScale
@@ -105,7 +103,6 @@ class StageBuilder:
             own.slice_sequences,
             own.kept_slices,
             own.disk_layers(setup.chain.layer_count),
-            None if own.head_tokens is None else partial(HeadSlices, language(setup.chain), own.head_tokens),
             shared,
             foreign,
         )

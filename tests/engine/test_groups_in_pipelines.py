@@ -23,6 +23,7 @@ from tests.engine.test_trainer import batch_of
 from tests.support.group_cases import LAYERS, NamedStart, group_chain, lora
 from tests.support.late_copies import LateBackend
 from tests.support.ranks import Threads
+from tests.support.stages import slice_heads
 
 LENGTH, BATCH = 8, 4
 TRAIN = TrainTable(steps=1, global_batch=BATCH, dtype="fp32", clip_norm=None)
@@ -44,12 +45,11 @@ SHORT = (
 FAMILIES = [pytest.param(one, marks=() if one in SHORT else pytest.mark.long) for one in DIVIDED_FAMILIES]
 
 
-def plan_with_groups(*, tied: bool = False, **more: Any) -> Plan:
-    """A group of two with some layers behind a rank by itself (all layers of a tied model); one of three; and a rank by itself.
-    ``more``: of the group of three."""
+def plan_with_groups(*, tied: bool = False) -> Plan:
+    """A group of two with some layers behind a rank by itself (all layers of a tied model); one of three; and a rank by itself."""
     group = StagePlan((0, 1), 0, LAYERS, 0, shares=(4, 2))
     stages = (group,) if tied else (StagePlan((6,), 0, 2, 1), StagePlan((0, 1), 2, LAYERS, 0, shares=(4, 2)))
-    three = StagePlan((2, 3, 4), 0, LAYERS, 0, shares=(1, 2, 3), state_weight=2.0, **more)
+    three = StagePlan((2, 3, 4), 0, LAYERS, 0, shares=(1, 2, 3), state_weight=2.0)
     alone = StagePlan((5,), 0, LAYERS, 0, state_weight=0.5)
     return Plan(
         (PipelinePlan(stages, 1, 2), PipelinePlan((three,), 1, 1), PipelinePlan((alone,), 1, 1)), BATCH, LENGTH, LAYERS
@@ -99,10 +99,8 @@ def whole(
     return found
 
 
-def require_the_step_of_one_rank(
-    monkeypatch: pytest.MonkeyPatch, chain: TransformersChain, tuning: Tuning, **more: Any
-) -> None:
-    plan = plan_with_groups(tied=chain.tied is not None, **more)
+def require_the_step_of_one_rank(monkeypatch: pytest.MonkeyPatch, chain: TransformersChain, tuning: Tuning) -> None:
+    plan = plan_with_groups(tied=chain.tied is not None)
     one = Plan((PipelinePlan((StagePlan((0,), 0, LAYERS, 0),), 1, BATCH),), BATCH, LENGTH, LAYERS)
     expected, (plain,), _ = stepped(monkeypatch, chain, one, tuning)
     found, gradients, threads = stepped(monkeypatch, chain, plan, tuning)
@@ -139,9 +137,10 @@ def test_adapters_are_stepped_over_unlike_groups_as_by_one_rank(monkeypatch: pyt
     require_the_step_of_one_rank(monkeypatch, chain, lora(chain))
 
 
-def test_a_head_in_slices_is_stepped_beside_a_group_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_in_slices_are_stepped_as_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = group_chain("llama")
-    require_the_step_of_one_rank(monkeypatch, chain, full_training(chain), head_tokens=4)
+    slice_heads(monkeypatch, 4)
+    require_the_step_of_one_rank(monkeypatch, chain, full_training(chain))
 
 
 def test_devices_with_memory_of_their_own_sum_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,12 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.types import cost
 from tests.model.test_all_families import UNLIKE
 from tests.model.test_group import check_group, require_equal
 from tests.support.family_configs import VOCABULARY, tiny_keys
 from tests.support.group_cases import NamedStart, batch, group_chain, lora, set_adapters, whole_stages
-from tests.support.stages import sliced_head, stage_of, streamed_stage_of
+from tests.support.stages import slice_heads, stage_of, streamed_stage_of
 from tests.support.thread_group import ThreadGroup, gradients_of
 
 FAMILIES = [
@@ -35,15 +36,10 @@ WIDTH = 24
 
 
 def alone(
-    chain: TransformersChain,
-    head_tokens: int | None,
-    build: Any = stage_of,
-    tuning: Tuning | None = None,
-    **options: Any,
+    chain: TransformersChain, build: Any = stage_of, tuning: Tuning | None = None, dtype: str = "fp32", **options: Any
 ) -> Stage:
-    head = sliced_head(chain, head_tokens)
-    given: Any = chain, 0, chain.layer_count, Backend(), "fp32", NamedStart(0.05)
-    stage: Stage = build(*given, tuning=tuning, sliced_head=head, **options)
+    given: Any = chain, 0, chain.layer_count, Backend(), dtype, NamedStart(0.05)
+    stage: Stage = build(*given, tuning=tuning, **options)
     return stage
 
 
@@ -63,16 +59,18 @@ def require_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_slices_change_no_number(family: str) -> None:
+def test_slices_change_no_number(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Of any family: what a class makes of a head's output (caps, scales, biases) it makes of a slice's."""
     chain = TransformersChain(read_config(tiny_keys(family)))
-    sliced, whole = alone(chain, TOKENS), alone(chain, None)
-    require_alike(trained(sliced), trained(whole))
+    sliced, whole = alone(chain), alone(chain)
+    expected = trained(whole)
+    slice_heads(monkeypatch, TOKENS)
+    require_alike(trained(sliced), expected)
     # Sums of rounded numbers in another order.
     require_equal(gradients_of([sliced]), gradients_of([whole]), 1e-4)
 
 
-def test_slices_of_weighted_targets_and_of_pairs() -> None:
+def test_slices_of_weighted_targets_and_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = group_chain("llama")
     tokens, targets = batch()
     targets[1, 9:] = 5
@@ -81,8 +79,9 @@ def test_slices_of_weighted_targets_and_of_pairs() -> None:
     comparison = Comparison(TrainTable(preference="dpo", preference_beta=0.5), answers, references, 0.7, 0.2)
     for given in ({"weights": weights}, {"positions": positions, "comparison": comparison}):
         found = []
-        for head_tokens in (TOKENS, None):
-            stage = alone(chain, head_tokens, recompute=True)
+        for head_tokens in (TOKENS, 48):
+            slice_heads(monkeypatch, head_tokens)
+            stage = alone(chain, recompute=True)
             loss = stage.forward(MicroBatch(0, 0, 0, 4, **given), tokens, targets)  # type: ignore[arg-type]
             stage.backward(0)
             found.append(([loss, *stage.rewards.values()], gradients_of([stage])))
@@ -90,27 +89,46 @@ def test_slices_of_weighted_targets_and_of_pairs() -> None:
         require_equal(found[0][1], found[1][1], 1e-5)
 
 
-def test_a_streamed_stage_slices_its_head() -> None:
+def test_a_streamed_stage_slices_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = group_chain("llama")
     for tuning in (None, lora(chain)):
-        stages = [
-            alone(chain, count, build, tuning, slice_sequences=1)
-            for build, count in ((streamed_stage_of, TOKENS), (stage_of, None))
-        ]
-        for stage in stages:
+        stages = [alone(chain, build, tuning, slice_sequences=1) for build in (streamed_stage_of, stage_of)]
+        results = []
+        for stage, head_tokens in zip(stages, (TOKENS, 48), strict=True):
             if tuning is not None:
                 set_adapters([stage], 0.05)
-        found, expected = map(trained, stages)
-        require_alike(found, expected)
+            slice_heads(monkeypatch, head_tokens)
+            results.append(trained(stage))
+        require_alike(*results)
         require_equal(gradients_of(stages[:1]), gradients_of(stages[1:]), 1e-5)
 
 
 @pytest.mark.parametrize(("family", "shares"), [("cohere", (4, 2)), ("llama", (3, 2, 1)), ("phi", (4, 2))])
-def test_a_groups_head_computes_in_slices(family: str, shares: tuple[int, ...]) -> None:
+def test_a_groups_head_computes_in_slices(
+    monkeypatch: pytest.MonkeyPatch, family: str, shares: tuple[int, ...]
+) -> None:
     chain = group_chain(family)
     cuts = [(0, 3), (3, chain.layer_count)]
-    whole, group = whole_stages(chain, cuts=cuts), ThreadGroup(chain, cuts, shares, NamedStart(), head_tokens=TOKENS)
+    whole, group = whole_stages(chain, cuts=cuts), ThreadGroup(chain, cuts, shares, NamedStart())
+    slice_heads(monkeypatch, TOKENS)
     check_group(whole, group, outputs=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_split_backward_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    chain = group_chain("llama")
+    slice_heads(monkeypatch, TOKENS)
+    whole, split = (alone(chain, dtype=dtype, split_backward=parts) for parts in (False, True))
+    for index in range(2):
+        outputs = [stage.forward(MicroBatch(index, 0, 0, 33), *batch()) for stage in (whole, split)]
+        assert torch.equal(*outputs)
+        whole.backward(index)
+        split.backward_input(index)
+    for index in range(2):
+        split.backward_weights(index)
+    gradients = gradients_of([whole]), gradients_of([split])
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 
 class _Largest(TorchDispatchMode):
@@ -126,15 +144,21 @@ class _Largest(TorchDispatchMode):
         return made
 
 
-def test_logits_of_all_tokens_never_exist() -> None:
+def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = group_chain("llama", hidden_size=WIDTH)
     tokens, targets = batch()
     seen = {}
-    for head_tokens in (TOKENS, None):
-        stage, largest = alone(chain, head_tokens, tuning=lora(chain)), _Largest()
+    for head_tokens in (TOKENS, 48):
+        slice_heads(monkeypatch, head_tokens)
+        stage, largest = alone(chain, tuning=lora(chain)), _Largest()
         with largest:
             stage.forward(MicroBatch(0, 0, 0, 33), tokens, targets)
             stage.backward(0)
             stage.evaluate(tokens, targets)
         seen[head_tokens] = largest.numbers
-    assert seen == {TOKENS: TOKENS * VOCABULARY, None: targets.numel() * VOCABULARY}
+    assert seen == {TOKENS: TOKENS * VOCABULARY, 48: targets.numel() * VOCABULARY}
+
+
+def test_logits_are_sliced_beyond_500_megabytes() -> None:
+    assert [cost.in_slices(2e5, tokens) for tokens in (1024, 2500, 2501)] == [False, False, True]
+    assert not cost.in_slices(1e6, 1024)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
+
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.model.head_slices import HeadSlices
 from hetero_mpi.model.layer.interface import LayerChain, Start
 from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
-from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.planning.types import cost
 
 _BUILT_WITH = ("kept", "beginning", "divided", "folder")
 
@@ -33,9 +34,10 @@ def stage_of(
     return kind(StageSpec(chain, first, last, backend, dtype, seed, tuning, **options), start, **built_with)
 
 
-def sliced_head(chain: TransformersChain, tokens: int | None) -> Any:
-    """``StageSpec.sliced_head``; None: the head's tokens are computed at once."""
-    return None if tokens is None else partial(HeadSlices, chain, tokens)
+def slice_heads(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """From now on heads compute so many tokens at a time."""
+    monkeypatch.setattr(cost, "LOGITS_BYTES", 0)
+    monkeypatch.setattr(cost, "HEAD_TOKENS", tokens)
 
 
 streamed_stage_of = partial(stage_of, kind=StreamedStage)

@@ -18,7 +18,7 @@ from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import Tuning, full_training
-from tests.support.stages import sliced_head, stage_of
+from tests.support.stages import stage_of
 
 _PATIENCE_S = 120.0
 """After which a member that waits alone is an error: some other one made another exchange, or failed."""
@@ -118,7 +118,6 @@ class ThreadGroup:
         recompute: bool = False,
         kept: Sequence[Kept | None] = (),
         experts: tuple[int, ...] | None = None,
-        head_tokens: int | None = None,
     ) -> None:
         self.chain, self.shares, self.tuning = chain, shares, tuning or full_training(chain)
         self.links = links(len(shares))
@@ -136,7 +135,6 @@ class ThreadGroup:
                     tuning=tuning,
                     recompute=recompute,
                     kept=weights,
-                    sliced_head=sliced_head(chain, head_tokens),
                     divided=DividedLayers(chain, self.tuning, StageGroup(shares, link, experts)),
                 )
                 for first, last in cuts

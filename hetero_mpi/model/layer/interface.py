@@ -190,6 +190,14 @@ class LayerChain(ABC):
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all targets, a scalar (fp32), differentiable. ``outputs``: the last layer's."""
 
+    def sliced_head(self, model: nn.Module, dtype: str, share: Any) -> Any:
+        """``HeadSlices`` of a model whose logits may take more memory than all else; None: they are computed at once.
+
+        Args:
+            share: the part of the head (``LayerShare``) that a member of a group holds, or None.
+        """
+        return None
+
     @abstractmethod
     def boundary(self, layer: int, rows: int, length: int) -> tuple[int, ...]:
         """Shape of the layer's output for ``rows`` sequences of ``length`` tokens."""

@@ -22,12 +22,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from hetero_mpi.model.head_slices import HeadSlices
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, embedding_matrices, seeded
 from hetero_mpi.model.layer.loss import IGNORED, Routers, summed_loss
 from hetero_mpi.model.layer.quantize import unpack_experts
 from hetero_mpi.model.transformers import packed_records
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
+from hetero_mpi.planning.types.cost import DTYPE_BYTES, EMBEDDING, HEAD
 from hetero_mpi.util.errors import UserError
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -215,6 +216,9 @@ class TransformersChain(LayerChain):
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of logits (B, T, V) and targets (B, T) that are not ``IGNORED``."""
         return summed_loss(outputs, targets)
+
+    def sliced_head(self, model: nn.Module, dtype: str, share: Any) -> HeadSlices:
+        return HeadSlices(self, DTYPE_BYTES[dtype] * self.config.vocab_size, model, share)
 
     def boundary(self, layer: int, rows: int, length: int) -> tuple[int, ...]:
         width = self.config.hidden_size

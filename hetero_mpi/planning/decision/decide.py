@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing, with_copying
 from hetero_mpi.planning.decision.groups import with_groups
-from hetero_mpi.planning.decision.head_slices import head_sliced, with_sliced_heads
 from hetero_mpi.planning.decision.several_stages import SeveralStages
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
 from hetero_mpi.planning.device_times import optimizer_s, whole_model_s
@@ -60,20 +59,8 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
 
     Raises ``UserError`` when the request cannot be planned for at all.
     """
-    found = _decide(profile, request)
-    if found is not None and not _memory_binds(found.plan, profile, request):
-        return found
-    sliced = head_sliced(profile, request)
-    other = None if sliced is profile else _decide(sliced, replace(request, split_choices=(False,)))
-    if other is None or (found is not None and other.step_s > found.step_s * (1 - WORTHWHILE)):
-        return found
-    return replace(other, plan=with_sliced_heads(other.plan))
-
-
-def _decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    """``decide``, with heads that compute all tokens at once."""
     if request.schedule in OTHER_ORDERS:
-        nearest = _decide(profile, nearest_searched(request))
+        nearest = decide(profile, nearest_searched(request))
         plan = None if nearest is None else in_order(nearest.plan, profile, request)
         return None if plan is None else Decision(plan, outlined(plan, profile).step_s)
     check(profile, request)
@@ -114,7 +101,7 @@ def _with_groups(
 
 
 def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
-    decision = _decide(profile, request)
+    decision = decide(profile, request)
     return None if decision is None else decision.plan
 
 
@@ -272,7 +259,6 @@ def fits(profile: ClusterProfile, request: PlanRequest) -> bool:
     if not any(profile.model.dtype in device.dtypes for device in profile.devices):
         return False
     request = replace(request, micro_batch_choices=(min(request.micro_batch_choices),))  # whatever fits, fits so
-    profile = head_sliced(profile, request)
     if any(closest(divided, request).shortage_bytes <= 0 for divided in with_hosts_divided(profile)):
         return True  # as one pipeline; several take less where they share what is trained, and a layer is large
     return profile.model.trained_whole and request.max_pipelines > 1 and any(_starts(profile, request))

@@ -16,12 +16,13 @@ from hetero_mpi.planning.decision.remedies import explain_shortage
 from hetero_mpi.planning.decision.rules import batch_problems, plan_problems
 from hetero_mpi.planning.device_times import host_optimizer_s
 from hetero_mpi.planning.dry_run import validate
+from hetero_mpi.planning.memory import slices_head
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep, outlined
 from hetero_mpi.planning.types.cluster_changes import with_copies
-from hetero_mpi.planning.types.cost import COPY_BYTES
+from hetero_mpi.planning.types.cost import COPY_BYTES, HEAD_TOKENS
 from hetero_mpi.planning.types.plan import (
     HostMemory,
     IdleRank,
@@ -140,11 +141,15 @@ def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     model = profile.model
     if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
-    sliced = [stage for _, _, stage in plan.numbered if stage.head_tokens is not None]
+    sliced = [
+        str(rank)
+        for _, index, stage in plan.numbered
+        if slices_head(model, plan.pipelines[index], stage, plan.sequence_length)
+        for rank in stage.ranks
+    ]
     if sliced:
-        ranks = ", ".join(str(rank) for stage in sliced for rank in stage.ranks)
-        tokens = ", ".join(f"{count:,}" for count in dict.fromkeys(stage.head_tokens or 0 for stage in sliced))
-        yield f"memory: logits and losses are computed {tokens} tokens at a time, and again in backward (ranks {ranks})"
+        how = f"{HEAD_TOKENS:,} tokens at a time, and again in backward (ranks {', '.join(sliced)})"
+        yield f"memory: logits and losses are computed {how}"
     saved = math.floor(sum(layer.moments_saving_bytes for layer in model.layers))
     if saved:
         what = "moments in 8 bits take" if model.optimizer == "adamw_8bit" else f"what {model.optimizer} keeps takes"

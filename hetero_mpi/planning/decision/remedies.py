@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hetero_mpi.planning.decision.decide import decide, fits, streamable
-from hetero_mpi.planning.decision.head_slices import head_sliced
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
 from hetero_mpi.planning.memory import host_state_bytes, memory_of, rank_usable_bytes, shared_memories, usable_bytes
 from hetero_mpi.planning.types.cluster_changes import with_copy_of
@@ -44,7 +43,7 @@ NOTHING_HELPS = (
 
 def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     """The message for a model that fits nowhere."""
-    divided = next(with_hosts_divided(head_sliced(profile, request)))
+    divided = next(with_hosts_divided(profile))
     (pipeline,) = closest(divided, request).plan.pipelines
     count = len(pipeline.stages)
     lines = [
@@ -272,6 +271,7 @@ def in_bf16(model: ModelCost) -> ModelCost:
             layer,
             parameter_bytes=math.ceil(layer.parameter_bytes / 2),
             activation_bytes_per_token=layer.activation_bytes_per_token / 2,
+            logits_bytes_per_token=layer.logits_bytes_per_token / 2,
             boundary_bytes_per_token=math.ceil(layer.boundary_bytes_per_token / 2),
         )
         for layer in model.layers

@@ -43,27 +43,13 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
             most = len(stage.blocks(layers)) * (stage.streamed and not profile.model.trained_whole)
             if not 0 <= stage.on_disk <= most:
                 yield f"{where}.on_disk = {stage.on_disk}: is of streamed stages with adapters, 0 to their blocks ({most})"
-            yield from _head_problems(where, stage, profile)
             if not 0 < stage.state_weight < math.inf:
                 yield f"{where}.state_weight = {stage.state_weight}: must be a number over 0"
-            sliced = stage.slice_sequences is not None or stage.head_tokens is not None
-            if pipeline.split_backward and place > 0 and (stage.streamed or sliced):
+            if pipeline.split_backward and place > 0 and (stage.streamed or stage.slice_sequences is not None):
                 yield f"{where} is streamed or computed in slices, which goes back in one part: leave out split_backward"
             expected = stage.last
         if expected != layers:
             yield f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {layers - 1}"
-
-
-def _head_problems(where: str, stage: StagePlan, profile: ClusterProfile) -> Iterator[str]:
-    if stage.head_tokens is None:
-        return
-    if stage.head_tokens < 1 or stage.last != len(profile.model.layers):
-        yield f"{where}.head_tokens = {stage.head_tokens}: is of stages that hold the head, and at least 1"
-    elif profile.model.layers[-1].logits_bytes_per_token == 0:
-        yield (
-            f"{where}.head_tokens = {stage.head_tokens}: the profile does not say how large logits are, as for layers of your own; "
-            f"leave it out, or profile again"
-        )
 
 
 def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:

@@ -31,6 +31,12 @@ EIGHT_BIT_SAVING = 8 - 2 - 8 / MOMENT_BLOCK
 STREAMED_LAYERS = 2
 """Layers of a streamed stage whose weights are on the device: the one that computes and the next one. Of gradients: the one that
 computes, and the one whose gradients leave or come. Of layers on disk, in host memory: one that leaves, and one that is read."""
+LOGITS_BYTES = 500_000_000
+"""A head whose logits of a micro-batch take more bytes than this computes them in slices, forward and again in backward. Without
+slices they, their gradient and the loss take three times as much: so no head takes more than 1.5 GB of them."""
+HEAD_TOKENS = 1024
+"""Tokens of a slice: few enough that logits of 150,000 words take less than a gigabyte, enough for a device to be as fast as it
+can."""
 BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """Names of the number of blocks in a ``config.json``."""
 EMBEDDING = "embedding"
@@ -82,8 +88,7 @@ class LayerCost:
     """Bytes by which the members' parts of NF4 weights, all together, are larger than the whole: they keep in fp32 the scales that
     double quantisation left."""
     logits_bytes_per_token: float = 0.0
-    """Those of ``activation_bytes_per_token`` that need not be kept of a head whose tokens are computed some at a time; 0: they
-    cannot be."""
+    """Those of ``activation_bytes_per_token`` that are a head's logits; 0: not known, as of layers of one's own."""
     group_sums: int = 0
     """How often a group adds up as many numbers as the layer's hidden states have, in forward and in backward each; an embedding's
     in forward only, a head's in backward only."""
@@ -191,6 +196,28 @@ class ModelCost:
         """The costs on a device whose blocks keep so many times as much from forward to backward."""
         return self if ratio == 1.0 else _keeping(self, ratio)
 
+    def slices_logits(self, tokens: int) -> bool:
+        """Whether a head that is given so many tokens computes its logits in slices."""
+        return in_slices(self.layers[-1].logits_bytes_per_token, tokens)
+
+    def sliced(self, tokens: int) -> ModelCost:
+        """The costs of so many tokens: of a head whose logits are computed in slices, those of a slice in place of all."""
+        return self._sliced if self.slices_logits(tokens) else self
+
+    @cached_property
+    def _sliced(self) -> ModelCost:
+        head = self.layers[-1]
+        logits = head.logits_bytes_per_token
+        sliced = replace(
+            head,
+            activation_bytes_per_token=max(0.0, head.activation_bytes_per_token - logits),
+            divided_activations=0.0,
+            workspace_bytes_per_token=0.0,
+            workspace_bytes=head.workspace_bytes + math.ceil((logits + head.workspace_bytes_per_token) * HEAD_TOKENS),
+            logits_bytes_per_token=0.0,
+        )
+        return replace(self, layers=(*self.layers[:-1], sliced))
+
     def part(self, share: float, experts: float) -> ModelCost:
         """The costs on a member of a group that has this share of what is divided, and this one of the experts."""
         return self if share == experts == 1.0 else _part(self, share, experts)
@@ -233,6 +260,12 @@ def _over(values: Sequence[float], combine: np.ufunc = np.add) -> NDArray[Any]:
     table = np.zeros((len(values) + 1, len(values) + 1), np.asarray(values).dtype)
     table[:-1, 1:] = combine.accumulate(np.triu(np.broadcast_to(values, (len(values), len(values)))), axis=1)
     return table
+
+
+def in_slices(logits_bytes_per_token: float, tokens: int) -> bool:
+    """Whether a head that is given so many tokens computes their logits in slices. That changes bits: it is asked here alone, by
+    planning and by the stages of every plan."""
+    return tokens > HEAD_TOKENS and tokens * logits_bytes_per_token > LOGITS_BYTES
 
 
 def sent_bytes(row_bytes: int, dtype: str, wire: str | None) -> int:

@@ -38,8 +38,6 @@ class StagePlan:
     """Of a streamed stage: so many slices of every micro-batch, the first ones, keep their activations and are not repeated."""
     on_disk: int = 0
     """Of a streamed stage: so many blocks, evenly spread, which host memory has no room for: each pass reads them from files."""
-    head_tokens: int | None = None
-    """The head computes logits and losses of so many tokens at once, forward and again in backward; None: of all."""
     state_weight: float = 1.0
     """The part of the optimizer's state, of layers that several ranks hold, that each owns is in proportion to this
     (``owners``)."""
