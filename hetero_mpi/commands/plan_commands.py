@@ -15,11 +15,10 @@ from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_director
 from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_choices, with_memory
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
-from hetero_mpi.planning.analysis.what_if import losses, what_ifs
+from hetero_mpi.planning.decision.alternatives import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
-from hetero_mpi.planning.decision.remedies import with_optimizer
 from hetero_mpi.planning.simulator import outlined, simulate
-from hetero_mpi.planning.types.cluster_changes import with_wire
+from hetero_mpi.planning.types.cluster_changes import with_optimizer, with_wire
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.cost import BLOCK_KEYS
 from hetero_mpi.planning.types.plan import Plan, PlanReport

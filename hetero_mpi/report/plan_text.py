@@ -31,7 +31,7 @@ from hetero_mpi.util import units
 from hetero_mpi.util.terminal import wrapped
 
 if TYPE_CHECKING:
-    from hetero_mpi.planning.analysis.what_if import Losses, WhatIf  # brings the planner
+    from hetero_mpi.planning.decision.alternatives import Losses, Outcome  # brings the planner
 
 MOST_STAGES = 48
 """Number of stages, or ranks, up to which each has a row."""
@@ -349,7 +349,7 @@ def idling_lines(step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequ
     ]
 
 
-def what_if_lines(answers: Sequence[WhatIf], step_s: float) -> list[str]:
+def what_if_lines(answers: Sequence[Outcome], step_s: float) -> list[str]:
     """``what if link 0 - 1 10x faster: -18 % (410 ms per step)``"""
     lines = []
     for answer in answers:

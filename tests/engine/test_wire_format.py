@@ -19,7 +19,7 @@ from hetero_mpi.engine.wire_format import Int8Format
 from hetero_mpi.job.load import job_of_tables
 from hetero_mpi.model.layer.interface import seed_from
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.planning.analysis.what_if import AS_INT8, what_ifs
+from hetero_mpi.planning.decision.alternatives import AS_INT8, what_ifs
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.durations import message_bytes
 from hetero_mpi.planning.schedule import Action, Op

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.planning.analysis.what_if import AS_INT8, losses, what_ifs
 from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.decision.alternatives import AS_INT8, losses, what_ifs
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
@@ -262,7 +262,7 @@ def test_what_is_lost_takes_one_search_where_memory_is_plenty(
         asked.append(request)
         return decide(profile, request)
 
-    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.fastest", counted)
+    monkeypatch.setattr("hetero_mpi.planning.decision.alternatives.fastest", counted)
     lost = losses(own, own, profile, request)
     assert len(asked) == searches and all(one.brief for one in asked)
     seconds = [one.step_s for one in whole if one is not None]
@@ -277,9 +277,9 @@ def test_faster_links_are_not_planned_for_where_messages_cost_nothing(monkeypatc
     lost = losses(own, own, profile, request)
     assert lost.free_links_s == pytest.approx(own.predicted_step_s)
     searched = [answer for answer in what_ifs(own, profile, request) if "faster" in answer.change]
-    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.with_copy_of", lambda profile, rank: profile)
+    monkeypatch.setattr("hetero_mpi.planning.decision.alternatives.with_copy_of", lambda profile, rank: profile)
     asked: list[object] = []
-    monkeypatch.setattr("hetero_mpi.planning.analysis.what_if.fastest", lambda *question: asked.append(question))
+    monkeypatch.setattr("hetero_mpi.planning.decision.alternatives.fastest", lambda *question: asked.append(question))
     answers = list(what_ifs(own, profile, request, lost.free_links_s))
     known = [answer for answer in answers if "faster" in answer.change]
     assert [one.change for one in known] == [one.change for one in searched] and len(known) == 1

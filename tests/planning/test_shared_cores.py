@@ -11,8 +11,8 @@ import pytest
 
 from hetero_mpi.planning.analysis.calibration import drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
-from hetero_mpi.planning.analysis.what_if import losses, what_ifs
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing
+from hetero_mpi.planning.decision.alternatives import losses, what_ifs
 from hetero_mpi.planning.decision.decide import alone, best_alone, decide
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.device_times import whole_model_s

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.planning.analysis.what_if import faster_networks
+from hetero_mpi.planning.decision.alternatives import faster_networks
 from hetero_mpi.planning.types.cluster_changes import restricted, with_copy_of, with_faster_links, with_free_links
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict, save_profile

@@ -6,7 +6,7 @@ Works on events alone, so measured steps are explained as predicted ones are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, Event, Op
 from hetero_mpi.planning.types.plan import Plan
@@ -44,48 +44,44 @@ def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
         rank 1    a   F   B   F   B   e   s   S      a: activations, g: gradients, s: sums, e: end
     """
     last = max((event.end_s for event in events), default=0.0)
-    ready, pipeline_of = _computed(events), {number: index for number, index, _ in plan.numbered}
+    computed, pipeline_of = _computed(events), {number: index for number, index, _ in plan.numbered}
     by_rank: dict[int, list[Event]] = {}
-    for event in events:
+    for event in sorted(events, key=lambda event: (event.rank, event.start_s, event.end_s)):
         by_rank.setdefault(event.rank, []).append(event)
     result: dict[int, Idling] = {}
-    for rank in sorted(by_rank):
-        own = sorted(by_rank[rank], key=lambda event: (event.start_s, event.end_s))
+    for rank, own in by_rank.items():
         sums = [(event.start_s, event.end_s) for event in own if event.action.op is Op.REDUCE]
-        found, now = Idling(group_s=sum(event.exchanged_s for event in own)), 0.0
+        parts, now = [{"group_s": sum(event.exchanged_s for event in own)}], 0.0
         for event in own:
             if event.action.op in COMPUTING:
-                if event.start_s > now:
-                    found = _with_gap(found, now, event, ready, pipeline_of, sums)
+                if event.action.op is Op.STEP:
+                    parts.append(_done(sums, now, event.start_s))
+                elif event.start_s > now:
+                    parts.append(_awaited(now, event, computed, pipeline_of))
                 now = max(now, event.end_s)
-        summing = _covered_s(sums, now, last)
-        result[rank] = replace(found, sums_s=found.sums_s + summing, end_s=found.end_s + last - now - summing)
+        parts.append(_done(sums, now, last))
+        causes = {cause.name: sum(part.get(cause.name, 0.0) for part in parts) for cause in fields(Idling)}
+        result[rank] = Idling(**causes)
     return result
 
 
-def _with_gap(
-    found: Idling,
-    now: float,
-    event: Event,
-    ready: dict[tuple[bool, int, int | None], float],
-    pipeline_of: dict[int, int],
-    sums: Sequence[tuple[float, float]],
-) -> Idling:
-    """``found``, and the cause of waiting from ``now`` until ``event`` begins."""
-    op, gap = event.action.op, event.start_s - now
-    if op is Op.STEP:
-        summing = _covered_s(sums, now, event.start_s)
-        return replace(found, sums_s=found.sums_s + summing, end_s=found.end_s + gap - summing)
-    stage = event.action.stage
+def _done(sums: Iterable[tuple[float, float]], now: float, until: float) -> dict[str, float]:
+    """The causes of waiting of a rank that is done with its micro-batches."""
+    summing = _covered_s(sums, now, until)
+    return {"sums_s": summing, "end_s": max(0.0, until - now) - summing}
+
+
+def _awaited(
+    now: float, event: Event, ready: dict[tuple[bool, int, int | None], float], pipeline_of: dict[int, int]
+) -> dict[str, float]:
+    """The causes of waiting from ``now`` until ``event`` begins."""
+    op, stage = event.action.op, event.action.stage
     source = stage - 1 if op is Op.F else stage + 1
     awaits = op is not Op.W and pipeline_of.get(source) == pipeline_of[stage]
     computed = ready.get((op is Op.F, source, event.action.micro_batch)) if awaits else None
     # With nothing to wait for, only a send that blocks its rank can have kept it.
     since = now if computed is None else min(max(now, computed), event.start_s)
-    found = replace(found, link_s=found.link_s + event.start_s - since)
-    if op is Op.F:
-        return replace(found, activations_s=found.activations_s + since - now)
-    return replace(found, gradients_s=found.gradients_s + since - now)
+    return {"link_s": event.start_s - since, "activations_s" if op is Op.F else "gradients_s": since - now}
 
 
 def _covered_s(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:

@@ -80,7 +80,8 @@ def _decided(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     busy = while_computing(profile, everyone)
     resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))
     found, streamed = resident, _streamed(busy, request, resident)
-    if streamed is not None and (resident is None or streamed.step_s < resident.step_s * _worthwhile(request)):
+    worthwhile = 1 - WORTHWHILE * (request.streaming == "auto")
+    if streamed is not None and (resident is None or streamed.step_s < resident.step_s * worthwhile):
         found = streamed
     elif streamed is not None and resident is not None and resident.without_groups_s is not None:
         found = replace(resident, without_groups_s=min(resident.without_groups_s, streamed.step_s))
@@ -151,11 +152,6 @@ def _with_files(
     return Decision(
         *fitter.descended(plan, fitter.step_s(plan), lambda one: map(fitter.with_files, cut_otherwise(one)))
     )
-
-
-def _worthwhile(request: PlanRequest) -> float:
-    """A streamed plan must take less than so many times as long as another one."""
-    return 1 - WORTHWHILE * (request.streaming == "auto")
 
 
 def streamable(profile: ClusterProfile) -> bool:

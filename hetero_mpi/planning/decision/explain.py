@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from hetero_mpi.planning.bounds import usable_devices
-from hetero_mpi.planning.contention import slowness, while_computing, while_running
+from hetero_mpi.planning.contention import slowness, while_running
+from hetero_mpi.planning.decision.alternatives import Outcome, other_ways
 from hetero_mpi.planning.decision.decide import Decision, decide
-from hetero_mpi.planning.device_times import disk_s, weights_s, whole_model_s
+from hetero_mpi.planning.device_times import disk_s, weights_s
 from hetero_mpi.planning.durations import Durations, pass_s, update_s
 from hetero_mpi.planning.memory import host_state_bytes, streamed_bytes
-from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.schedule import Action, Op
-from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan import FROM_DISK, IdleRank, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import FROM_DISK, IdleRank, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util import units
 
 SMALL = 6
 """Up to so many ranks in use, the reasons say what the one that computes least is good for."""
-MOST_ACTIONS = 20_000
-"""Alternatives to plans with more actions are not simulated: it takes longer than planning."""
 LIMITING = 0.1
 """Copies that take more than this share of a stage's time are said to limit it."""
 UNTRIED = "the search found no faster plan with it"
-
-
-@dataclass(frozen=True)
-class Beaten:
-    """Another way to run the step, and how long it would take; None: it does not fit in memory."""
-
-    name: str
-    step_s: float | None
-
-    def sentence(self, best_s: float) -> str:
-        if self.step_s is None:
-            return f"{self.name}: does not fit in memory"
-        times = f"{units.ratio(self.step_s, best_s):.2f}"
-        how = "as fast" if float(times) <= 1 else f"{times}x slower"
-        return f"{self.name}: {how} ({units.seconds(self.step_s)} per step)"
 
 
 def reasons(
@@ -55,7 +37,7 @@ def reasons(
     return (
         _counts(plan, profile),
         *grouped(plan, profile, simulation.step_s, decision.without_groups_s),
-        *(other.sentence(simulation.step_s) for other in beaten(decision, profile, request)),
+        *(other.sentence(simulation.step_s) for other in other_ways(decision, profile, request)),
         busiest(plan, profile, simulation),
         *_least(plan, profile, request, simulation),
     )
@@ -76,7 +58,7 @@ def grouped(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float
     if plan.leader_of and without_s is not None:
         without = "without ranks that hold a stage together"
         yield (
-            Beaten(f"the best plan {without}", without_s).sentence(step_s)
+            Outcome(f"the best plan {without}", without_s).sentence(step_s)
             if without_s < math.inf
             else f"no plan {without} fits in memory"
         )
@@ -195,76 +177,6 @@ def _counts(plan: Plan, profile: ClusterProfile) -> str:
     )
     many = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
     return f"{used} of {len(profile.devices)} ranks{many}, {shares} = global batch {plan.global_batch}"
-
-
-def beaten(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> Iterator[Beaten]:
-    """Other ways to run the step, planned and simulated likewise: an even split, one pipeline, plain 1F1B."""
-    plan, fitter, sizes = (
-        decision.plan,
-        Fitter(profile, request),
-        sorted(set(request.micro_batch_choices), reverse=True),
-    )
-    actions = sum(4 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
-    used, count = sum(len(pipeline.stages) for pipeline in plan.pipelines), len(plan.pipelines)
-    if decision.one_stage_s is not None:
-        yield Beaten("one stage per rank instead of several", decision.one_stage_s)
-    if actions > MOST_ACTIONS or any(pipeline.interleaved for pipeline in plan.pipelines) or plan.leader_of:
-        return
-
-    def changed(name: str, *ways: Iterable[PipelinePlan]) -> Beaten:
-        """The fastest of these that fits."""
-        fitted = (fitter.fitted(replace(plan, pipelines=tuple(way))) for way in ways)
-        filed = (fitter.with_files(fitter.keeping(one)) for one in fitted if one is not None)
-        return Beaten(name, min((fitter.step_s(one) for one in filed if fitter.holds(one)), default=None))
-
-    even = tuple(_even_split(pipeline, plan.layers) for pipeline in plan.pipelines)
-    if even != plan.pipelines:
-        yield changed("the same ranks with an even cut", even)
-    if count < used <= min(request.max_pipelines, request.global_batch // sizes[-1]):
-        yield changed("every rank by itself, with a share of the batch", *_data_parallel(plan, profile, request))
-    if count > 1:
-        share, left = divmod(request.global_batch, count)
-        even_sizes = [size for size in sizes if share % size == 0]
-        if not left and even_sizes and len({pipeline.sequences for pipeline in plan.pipelines}) > 1:
-            equal = (
-                [replace(pipeline, sequences=share, micro_batch=size) for pipeline in plan.pipelines]
-                for size in even_sizes
-            )
-            yield changed("equal shares of the batch", *equal)
-        if decision.one_pipeline_s is not None and request.allow_idle:
-            step_s = decision.one_pipeline_s if decision.one_pipeline_s < math.inf else None
-            yield Beaten(f"one pipeline instead of {count}", step_s)
-    if request.schedule == "auto" and any(pipeline.split_backward for pipeline in plan.pipelines):
-        whole = (replace(pipeline, split_backward=False) for pipeline in plan.pipelines)
-        yield changed("backward in one part instead of two", whole)
-    shallow = with_classic_depths(plan)
-    if request.schedule == "auto" and shallow != plan:
-        depths = units.counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in plan.pipelines), ", ")
-        yield changed(f"1F1B's own warm-up instead of {depths}", shallow.pipelines)
-
-
-def _even_split(pipeline: PipelinePlan, layers: int) -> PipelinePlan:
-    """``pipeline`` with an even cut: stages with equally many layers, or one more or less."""
-    cuts = [round(i * layers / len(pipeline.stages)) for i in range(len(pipeline.stages) + 1)]
-    ends = zip(pipeline.stages, cuts, cuts[1:], strict=False)
-    return replace(pipeline, stages=tuple(replace(stage, first=first, last=last) for stage, first, last in ends))
-
-
-def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[list[PipelinePlan]]:
-    """A pipeline for every rank in use: each micro-batch goes to the rank that would be done with it first. With micro-batches of
-    every size; where the plan streams some stage, streamed in slices of every size, too."""
-    ranks = sorted(stage.ranks[0] for _, _, stage in plan.numbered)
-    sizes, devices = sorted(set(request.micro_batch_choices)), while_computing(profile, ranks).devices
-    streams = any(stage.streamed for _, _, stage in plan.numbered)
-    for size in (one for one in sizes if request.global_batch // one >= len(ranks)):
-        seconds = [whole_model_s(profile, devices[rank], size * request.sequence_length) for rank in ranks]
-        counts = [1] * len(ranks)
-        for _ in range(request.global_batch // size - len(ranks)):
-            counts[min(range(len(ranks)), key=lambda i: (counts[i] + 1) * seconds[i])] += 1
-        for part in (None, *(one for one in sizes if one <= size and streams)):
-            stage = StagePlan((0,), 0, plan.layers, 0, streamed=part is not None, slice_sequences=part)
-            held = (replace(stage, ranks=(rank,)) for rank in ranks)
-            yield [PipelinePlan((own,), size, count * size) for own, count in zip(held, counts, strict=True)]
 
 
 def busiest(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> str:

@@ -16,8 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
-from hetero_mpi.planning.decision.group_bounds import filling_bounds_s
+from hetero_mpi.planning.bounds import filling_bounds_s, fluid_bound_s, usable_devices
 from hetero_mpi.planning.decision.rules import group_problems
 from hetero_mpi.planning.group_costs import contracted, member_chain_s
 from hetero_mpi.planning.memory_model import predict_memory
@@ -252,7 +251,7 @@ class _Search:
                 if written is None or not written.leader_of:
                     unused.add(shared)
                     continue
-                if self._problems(written):
+                if any(any(group_problems(n, stage, written, self.profile)) for n, _, stage in written.numbered):
                     continue
                 fitting = self._fitted(written)
                 if fitting is not None:
@@ -281,11 +280,6 @@ class _Search:
             return replace(stage, ranks=group.ranks, shares=group.shares, experts=group.experts)
 
         return plan.with_stages([written(stage) for _, _, stage in plan.numbered])
-
-    def _problems(self, plan: Plan) -> list[str]:
-        return [
-            text for number, _, stage in plan.numbered for text in group_problems(number, stage, plan, self.profile)
-        ]
 
     def _fitted(self, plan: Plan) -> Plan | None:
         """``plan``, or where memory asks for it with forwards repeated on all stages, or shared otherwise; None: it does not fit

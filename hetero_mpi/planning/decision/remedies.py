@@ -7,16 +7,22 @@ verified on costs estimated from this one, and the text says so.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import accumulate
 
+from hetero_mpi.planning.decision.alternatives import Alternative
 from hetero_mpi.planning.decision.decide import decide, fits, streamable
 from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
 from hetero_mpi.planning.memory import host_state_bytes, memory_of, rank_usable_bytes, shared_memories, usable_bytes
-from hetero_mpi.planning.types.cluster_changes import with_copy_of
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, EIGHT_BIT_SAVING, STREAMED_LAYERS, LayerCost, ModelCost
+from hetero_mpi.planning.types.cluster_changes import (
+    in_bf16,
+    is_packed,
+    with_adapters,
+    with_copy_of,
+    with_optimizer,
+)
+from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 from hetero_mpi.planning.types.plan import PipelinePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -28,12 +34,7 @@ MORE_RANKS = 8
 TOGETHER = "together"
 """How a row of changes begins."""
 SHORTEST_SEQUENCE = 32
-NF4_BYTES = 0.5625
-"""Bytes per packed weight, scales without double quantisation included."""
-ADAPTER_SHARE = 0.01
-"""Parameters of rank-16 adapters on all matrices of a block, in parts of the block's own (0.3 to 1 % in models of 1B and more)."""
 LORA = 'adapter.method = "lora"'
-ESTIMATED = " (estimated from this profile's figures)"
 NOTHING_HELPS = (
     "None of these alone makes it fit, nor all that the job can change together: recompute, the smallest micro-batch, shorter "
     f"sequences, bf16 where it is offered, LoRA over NF4, no memory reserve, {MORE_RANKS} more ranks like the largest. Use a "
@@ -117,175 +118,70 @@ def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanR
     return result
 
 
-class _Change(NamedTuple):
-    """A changed job or cluster, and what to say of it."""
-
-    what: str
-    settings: tuple[str, ...]
-    """Keys of the job with their new values."""
-    profile: ClusterProfile
-    request: PlanRequest
-    estimated: str = ""
-
-    @property
-    def text(self) -> str:
-        return ": ".join(filter(None, (self.what, " and ".join(self.settings)))) + self.estimated
-
-    def fits(self) -> bool:
-        return fits(self.profile, self.request)
-
-    def asking(self, what: str, setting: str, **changes: Any) -> _Change:
-        """The change to another request."""
-        return _Change(what, (setting,), self.profile, replace(self.request, **changes))
-
-    def costing(self, what: str, settings: tuple[str, ...], model: ModelCost, estimated: str = ESTIMATED) -> _Change:
-        """The change to a model of other costs."""
-        return _Change(what, settings, replace(self.profile, model=model), self.request, estimated)
-
-
 def remedies(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
     """Single changes that make it fit; when there are none, the shortest row of changes that does together."""
-    now, found = _Change(TOGETHER, (), profile, request), False
-    for kind in _kinds(now):
-        for change in kind:
-            streams = change.request.streaming != request.streaming
-            if decide(change.profile, change.request) is not None if streams else change.fits():
-                found = True
-                yield change.text
-                break
-    if not found:
+    now, helped = Alternative("", profile, request), False
+    for changes in _changes(now).values():
+        change = next((one for one in changes if _fits(one, now)), None)
+        if change is not None:
+            helped = True
+            yield change.text
+    if not helped:
         yield from _together(now)
 
 
-def _kinds(now: _Change) -> Iterator[Iterable[_Change]]:
-    """The possible changes of every kind, the least one first."""
-    model, whole = now.profile.model, now.profile.model.trained_whole
-    if now.request.streaming == "never":
-        what = "weights and their state kept in host memory, and streamed" if whole else "frozen weights streamed"
-        yield [now.asking(f"{what} from host memory", 'plan.stream = "auto"', streaming="auto")]
-    yield _recompute(now)
-    yield _smaller_micro_batches(now)
-    yield _shorter(now)
-    if now.request.memory_reserve > 0:
-        yield [now.asking("keeping no memory free", "plan.memory_reserve = 0.0", memory_reserve=0.0)]
-    if model.dtype == "fp32":
-        setting, guess = ('train.dtype = "bf16"',), " (estimated from the fp32 figures)"
-        yield [now.costing("half the bytes per value", setting, in_bf16(model), guess)]
-    if (
-        whole and model.optimizer == "adamw" and all(device.backend != "mps" for device in now.profile.devices)
-    ):  # no kernel
-        yield [
-            now.costing("moments in 8 bits", ('train.optimizer = "adamw_8bit"',), with_optimizer(model, "adamw_8bit"))
-        ]
-    if whole:
-        yield [now.costing("adapters only", (LORA,), with_adapters(model, packed=False))]
-    yield _four_bits(now)
-    yield _more_ranks(now)
+def _fits(change: Alternative, now: Alternative) -> bool:
+    if change.request.streaming != now.request.streaming:
+        return decide(change.profile, change.request) is not None
+    return fits(change.profile, change.request)
 
 
-def _recompute(now: _Change) -> Iterator[_Change]:
-    if True not in now.request.recompute_choices:
-        what = "repeating forwards instead of keeping activations"
-        yield now.asking(what, 'train.recompute = "auto"', recompute_choices=(False, True))
-
-
-def _smaller_micro_batches(now: _Change) -> Iterator[_Change]:
-    for size in range(min(now.request.micro_batch_choices) - 1, 0, -1):
-        if now.request.global_batch % size == 0:
-            yield now.asking("smaller micro-batches", f"train.micro_batch = {size}", micro_batch_choices=(size,))
-
-
-def _shorter(now: _Change) -> Iterator[_Change]:
-    length = now.request.sequence_length // 2
-    shortest = min(SHORTEST_SEQUENCE, max(1, length))
-    while length >= shortest:
-        yield now.asking("shorter sequences", f"data.sequence_length = {length}", sequence_length=length)
-        length //= 2
-
-
-def _four_bits(now: _Change) -> Iterator[_Change]:
-    model, whole = now.profile.model, now.profile.model.trained_whole
-    if whole or not is_packed(model):
-        settings = ('model.quantization = "nf4"', *([LORA] if whole else []))
-        what = "adapters over weights in 4 bits" if whole else "weights in 4 bits"
-        yield now.costing(what, settings, with_adapters(model, packed=True))
-
-
-def _more_ranks(now: _Change) -> Iterator[_Change]:
-    profile = now.profile
+def _changes(now: Alternative) -> dict[str, list[Alternative]]:
+    """Kind -> the further changes that there may be, the least one first."""
+    profile, request, model = now.profile, now.request, now.profile.model
+    whole, half = model.trained_whole, request.sequence_length // 2
+    sizes = [n for n in range(min(request.micro_batch_choices) - 1, 0, -1) if request.global_batch % n == 0]
+    lengths = [half >> n for n in range(half.bit_length()) if half >> n >= min(SHORTEST_SEQUENCE, half)]
+    streamed = "weights and their state kept in host memory, and streamed" if whole else "frozen weights streamed"
+    kept, again = "repeating forwards instead of keeping activations", (False, True)
+    eight_bits = whole and model.optimizer == "adamw" and all(device.backend != "mps" for device in profile.devices)
+    packed, lora = ("adapters over weights in 4 bits", [LORA]) if whole else ("weights in 4 bits", [])
     largest = max(profile.devices, key=lambda device: (device.memory_bytes, -device.rank))
-    for count in range(1, MORE_RANKS + 1):
-        profile = with_copy_of(profile, largest.rank)
-        what = f"{count} more rank{'s' if count > 1 else ''} like rank {largest.rank} ({largest.name})"
-        yield _Change(what, (), profile, now.request)
+    larger = list(accumulate([largest.rank] * MORE_RANKS, with_copy_of, initial=profile))
+    like = f"like rank {largest.rank} ({largest.name})"
+    return {
+        "streaming": [now.asking(f"{streamed} from host memory", 'plan.stream = "auto"', streaming="auto")]
+        * (request.streaming == "never"),
+        "recompute": [now.asking(kept, 'train.recompute = "auto"', recompute_choices=again)]
+        * (True not in request.recompute_choices),
+        "micro-batch": [
+            now.asking("smaller micro-batches", f"train.micro_batch = {n}", micro_batch_choices=(n,)) for n in sizes
+        ],
+        "length": [now.asking("shorter sequences", f"data.sequence_length = {n}", sequence_length=n) for n in lengths],
+        "reserve": [now.asking("keeping no memory free", "plan.memory_reserve = 0.0", memory_reserve=0.0)]
+        * (request.memory_reserve > 0),
+        "bf16": [now.costing("half the bytes per value", ['train.dtype = "bf16"'], in_bf16(model), "the fp32 figures")]
+        * (model.dtype == "fp32"),
+        "8 bits": [
+            now.costing("moments in 8 bits", ['train.optimizer = "adamw_8bit"'], with_optimizer(model, "adamw_8bit"))
+        ]
+        * eight_bits,
+        "adapters": [now.costing("adapters only", [LORA], with_adapters(model, packed=False))] * whole,
+        "4 bits": [now.costing(packed, ['model.quantization = "nf4"', *lora], with_adapters(model, packed=True))]
+        * (whole or not is_packed(model)),
+        "ranks": [
+            replace(now, name=f"{units.plural(count, 'more rank')} {like}", profile=larger[count])
+            for count in range(1, MORE_RANKS + 1)
+        ],
+    }
 
 
-def _together(row: _Change) -> Iterator[str]:
+def _together(now: Alternative) -> Iterator[str]:
     """Recompute, the smallest micro-batch, LoRA over NF4 and shorter sequences, one after the other until it fits."""
-    estimated = ""
-    for kind in (_recompute, _smaller_micro_batches, _four_bits, _shorter):
-        changes, last = [*kind(row)], kind is _shorter
+    for kind in ("recompute", "micro-batch", "4 bits", "length"):
+        changes, last = _changes(now)[kind], kind == "length"
         for change in changes if last else changes[-1:]:
-            longer = change._replace(settings=row.settings + change.settings)
-            if change.estimated:
-                estimated = " (4 bits and adapters estimated from this profile's figures)"
-            if len(longer.settings) > 1 and longer.fits():
-                yield f"{TOGETHER}: {', '.join(longer.settings)}{estimated}"
+            if len(change.settings) > 1 and fits(change.profile, change.request):
+                yield f"{TOGETHER}: {', '.join(change.settings)}{change.estimated}"
                 return
-            row = row if last else longer
-
-
-def is_packed(model: ModelCost) -> bool:
-    return any(layer.parameter_bytes < 1.5 * layer.parameters for layer in model.layers[1:-1])
-
-
-def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
-    """Estimated costs with LoRA on all blocks, which are packed in NF4 if ``packed``; embedding and head are frozen."""
-    size = DTYPE_BYTES[model.dtype]
-
-    def frozen(index: int, layer: LayerCost) -> LayerCost:
-        if not 0 < index < len(model.layers) - 1:
-            return replace(layer, trainable_parameters=0, moments_saving_bytes=0.0)
-        own = layer.parameters - (0 if model.trained_whole else layer.trainable_parameters)
-        adapters = math.ceil(ADAPTER_SHARE * own) if model.trained_whole else layer.trainable_parameters
-        held = math.ceil(own * (NF4_BYTES if packed else size)) + size * adapters
-        # One matrix at a time is unpacked: a third of a block at most.
-        unpacked = math.ceil(size * own / 3) if packed else layer.workspace_bytes
-        return replace(
-            layer,
-            parameters=own + adapters,
-            trainable_parameters=adapters,
-            moments_saving_bytes=0.0,
-            parameter_bytes=held,
-            workspace_bytes=max(layer.workspace_bytes, unpacked),
-        )
-
-    layers = tuple(frozen(index, layer) for index, layer in enumerate(model.layers))
-    return replace(model, layers=layers, tied=False, tied_bytes=0)
-
-
-def in_bf16(model: ModelCost) -> ModelCost:
-    """The fp32 model's costs with 2 bytes per value and an fp32 master weight; workspaces (fp32 logits) stay."""
-    layers = tuple(
-        replace(
-            layer,
-            parameter_bytes=math.ceil(layer.parameter_bytes / 2),
-            activation_bytes_per_token=layer.activation_bytes_per_token / 2,
-            logits_bytes_per_token=layer.logits_bytes_per_token / 2,
-            boundary_bytes_per_token=math.ceil(layer.boundary_bytes_per_token / 2),
-        )
-        for layer in model.layers
-    )
-    state = model.state_bytes_per_trainable_parameter + 4
-    return replace(model, dtype="bf16", layers=layers, state_bytes_per_trainable_parameter=state)
-
-
-_SAVED = {"adamw_8bit": EIGHT_BIT_SAVING, "adafactor": 8.0, "muon": 4.0}
-"""Bytes of a parameter that an optimizer keeps less than AdamW."""
-
-
-def with_optimizer(model: ModelCost, optimizer: str) -> ModelCost:
-    """The costs with another optimizer than AdamW, as if it kept the same of every parameter behind the embedding."""
-    embedding, *others = model.layers
-    saving = (replace(x, moments_saving_bytes=_SAVED[optimizer] * x.trainable_parameters) for x in others)
-    return replace(model, layers=(embedding, *saving), optimizer=optimizer)
+            now = now if last else change

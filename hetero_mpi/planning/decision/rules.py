@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
 from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -122,77 +124,62 @@ def _mask_problems(plan: Plan, sequences: int) -> Iterator[str]:
 def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     """Problems of the ranks and shares of a stage, each with the rule and the values. Ranks that the profile lacks are
     named elsewhere."""
-    where, ranks = f"stage {number}", list(stage.ranks)
-    if not stage.grouped:
-        if stage.streamed and plan.leader_of and len(plan.pipelines) > 1:
-            yield (
-                f"{where} is streamed in a plan of {len(plan.pipelines)} pipelines with stages of several ranks: streamed stages "
-                f"beside groups need one pipeline"
-            )
-        if stage.shares:
-            yield f"{where} has shares = {list(stage.shares)} and one rank: shares are for several ranks; leave them out"
-        if stage.experts is not None:
-            yield f"{where} has experts = {list(stage.experts)} and one rank: experts are for several ranks; leave them out"
-        return
-    yield from _share_problems(where, stage, profile)
+    problems = _single_problems(stage, plan)
+    if stage.grouped:
+        problems = itertools.chain(_share_problems(stage, profile.model), _group_problems(stage, plan, profile))
+    return (f"stage {number} of ranks {list(stage.ranks)}: {problem}" for problem in problems)
+
+
+def _single_problems(stage: StagePlan, plan: Plan) -> Iterator[str]:
+    if stage.streamed and plan.leader_of and len(plan.pipelines) > 1:
+        yield f"streamed = true in a plan of {len(plan.pipelines)} pipelines: streamed stages beside groups need one pipeline"
+    if stage.shares:
+        yield f"shares = {list(stage.shares)} and one rank: shares are for several ranks; leave them out"
+    if stage.experts is not None:
+        yield f"experts = {list(stage.experts)} and one rank: experts are for several ranks; leave them out"
+
+
+def _group_problems(stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    ranks, pipeline = list(stage.ranks), next(one for one in plan.pipelines if stage in one.stages)
     if profile.emulated:
-        yield f"{where} names ranks {ranks}: with [cluster] emulate a stage is held by exactly one rank"
+        yield "with [cluster] emulate a stage is held by exactly one rank"
     hosts = list(dict.fromkeys(profile.devices[rank].host for rank in ranks if 0 <= rank < len(profile.devices)))
     if len(hosts) > 1:
-        yield f"{where} names ranks {ranks} of the hosts {', '.join(hosts)}: the ranks of a stage are of one host"
+        yield f"of the hosts {', '.join(hosts)}: the ranks of a stage are of one host"
     if ranks != sorted(ranks):
-        yield f"{where} names ranks {ranks}: the ranks of a stage are listed in increasing order"
+        yield "the ranks of a stage are listed in increasing order"
     if stage.streamed or stage.slice_sequences is not None:
         what = "streamed = true" if stage.streamed else f"slice_sequences = {stage.slice_sequences}"
-        yield f"{where} names ranks {ranks} and has {what}: only a stage of one rank has; leave it out"
-    pipeline = next(one for one in plan.pipelines if stage in one.stages)
+        yield f"{what}: only a stage of one rank has it; leave it out"
     if pipeline.split_backward or pipeline.order != WARM_UP:
-        settings = [f'order = "{pipeline.order}"'] if pipeline.order != WARM_UP else []
-        settings += ["split_backward = true"] if pipeline.split_backward else []
-        yield (
-            f"{where} names ranks {ranks}, and its pipeline has {' and '.join(settings)}: a stage of several ranks goes back in "
-            f"one part, in the order {WARM_UP}; leave it out"
-        )
+        settings = [f'order = "{pipeline.order}"'] * (pipeline.order != WARM_UP)
+        settings += ["split_backward = true"] * pipeline.split_backward
+        how = f"goes back in one part, in the order {WARM_UP}; leave it out"
+        yield f"its pipeline has {' and '.join(settings)}: a stage of several ranks {how}"
     ends = pipeline.stages[0], pipeline.stages[-1]
     tied = profile.model.tied and profile.model.layers[0].trainable_parameters > 0
     if tied and len(pipeline.stages) > 1 and any(end.grouped for end in ends):
         yield (
-            f"{where} names ranks {ranks}: where embedding and head share a trained matrix, a first or last stage of several ranks "
-            f"holds the whole chain; make it the only stage, or give the ends to one rank each"
+            "where embedding and head share a trained matrix, a first or last stage of several ranks holds the whole chain; make "
+            "it the only stage, or give the ends to one rank each"
         )
 
 
-def _share_problems(where: str, stage: StagePlan, profile: ClusterProfile) -> Iterator[str]:
-    ranks, shares, heads = list(stage.ranks), list(stage.shares), profile.model.heads
-    if len(shares) != len(ranks) or min(shares) < 0 or stage.idles:
-        experts = f" and experts = {list(stage.experts)}" if stage.experts is not None else ""
+def _share_problems(stage: StagePlan, model: ModelCost) -> Iterator[str]:
+    shares, given = list(stage.shares), None if stage.experts is None else list(stage.experts)
+    if len(shares) != len(stage.ranks) or min(shares) < 0 or stage.idles:
+        experts = f" and experts = {given}" if given is not None else ""
+        yield f"shares = {shares}{experts}: every rank needs its share, a whole number of at least 1, or 0 where it has experts"
+    elif model.heads is None:
         yield (
-            f"{where} has shares = {shares}{experts} for ranks {ranks}: every rank needs its share, a whole number of at least 1, "
-            f"or 0 where it has experts"
+            "this model cannot be divided among ranks as the job trains it (in the way are families that no group divides, dropout "
+            "of hidden states or attention, [adapter] tokens, [train] optimizers that step whole matrices, and matrices that NF4 "
+            "or 8-bit moments keep together across a cut; `train --plan` says which); give the stage one rank"
         )
-    elif heads is None:
-        yield (
-            f"{where} names ranks {ranks}: this model cannot be divided among ranks as the job trains it (in the way are "
-            f"families that no group divides, dropout of hidden states or attention, [adapter] tokens, [train] optimizers that "
-            f"step whole matrices, and matrices that NF4 or 8-bit moments keep together across a cut; `train --plan` says "
-            f"which); give the stage one rank"
-        )
-    elif sum(shares) != heads:
-        yield (
-            f"{where} has shares = {shares}, in all {sum(shares)}: they are key/value heads, of which the model has {heads}; "
-            f"make them add up to {heads}"
-        )
-    yield from _expert_problems(where, stage, profile.model.experts)
-
-
-def _expert_problems(where: str, stage: StagePlan, experts: int | None) -> Iterator[str]:
-    if stage.experts is None:
-        return
-    found = list(stage.experts)
-    if experts is None:
-        yield f"{where} has experts = {found}: the model has no experts that ranks can share; leave them out"
-    elif len(found) != len(stage.ranks) or min(found) < 0 or sum(found) != experts:
-        yield (
-            f"{where} has experts = {found} for ranks {list(stage.ranks)}: each rank has a number of them, perhaps 0, and they add "
-            f"up to the model's {experts}"
-        )
+    elif sum(shares) != model.heads:
+        heads = f"of which the model has {model.heads}; make them add up to {model.heads}"
+        yield f"shares = {shares}, in all {sum(shares)}: they are key/value heads, {heads}"
+    if given is not None and model.experts is None:
+        yield f"experts = {given}: the model has no experts that ranks can share; leave them out"
+    elif given is not None and (len(given) != len(stage.ranks) or min(given) < 0 or sum(given) != model.experts):
+        yield f"experts = {given}: each rank has a number of them, perhaps 0, and they add up to the model's {model.experts}"

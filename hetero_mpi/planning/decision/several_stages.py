@@ -118,8 +118,7 @@ class SeveralStages:
             cuts = self._cuts(shape.ranks(ranks), pipeline, plan)
             if cuts is None:
                 return None
-            splits = self._splits(ranks) and ORDERS[shape.order].SPLITS
-            pipelines.append(self._shaped(pipeline, shape, ranks, cuts, splits))
+            pipelines.append(self._shaped(pipeline, shape, ranks, cuts))
         changed = replace(plan, pipelines=tuple(pipelines))
         for recompute in sorted(set(self.request.recompute_choices)):
             again = with_recompute(changed, recompute)
@@ -128,12 +127,9 @@ class SeveralStages:
             self.left -= _actions(again)
         return None
 
-    def _splits(self, ranks: Sequence[int]) -> bool:
-        return True in self.request.split_choices and all(may_split(self.profile, rank) for rank in ranks)
-
-    def _shaped(
-        self, pipeline: PipelinePlan, shape: _Shape, ranks: Sequence[int], cuts: Sequence[int], splits: bool
-    ) -> PipelinePlan:
+    def _shaped(self, pipeline: PipelinePlan, shape: _Shape, ranks: Sequence[int], cuts: Sequence[int]) -> PipelinePlan:
+        splits = ORDERS[shape.order].SPLITS and True in self.request.split_choices
+        splits = splits and all(may_split(self.profile, rank) for rank in ranks)
         weights = {stage.ranks[0]: stage.state_weight for stage in pipeline.stages}
         count, most = len(cuts) - 1, pipeline.micro_batches - 1
         depths = [min(most, (2 if shape.deep else 1) * (count - 1 - place)) for place in range(count)]

@@ -45,8 +45,7 @@ class _Shortages:
         self.kinds = sorted(ranks, key=lambda kind: (-kind[0], kind[1]))
         self.ranks = [ranks[kind] for kind in self.kinds]
         self.longest = min(sum(map(len, self.ranks)), self.layer_count)
-        self.shortest = 1 if request.allow_idle else self.longest
-        self._of = lru_cache(maxsize=None)(self._least)
+        self.least = lru_cache(maxsize=None)(self._least)
         self._own = lru_cache(maxsize=None)(self._by_stage)
 
     def in_flight(self, stages: int) -> int:
@@ -67,7 +66,7 @@ class _Shortages:
 
     def _by_cut(self, order: Order) -> NDArray[np.float64]:
         """[first, last]: the worst shortage of the stages of ``order``, the first of which is this one."""
-        return np.asarray(np.maximum(self._own(order[0], self.in_flight(len(order))), self._of(order[1:])))
+        return np.asarray(np.maximum(self._own(order[0], self.in_flight(len(order))), self.least(order[1:])))
 
     def _least(self, order: Order) -> NDArray[np.float64]:
         """[first]: that, by the layer that they begin with."""
@@ -77,10 +76,7 @@ class _Shortages:
         nothing[self.layer_count] = -np.inf
         return nothing
 
-    def ranking(self, order: Order) -> tuple[float, int, Order]:
-        return float(self._of(order)[0]), len(order), order
-
-    def closest(self, order: Order) -> Closest:
+    def plan(self, order: Order) -> Plan:
         """The best cuts over ``order``."""
         cuts, waiting = [0], [iter(members) for members in self.ranks]
         for place in range(len(order)):
@@ -90,21 +86,17 @@ class _Shortages:
             for i, kind in enumerate(order)
         )
         batch, length = self.request.global_batch, self.request.sequence_length
-        plan = Plan((PipelinePlan(stages, self.micro_batch, batch),), batch, length, self.layer_count)
-        return Closest(self.ranking(order)[0], plan)
-
-    def starts(self) -> Iterator[Order]:
-        """The ranks with most memory, of every number of them, the largest first or last."""
-        largest = [kind for kind, members in enumerate(self.ranks) for _ in members]
-        for count in range(self.shortest, self.longest + 1):
-            yield tuple(largest[:count])
-            yield tuple(largest[:count][::-1])
+        return Plan((PipelinePlan(stages, self.micro_batch, batch),), batch, length, self.layer_count)
 
 
 def closest(profile: ClusterProfile, request: PlanRequest) -> Closest:
-    """Over orders sorted by memory."""
+    """Over the ranks with most memory, of every number of them, the largest first or last."""
     shortages = _Shortages(profile, request)
-    return shortages.closest(min(set(shortages.starts()), key=shortages.ranking))
+    largest = tuple(kind for kind, members in enumerate(shortages.ranks) for _ in members)[: shortages.longest]
+    counts = range(1 if request.allow_idle else len(largest), len(largest) + 1)
+    orders = {largest[:count][::way] for count in counts for way in (1, -1)}
+    lacking, _, order = min((float(shortages.least(order)[0]), len(order), order) for order in orders)
+    return Closest(lacking, shortages.plan(order))
 
 
 def with_hosts_divided(profile: ClusterProfile) -> Iterator[ClusterProfile]:

@@ -1,4 +1,7 @@
-"""Clusters a little different from the one that was measured: fewer ranks, more, other links, more memory."""
+"""Clusters a little different from the one that was measured: fewer ranks, more, other links, more memory.
+
+And estimated costs of its model in another dtype, with adapters, or with another optimizer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from hetero_mpi.planning.types.cost import COPY_BYTES, INT8
+from hetero_mpi.planning.types.cost import COPY_BYTES, DTYPE_BYTES, EIGHT_BIT_SAVING, INT8, LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import (
     ANY_HOST,
@@ -30,6 +33,12 @@ STEP_SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter"
 """The same of a step."""
 PLENTY_BYTES = 2**50
 """More memory than any model needs."""
+NF4_BYTES = 0.5625
+"""Bytes per packed weight, scales without double quantisation included."""
+ADAPTER_SHARE = 0.01
+"""Parameters of rank-16 adapters on all matrices of a block, in parts of the block's own (0.3 to 1 % in models of 1B and more)."""
+SAVED_BYTES = {"adamw_8bit": EIGHT_BIT_SAVING, "adafactor": 8.0, "muon": 4.0}
+"""Bytes of a parameter that an optimizer keeps less than AdamW."""
 
 
 def with_faster_links(
@@ -201,3 +210,55 @@ def _without_room_for_copies(profile: ClusterProfile, more: float, everywhere: b
         replace(host, memory_bytes=max(0, host.memory_bytes - taken.get(host.name, 0))) for host in profile.hosts
     )
     return replace(profile, devices=devices, hosts=hosts)
+
+
+def is_packed(model: ModelCost) -> bool:
+    return any(layer.parameter_bytes < 1.5 * layer.parameters for layer in model.layers[1:-1])
+
+
+def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
+    """Estimated costs with LoRA on all blocks, which are packed in NF4 if ``packed``; embedding and head are frozen."""
+    size = DTYPE_BYTES[model.dtype]
+
+    def frozen(index: int, layer: LayerCost) -> LayerCost:
+        if not 0 < index < len(model.layers) - 1:
+            return replace(layer, trainable_parameters=0, moments_saving_bytes=0.0)
+        own = layer.parameters - (0 if model.trained_whole else layer.trainable_parameters)
+        adapters = math.ceil(ADAPTER_SHARE * own) if model.trained_whole else layer.trainable_parameters
+        held = math.ceil(own * (NF4_BYTES if packed else size)) + size * adapters
+        # One matrix at a time is unpacked: a third of a block at most.
+        unpacked = math.ceil(size * own / 3) if packed else layer.workspace_bytes
+        return replace(
+            layer,
+            parameters=own + adapters,
+            trainable_parameters=adapters,
+            moments_saving_bytes=0.0,
+            parameter_bytes=held,
+            workspace_bytes=max(layer.workspace_bytes, unpacked),
+        )
+
+    layers = tuple(frozen(index, layer) for index, layer in enumerate(model.layers))
+    return replace(model, layers=layers, tied=False, tied_bytes=0)
+
+
+def in_bf16(model: ModelCost) -> ModelCost:
+    """The fp32 model's costs with 2 bytes per value and an fp32 master weight; workspaces (fp32 logits) stay."""
+    layers = tuple(
+        replace(
+            layer,
+            parameter_bytes=math.ceil(layer.parameter_bytes / 2),
+            activation_bytes_per_token=layer.activation_bytes_per_token / 2,
+            logits_bytes_per_token=layer.logits_bytes_per_token / 2,
+            boundary_bytes_per_token=math.ceil(layer.boundary_bytes_per_token / 2),
+        )
+        for layer in model.layers
+    )
+    state = model.state_bytes_per_trainable_parameter + 4
+    return replace(model, dtype="bf16", layers=layers, state_bytes_per_trainable_parameter=state)
+
+
+def with_optimizer(model: ModelCost, optimizer: str) -> ModelCost:
+    """The costs with another optimizer than AdamW, as if it kept the same of every parameter behind the embedding."""
+    embedding, *others = model.layers
+    saving = (replace(x, moments_saving_bytes=SAVED_BYTES[optimizer] * x.trainable_parameters) for x in others)
+    return replace(model, layers=(embedding, *saving), optimizer=optimizer)

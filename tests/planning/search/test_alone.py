@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.cli import main
-from hetero_mpi.planning.analysis.what_if import what_ifs
+from hetero_mpi.planning.decision.alternatives import what_ifs
 from hetero_mpi.planning.decision.decide import alone, best_alone
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory_model import predict_memory

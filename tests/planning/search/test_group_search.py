@@ -11,10 +11,9 @@ import pytest
 
 from hetero_mpi.planning.analysis.calibration import GroupSums, drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
-from hetero_mpi.planning.bounds import fluid_bound_s
+from hetero_mpi.planning.bounds import filling_bounds_s, fluid_bound_s
 from hetero_mpi.planning.decision import groups as group_search
 from hetero_mpi.planning.decision.decide import decide
-from hetero_mpi.planning.decision.group_bounds import filling_bounds_s
 from hetero_mpi.planning.decision.groups import GAIN
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import plan_problems

@@ -10,10 +10,11 @@ import pytest
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.decide import decide, fits
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.decision.remedies import closest, is_packed, with_adapters
+from hetero_mpi.planning.decision.shortage import closest
 from hetero_mpi.planning.memory import StageMode, stage_memory
 from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.simulator import simulate
+from hetero_mpi.planning.types.cluster_changes import is_packed, with_adapters
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util.errors import UserError
