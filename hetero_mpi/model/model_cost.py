@@ -97,11 +97,7 @@ def _layer_cost(
         workspace_bytes=max(max(unpacked, _composed(chain, tuning, layer)) * DTYPE_BYTES[dtype], stepping),
         matrix_bytes=matrix * DTYPE_BYTES[dtype],
         moments_saving_bytes=sum(saved_bytes(moments, spec.shape) for moments, spec in kept),
-        logits_bytes_per_token=(
-            min(activation_bytes[kind], float(chain.logits * DTYPE_BYTES[dtype]))
-            if head and chain.logits is not None
-            else 0.0
-        ),
+        logits_bytes_per_token=float(chain.logits * DTYPE_BYTES[dtype]) if head and chain.logits is not None else 0.0,
     )
 
 

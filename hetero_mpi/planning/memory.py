@@ -176,7 +176,8 @@ def tokens_at_once(pipeline: PipelinePlan, stage: StagePlan, sequence_length: in
 
 def slices_head(model: ModelCost, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> bool:
     """Whether a stage of a plan computes logits in slices."""
-    return stage.last == len(model.layers) and model.slices_logits(tokens_at_once(pipeline, stage, sequence_length))
+    tokens = tokens_at_once(pipeline, stage, sequence_length)
+    return stage.last == len(model.layers) and model.sliced(tokens) is not model
 
 
 def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -> tuple[tuple[int, int], ...]:

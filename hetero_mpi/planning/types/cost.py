@@ -88,7 +88,7 @@ class LayerCost:
     """Bytes by which the members' parts of NF4 weights, all together, are larger than the whole: they keep in fp32 the scales that
     double quantisation left."""
     logits_bytes_per_token: float = 0.0
-    """Those of ``activation_bytes_per_token`` that are a head's logits; 0: not known, as of layers of one's own."""
+    """Of a head: its logits, as counted in ``activation_bytes_per_token``; 0: not known, as of layers of one's own."""
     group_sums: int = 0
     """How often a group adds up as many numbers as the layer's hidden states have, in forward and in backward each; an embedding's
     in forward only, a head's in backward only."""
@@ -196,13 +196,9 @@ class ModelCost:
         """The costs on a device whose blocks keep so many times as much from forward to backward."""
         return self if ratio == 1.0 else _keeping(self, ratio)
 
-    def slices_logits(self, tokens: int) -> bool:
-        """Whether a head that is given so many tokens computes its logits in slices."""
-        return in_slices(self.layers[-1].logits_bytes_per_token, tokens)
-
     def sliced(self, tokens: int) -> ModelCost:
         """The costs of so many tokens: of a head whose logits are computed in slices, those of a slice in place of all."""
-        return self._sliced if self.slices_logits(tokens) else self
+        return self._sliced if in_slices(self.layers[-1].logits_bytes_per_token, tokens) else self
 
     @cached_property
     def _sliced(self) -> ModelCost:

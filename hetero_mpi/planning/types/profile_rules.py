@@ -32,7 +32,6 @@ PARTS: dict[str, str | int] = {
     "expert_parameters": "divided_parameters",
     "expert_trainable": "divided_trainable",
     "matrix_bytes": "workspace_bytes",
-    "logits_bytes_per_token": "activation_bytes_per_token",
     "divided_activations": 1,
     "divided_workspace": 1,
 }
