@@ -300,14 +300,16 @@ def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: 
     where it has none)."""
     free, step_s = with_free_links(profile), plan.predicted_step_s
     roomy = with_plenty_of_memory(free)
-    found = _fastest(roomy, request)
-    if found is None:
+    roomy_decision = _fastest(roomy, request)
+    if roomy_decision is None:
         raise UserError("memory.exceeded", DOES_NOT_FIT)
-    planned = found if MemoryModel(free, request).check(found.plan) else _fastest(free, request)
+    free_decision = roomy_decision if MemoryModel(free, request).check(roomy_decision.plan) else _fastest(free, request)
     # A plan by hand may be faster than what the job leaves to the planner.
-    known_s = [outlined(one.plan, free).step_s for one in (plan, own) if one.predicted_step_s <= own.predicted_step_s]
-    without_links = min([*known_s, *([planned.step_s] if planned is not None else [])])
-    without_both, own_s = min(without_links, found.step_s), min(own.predicted_step_s, step_s)
+    known_s = [
+        outlined(report.plan, free).step_s for report in (plan, own) if report.predicted_step_s <= own.predicted_step_s
+    ]
+    without_links = min([*known_s, *([free_decision.step_s] if free_decision is not None else [])])
+    without_both, own_s = min(without_links, roomy_decision.step_s), min(own.predicted_step_s, step_s)
     bound_s = fluid_bound_s(roomy, request)
 
     def share(more_s: float, less_s: float) -> float:

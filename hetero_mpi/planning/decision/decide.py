@@ -79,26 +79,26 @@ def _decided(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     everyone = range(len(profile.devices))
     busy = while_computing(profile, everyone)
     resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))
-    found, streamed = resident, _streamed(busy, request, resident)
+    chosen, streamed = resident, _streamed(busy, request, resident)
     worthwhile = 1 - WORTHWHILE * (request.streaming == "auto")
     if streamed is not None and (resident is None or streamed.step_s < resident.step_s * worthwhile):
-        found = streamed
+        chosen = streamed
     elif streamed is not None and resident is not None and resident.without_groups_s is not None:
-        found = replace(resident, without_groups_s=min(resident.without_groups_s, streamed.step_s))
-    if found is None or busy is profile:
-        return found
-    return replace(found, step_s=outlined(found.plan, profile).step_s)
+        chosen = replace(resident, without_groups_s=min(resident.without_groups_s, streamed.step_s))
+    if chosen is None or busy is profile:
+        return chosen
+    return replace(chosen, step_s=outlined(chosen.plan, profile).step_s)
 
 
 def _with_groups(
     profile: ClusterProfile, request: PlanRequest, best: Decision | None, crowded: Collection[int]
 ) -> Decision | None:
     """``best``, or a clearly shorter plan in which ranks of a host hold a stage together, which ``crowded`` ones do not."""
-    found = with_groups(profile, request, None if best is None else best.step_s, _searched, crowded)
-    if found is None:
+    grouped = with_groups(profile, request, None if best is None else best.step_s, _searched, crowded)
+    if grouped is None:
         return best
     one_pipeline_s, without_s = (None, math.inf) if best is None else (best.one_pipeline_s, best.step_s)
-    return Decision(*found, one_pipeline_s, without_groups_s=without_s)
+    return Decision(*grouped, one_pipeline_s, without_groups_s=without_s)
 
 
 def _searched(profile: ClusterProfile, request: PlanRequest) -> Plan | None:

@@ -7,7 +7,7 @@ verified on costs estimated from this one, and the text says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
@@ -136,7 +136,7 @@ def _fits(change: Alternative, now: Alternative) -> bool:
     return fits(change.profile, change.request)
 
 
-def _changes(now: Alternative) -> dict[str, list[Alternative]]:
+def _changes(now: Alternative) -> dict[str, Iterable[Alternative]]:
     """Kind -> the further changes that there may be, the least one first."""
     profile, request, model = now.profile, now.request, now.profile.model
     whole, half = model.trained_whole, request.sequence_length // 2
@@ -147,7 +147,7 @@ def _changes(now: Alternative) -> dict[str, list[Alternative]]:
     eight_bits = whole and model.optimizer == "adamw" and all(device.backend != "mps" for device in profile.devices)
     packed, lora = ("adapters over weights in 4 bits", [LORA]) if whole else ("weights in 4 bits", [])
     largest = max(profile.devices, key=lambda device: (device.memory_bytes, -device.rank))
-    larger = list(accumulate([largest.rank] * MORE_RANKS, with_copy_of, initial=profile))
+    larger = enumerate(accumulate([largest.rank] * MORE_RANKS, with_copy_of, initial=profile))
     like = f"like rank {largest.rank} ({largest.name})"
     return {
         "streaming": [now.asking(f"{streamed} from host memory", 'plan.stream = "auto"', streaming="auto")]
@@ -169,17 +169,18 @@ def _changes(now: Alternative) -> dict[str, list[Alternative]]:
         "adapters": [now.costing("adapters only", [LORA], with_adapters(model, packed=False))] * whole,
         "4 bits": [now.costing(packed, ['model.quantization = "nf4"', *lora], with_adapters(model, packed=True))]
         * (whole or not is_packed(model)),
-        "ranks": [
-            replace(now, name=f"{units.plural(count, 'more rank')} {like}", profile=larger[count])
-            for count in range(1, MORE_RANKS + 1)
-        ],
+        "ranks": (
+            replace(now, name=f"{units.plural(count, 'more rank')} {like}", profile=copied)
+            for count, copied in larger
+            if count
+        ),
     }
 
 
 def _together(now: Alternative) -> Iterator[str]:
     """Recompute, the smallest micro-batch, LoRA over NF4 and shorter sequences, one after the other until it fits."""
     for kind in ("recompute", "micro-batch", "4 bits", "length"):
-        changes, last = _changes(now)[kind], kind == "length"
+        changes, last = [*_changes(now)[kind]], kind == "length"
         for change in changes if last else changes[-1:]:
             if len(change.settings) > 1 and fits(change.profile, change.request):
                 yield f"{TOGETHER}: {', '.join(change.settings)}{change.estimated}"
