@@ -66,7 +66,7 @@ class MemoryModel:
         self._peaks: dict[tuple[object, ...], int] = {}
 
     def budgets(self, devices: Sequence[DeviceProfile]) -> list[MemoryBudget]:
-        """What each of the ranks that a plan may use has for its stage."""
+        """Memory budgets for the stages of the ranks that a plan may use."""
         mean, budgets = sum(float(self.usable[one.rank]) for one in devices) / len(devices), []
         limited = self.model.trained_whole or self.request.without_files
         for device in devices:

@@ -191,11 +191,7 @@ class LayerChain(ABC):
         """Sum of the losses of all targets, a scalar (fp32), differentiable. ``outputs``: the last layer's."""
 
     def sliced_head(self, model: nn.Module, dtype: str, share: Any) -> Any:
-        """``HeadSlices`` of a model whose logits may take more memory than all else; None: they are computed at once.
-
-        Args:
-            share: the part of the head (``LayerShare``) that a member of a group holds, or None.
-        """
+        """``HeadSlices`` of a model whose logits may take more memory than all else; None: they are computed at once."""
         return None
 
     @abstractmethod

@@ -22,11 +22,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from hetero_mpi.model.head_slices import HeadSlices
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, embedding_matrices, seeded
 from hetero_mpi.model.layer.loss import IGNORED, Routers, summed_loss
 from hetero_mpi.model.layer.quantize import unpack_experts
 from hetero_mpi.model.transformers import packed_records
+from hetero_mpi.model.transformers.head_slices import HeadSlices
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, EMBEDDING, HEAD
 from hetero_mpi.util.errors import UserError

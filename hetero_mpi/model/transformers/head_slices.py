@@ -19,7 +19,6 @@ from hetero_mpi.planning.types import cost
 
 if TYPE_CHECKING:
     from hetero_mpi.model.layer.interface import LayerChain
-    from hetero_mpi.model.stage_layers import LayerShare
 
 
 class _LastNormOutput(MoeModelOutputWithPast):
@@ -31,8 +30,11 @@ class _LastNormOutput(MoeModelOutputWithPast):
 class HeadSlices:
     """The losses of hidden states (B, T, D), as the last norm gives them; of logits ``layer.loss`` has the same functions."""
 
-    def __init__(self, chain: LayerChain, bytes_per_token: int, model: Any, divided: LayerShare | None) -> None:
-        """``bytes_per_token``: of the logits for all words, also where members of a group share them."""
+    def __init__(self, chain: LayerChain, bytes_per_token: int, model: Any, divided: Any) -> None:
+        """Args:
+        bytes_per_token: of the logits for all words, also where members of a group share them.
+        divided: the part of the head (``LayerShare``) that a member of a group holds, or None.
+        """
         self._chain, self._model, self._divided, self._bytes = chain, model, divided, bytes_per_token
 
     def slices(self, targets: torch.Tensor) -> bool:
