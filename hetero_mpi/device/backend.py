@@ -1,6 +1,6 @@
 """The interface of a rank to its device: where tensors live, how they reach host memory, what the device can do. Here: of the CPU.
 
-Every rank has one ``Backend``. Nothing outside this folder asks which vendor it is; GPUs are in ``accelerators.py``.
+Every rank has one ``Backend``. Nothing outside this folder asks which vendor it is; GPUs are in ``backends/``.
 """
 
 from __future__ import annotations
@@ -262,9 +262,28 @@ class Backend:
     def _pin(self, memory: np.ndarray) -> None:
         """Let the device copy by itself from and to ``memory``, as long as that lives."""
 
-    def fused_optimizer(self) -> bool:
-        """True where torch's AdamW has a fused kernel."""
+
+_SIGNS = (
+    "not enough memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
+    "Invalid buffer size",
+)
+"""Words of allocators, libraries beneath torch and drivers in a plain RuntimeError: CPU, cuBLAS, cuDNN, SYCL (XPU), Metal."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True where the error means that memory was short, whoever says it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def best_dtype(ranks: list[tuple[str, list[str]]]) -> tuple[str, str]:

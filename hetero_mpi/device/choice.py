@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.plug_ins import plug_in_names
 
 DEVICE_VARIABLE = "HETERO_MPI_DEVICE"
 """Environment variable with the device of a host's ranks; goes before ``[cluster] device``, which is about all hosts."""
 CORES_PER_GPU = 2.0
 """Its rank's two threads: one gives work to the GPU, the other moves messages."""
-DEVICE = re.compile(r"auto|cpu|mps|(cuda|rocm|xpu)(:\d+)?")
-DEVICE_RULE = '"auto", "cpu", "cuda", "rocm", "xpu", "mps", or one GPU of them, such as "cuda:1"'
+_GPUS = plug_in_names("hetero_mpi.device.backends")
+DEVICE = re.compile(rf"auto|cpu|({'|'.join(_GPUS)})(:\d+)?")
+DEVICE_RULE = ", ".join(f'"{name}"' for name in ("auto", "cpu", *_GPUS)) + ', or one GPU of them, such as "cuda:1"'
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from hetero_mpi.comm.ranks.versions import installed
 from hetero_mpi.device.accelerators import BACKENDS
-from hetero_mpi.device.backend import DTYPES, HOST, Backend, Copied
+from hetero_mpi.device.backend import DTYPES, HOST, Backend, Copied, is_out_of_memory
 from hetero_mpi.device.self_test import MARK, OPENING, Result
-from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.util.background import unattended
 
 ALLOWED = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
@@ -123,7 +122,7 @@ def _adamw(backend: Backend, _: torch.dtype) -> Compared:
     start, gradients = _random(256, 64), [_random(256, 64) for _ in range(3)]
     sides = []
     for dtype, device, fused in (
-        (torch.float32, backend.device, backend.fused_optimizer()),
+        (torch.float32, backend.device, True),
         (torch.float64, HOST, False),
     ):
         first = start.to(dtype)  # on the host: a GPU may know no fp64

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
 
-from hetero_mpi.device.shortage import OTHER_KERNELS
 from hetero_mpi.util.background import lines_of
 
 PATIENCE_S = 120.0
@@ -35,6 +34,11 @@ _REMEDIES = {
     "copies": "check the GPU's seat and riser, its driver, and the host's memory",
 }
 """Part of a check's name -> what to do where it fails."""
+
+OTHER_KERNELS = (
+    "; a processor's own GPU may take its nearest relative's: HSA_OVERRIDE_GFX_VERSION=11.0.0 (10.3.0 before RDNA 3)"
+)
+"""Another remedy for an AMD GPU for which ROCm has no kernels."""
 
 
 @dataclass(frozen=True)

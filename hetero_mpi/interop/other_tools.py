@@ -21,12 +21,12 @@ from hetero_mpi.interop.other_files import read_keys
 from hetero_mpi.job.contradictions import objectives_by_key
 from hetero_mpi.job.load import job_of_tables
 from hetero_mpi.job.rules import as_toml
+from hetero_mpi.rundir import trackers
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import writing
 from hetero_mpi.util.errors import UserError
 
 PEFT = TABLE["peft"]
-TRACKERS = ("tensorboard", "trackio", "wandb")
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
 _COLUMNS = ("field", "text_column", "columns")
 """Keys of a data set that name the column of its texts."""
@@ -361,6 +361,6 @@ class _Draft(JobDraft):
             self._put("output.run_dir", run_dir, "run_dir")
         named = self._of("report_to", [])
         wanted = {str(one) for one in (named if isinstance(named, list) else [named])}
-        wanted |= {name for name in TRACKERS if self._of(name)}
-        if known := [name for name in TRACKERS if name in wanted]:
+        wanted |= {name for name in trackers.NAMES if self._of(name)}
+        if known := [name for name in trackers.NAMES if name in wanted]:
             self._put("report.trackers", known, *known, *(["report_to"] if wanted == set(known) else []))

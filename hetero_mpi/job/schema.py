@@ -29,11 +29,16 @@ from hetero_mpi.job.training_tables import (
     Unit,
 )
 from hetero_mpi.planning.orders import SCHEDULES
+from hetero_mpi.util.plug_ins import plug_in_names
 
 if TYPE_CHECKING:
     ScheduleName = str
+    TrackerName = str
+    DeviceName = str
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
+    TrackerName = Literal[plug_in_names("hetero_mpi.rundir.trackers")]
+    DeviceName = Literal[("auto", "cpu") + plug_in_names("hetero_mpi.device.backends")]  # noqa: RUF005  as PreferenceName
 TEXT, RECORD_FILES = OnlyIf("data.text is set"), OnlyIf('data.records is set or data.documents = "record"')
 EMULATED = OnlyIf("cluster.emulate is set")
 Weights = Annotated[list[AboveZero], Field(min_length=1)]
@@ -262,7 +267,7 @@ class ClusterTable(JobTable):
     emulate_changes: Annotated[list[str], EMULATED] = []
     """Emulation: devices that change their speed, such as "rank 1 runs at 0.34 from step 20" (of the profile's speed; the first
     step is 1) and "rank 1 runs at 1 from step 60"."""
-    device: Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps"] = "auto"
+    device: DeviceName = "auto"
     """Device of every rank; "auto": the local rank's accelerator where there is one, else the CPU."""
     threads: Annotated[Positive | Literal["auto"], Unit("threads")] = "auto"
     """CPU threads per rank; "auto": the host's cores, or a control group's quota of them, divided by its ranks, of which those with
@@ -291,9 +296,9 @@ class ReportTable(JobTable):
     watch: bool | Annotated[int, Field(ge=0, lt=2**16)] = False
     """Serve the live page of the run on rank 0's machine, to its user: true, on port 8642, or where that is taken any; or on this
     port. ``watch RUN`` serves the page of any run."""
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Programs that get the metrics, too, on rank 0: "tensorboard" (event files in ``tensorboard/`` of the run directory), "wandb",
-    "trackio". Each needs the package of its name; their own environment variables (such as ``WANDB_MODE``) hold."""
+    trackers: list[TrackerName] = []
+    """Programs that get the metrics, too, on rank 0: "tensorboard" (event files in ``tensorboard/`` of the run directory),
+    "trackio", "wandb". Each needs the package of its name; their own environment variables (such as ``WANDB_MODE``) hold."""
 
 
 class JobConfig(JobTable):

@@ -186,7 +186,7 @@ class Optimizer:
             (target, stage.chain.decays(name), tuning.moments.get(name, TWO), tuning.shares.get(name, 1.0))
             for name, target in self.targets.items()
         ]
-        self.library = LibraryOptimizers(train, stage.backend.fused_optimizer(), listed)
+        self.library = LibraryOptimizers(train, True, listed)
 
     def end_step(self, step: int, scale: float | None) -> None:
         """Step (None: do not), and leave gradients of zero: what is saved or evaluated next has their memory."""

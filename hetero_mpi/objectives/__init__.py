@@ -11,18 +11,18 @@ and one of two functions, by the records that it learns from:
     pair_losses(chosen, rejected, settings) -> losses of the pairs
     label_losses(answers, point, settings)  -> losses of each answer if it is desirable, and if it is undesirable
 
-Modules import torch, so ``names`` only lists the folder: jobs without preferences load without torch. Both lookups are cached, as
+Modules import torch, so ``names`` only lists the folder: jobs without preferences load without torch. The lookup is cached, as
 every micro-batch asks for its objective.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 
 if TYPE_CHECKING:
     import torch
@@ -77,10 +77,9 @@ class Objective:
     losses: Callable[..., Any]
 
 
-@cache
 def names() -> tuple[str, ...]:
     """The values of ``[train] preference``, without "none"."""
-    return tuple(module.name for module in pkgutil.iter_modules(__path__))
+    return plug_in_names(__name__)
 
 
 @cache
@@ -88,7 +87,7 @@ def objective(name: str) -> Objective | None:
     """The objective of that name; None: there is none, as for "none"."""
     if name not in names():
         return None
-    module = importlib.import_module(f"{__name__}.{name}")
+    module = plug_in(__name__, name)
     learns_chosen = getattr(module, "LEARNS_CHOSEN", False)
     if hasattr(module, "label_losses"):
         return Objective(module.KEYS, module.REFERENCE, learns_chosen, "labels", module.label_losses)

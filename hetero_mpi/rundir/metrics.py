@@ -1,35 +1,27 @@
 """``metrics.jsonl``: a JSON object per step and per evaluation, readable during the run and after a crash.
 
-The same goes to other programs (``[report] trackers``): TensorBoard's event files, Weights & Biases, Trackio. Their packages are
-imported where the job names them, on rank 0. None can end a run: one that cannot begin, or fails later, is left out from then on,
-and it is said.
+The same goes to other programs (``[report] trackers``, a module each in ``rundir/trackers``). None can end a run: one that cannot
+begin, or fails later, is left out from then on, and it is said.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import netrc
-import os
-import socket
 import statistics
-import time
-import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hetero_mpi.rundir.line_files import LineFile, keep_until, lines, object_of
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.util.background import BestEffort, unharmed
+from hetero_mpi.util.plug_ins import plug_in
 
 WARM_UP_STEPS = 2
 """Number of first steps under a plan that do not count for times, while caches, allocators and links warm up."""
-PROJECT = "hetero_mpi"
-"""In Weights & Biases and Trackio, unless ``WANDB_PROJECT`` or ``TRACKIO_PROJECT`` names another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,19 +201,11 @@ _TRACKED = {
 """Name of a reward there (TRL's) -> here."""
 
 
-class Tracker(Protocol):
-    """Keeps numbers by step."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Trackers:
     """The trackers of a run. Emulated speeds have names of their own.
 
     Args:
-        names: which ones, of ``OPENED``.
+        names: which ones, modules of ``rundir/trackers``.
         run_dir: what they write is in directories of theirs there; its name is the run's.
         job: the job's values, for those that show them.
     """
@@ -231,7 +215,7 @@ class Trackers:
         """Of every tracker that could be opened, a function that hands it to another one."""
         for name in names:
             with unharmed(f"opening {name} (pip install {name}, or leave it out of [report] trackers)"):
-                tracker = OPENED[name](run_dir, job)
+                tracker = plug_in("hetero_mpi.rundir.trackers", name).open_tracker(run_dir, job)
                 self._using.append(BestEffort(f"giving metrics to {name}", lambda use, of=tracker: use(of)))
 
     def step(self, line: StepMetrics) -> None:
@@ -260,91 +244,8 @@ class Trackers:
 
     def close(self) -> None:
         for using in self._using:
-            using(lambda tracker: tracker.close())
+            using(lambda tracker: tracker.finish())
 
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
+    def _write(self, step: int, values: dict[str, float]) -> None:
         for using in self._using:
-            using(lambda tracker: tracker.write(step, values))
-
-
-class TensorBoard:
-    """A directory of event files. Neither torch nor TensorFlow is needed."""
-
-    def __init__(self, run_dir: Path, job: Mapping[str, Any]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        # tensorboard's own writer ends at the first failure of the disk.
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = LineFile(run_dir / "tensorboard" / name, say)
-        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
-
-    def close(self) -> None:
-        self._file.add()
-
-    def _add(self, event: Any) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
-        self._file.add(record.getvalue())
-
-
-class TrackedRun:
-    """A run of wandb, or of Trackio, which has the same functions."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _told(variable: str, run_dir: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords by which both services know a run. A resumed run is another one of its group."""
-    project = os.environ.get(variable, PROJECT)
-    return {"project": project, "name": run_dir.name, "group": run_dir.name, "config": dict(job)}
-
-
-def weights_and_biases(run_dir: Path, job: Mapping[str, Any]) -> TrackedRun:
-    """In the run's own directory. Offline where ``WANDB_MODE`` says so, or no key is known: it must not ask for one."""
-    import wandb
-
-    mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
-    settings = wandb.Settings(silent=True, init_timeout=30)
-    run: Any = wandb.init(dir=str(run_dir), mode=mode, settings=settings, **_told("WANDB_PROJECT", run_dir, job))
-    where = f"offline; to send it later: wandb sync {Path(run.dir).parent}" if mode == "offline" else run.url
-    say(f"wandb: {where}")
-    return TrackedRun(run)
-
-
-def _has_key() -> bool:
-    """Whether there is a key for Weights & Biases, in the environment or where ``wandb login`` keeps it."""
-    host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return "WANDB_API_KEY" in os.environ or netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def trackio(run_dir: Path, job: Mapping[str, Any]) -> TrackedRun:
-    """Kept on this machine (``TRACKIO_DIR``); ``trackio show`` shows it."""
-    import trackio
-
-    return TrackedRun(trackio.init(embed=False, **_told("TRACKIO_PROJECT", run_dir, job)))
-
-
-OPENED: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": weights_and_biases,
-    "trackio": trackio,
-}
+            using(lambda tracker: tracker.log(values, step=step))

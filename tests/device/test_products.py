@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from hetero_mpi.device import products
-from hetero_mpi.device.accelerators import Accelerator, CudaBackend, RocmBackend
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.backends import Accelerator
+from hetero_mpi.device.backends.cuda import CudaBackend
+from hetero_mpi.device.backends.rocm import RocmBackend
 from hetero_mpi.rundir.metrics import read_metrics
 from tests.support.long_run import LongRun
 from tests.support.mpi import run_bounded

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_mpi.device.accelerators import Accelerator, CudaBackend
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.backends import Accelerator
+from hetero_mpi.device.backends.cuda import CudaBackend
 from hetero_mpi.device.operators import product_on
 from hetero_mpi.device.self_test import Result, SelfTest, self_test, text_of
 from hetero_mpi.launch.doctor.host_facts import devices_to_test

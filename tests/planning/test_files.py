@@ -181,7 +181,7 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: 
         ("sample_bytes = []", "sample_bytes = [8]", "links[0] (0 -> 1): sample_bytes and sample_s must be as many"),
         ("shares_host_memory = false", "shares_host_memory = true", "there is no [[hosts]] table with name = 'host0'"),
         ("hosts = []", 'hosts = [{ name = "x", memory_bytes = 1, memory_reason = "" }]', "hosts.name = 'x': no device"),
-        ('backend = "cpu"', 'backend = "gpu"', "devices[0].backend = 'gpu': must be cpu, cuda, rocm, xpu or mps"),
+        ('backend = "cpu"', 'backend = "gpu"', "devices[0].backend = 'gpu': must be cpu, cuda, mps, rocm or xpu"),
         ('dtype = "fp32"', 'dtype = "float"', "model.dtype = 'float': must be fp32, bf16 or fp16"),
         ('kind = "head"', 'kind = "block"', "kind = 'block': must be 'head', which begins or ends the chain"),
         ("notes = []", "notes = [", "not a TOML file"),

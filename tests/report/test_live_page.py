@@ -25,9 +25,9 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.world import CollectiveUserError
 from hetero_mpi.commands.options import parser
-from hetero_mpi.device import sensors as device_sensors
-from hetero_mpi.device.accelerators import CudaBackend
+from hetero_mpi.device import backends
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.backends.cuda import CudaBackend
 from hetero_mpi.job.schema import ReportTable
 from hetero_mpi.report.page import document, sections
 from hetero_mpi.report.page.document import key_figures, report_html, write_report
@@ -414,7 +414,7 @@ def test_a_device_tells_what_its_vendor_s_library_does_or_its_driver(
     (card / "hwmon" / "hwmon3").mkdir(parents=True)
     (card / "gpu_busy_percent").write_text("42\n")
     (card / "hwmon" / "hwmon3" / "power1_average").write_text("97000000\n")
-    monkeypatch.setattr(device_sensors, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(backends, "PCI_DEVICES", tmp_path)
     assert Card().sensors() == {"busy": 0.97, "celsius": 61.0}, "torch does not tell which device it is"
     Card.place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC4, pci_device_id=0)
     assert Card().sensors() == {"busy": 0.97, "celsius": 61.0, "watts": pytest.approx(97.0)}

@@ -8,14 +8,13 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.rundir.metrics import OPENED, Trackers
+from hetero_mpi.rundir.metrics import Trackers
 from tests.support.mpi import ROOT
 from tests.support.past_runs import cluster, make_run, planned
 
@@ -91,13 +90,13 @@ def test_a_tracker_that_fails_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full:
-        def write(self, step: int, values: Mapping[str, float]) -> None:
+        def log(self, values: dict[str, float], *, step: int) -> None:
             raise RuntimeError("no room")
 
-        def close(self) -> None:
+        def finish(self) -> None:
             raise RuntimeError("closed twice")
 
-    monkeypatch.setitem(OPENED, "trackio", lambda run_dir, job: Full())
+    monkeypatch.setattr("hetero_mpi.rundir.trackers.trackio.open_tracker", lambda run_dir, job: Full())
     monkeypatch.setitem(sys.modules, "wandb", None)
     caplog.set_level("INFO")
     trackers = Trackers(["wandb", "trackio"], tmp_path, {})

@@ -41,7 +41,7 @@ FAILING: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "stragglers": ({"plan": {"rebalance": True}}, [f"{RUNTIME}.rebalance:StepWord.ratios"]),
     "a tracker": (
         {"report": {"write": False, "trackers": ["tensorboard"]}},
-        ["hetero_mpi.rundir.metrics:TensorBoard.write"],
+        ["hetero_mpi.rundir.trackers.tensorboard:TensorBoard.log"],
     ),
 }
 """Activity -> (tables of the job, what fails), of which a line tells."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hetero_mpi.device.accelerators import BACKENDS, Accelerator
+from hetero_mpi.device.accelerators import BACKENDS
+from hetero_mpi.device.backends import Accelerator
 from tests.stand_in_gpu import module
 
 DTYPES = "STAND_IN_GPU_DTYPES"

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_mpi.device import accelerators
 from hetero_mpi.device.accelerators import open_backend, usable, visible_devices
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.backends import Accelerator
+from hetero_mpi.device.backends.cuda import has_kernels
+from hetero_mpi.device.backends.mps import MpsBackend
+from hetero_mpi.device.backends.rocm import RocmBackend
+from hetero_mpi.device.backends.xpu import XpuBackend
 from hetero_mpi.device.device_probe import devices_seen
-from hetero_mpi.device.shortage import has_kernels
 from tests.stand_in_gpu.backend import StandIn
 from tests.support.errors import refuses
 
@@ -35,7 +38,7 @@ def test_a_device_that_cannot_be_asked_hides_no_other(standin: Any, monkeypatch:
     def asked(self: StandIn) -> Any:
         if self.index == 0:
             raise RuntimeError("CUDA error: all CUDA-capable devices\nare busy or unavailable")
-        return accelerators.Accelerator._free_memory(self)
+        return Accelerator._free_memory(self)
 
     monkeypatch.setattr(StandIn, "_free_memory", asked)
     seen = devices_seen()
@@ -100,8 +103,8 @@ def test_intels_gpus_that_cannot_be_asked_for_memory(
         get_device_properties=lambda device: properties,
         get_device_name=lambda device: name,
     )
-    monkeypatch.setattr(accelerators.XpuBackend, "module", classmethod(lambda cls: module))
-    gpu = accelerators.XpuBackend(0)
+    monkeypatch.setattr(XpuBackend, "module", classmethod(lambda cls: module))
+    gpu = XpuBackend(0)
     assert gpu.shares_host_memory() is shares
     if not shares:
         assert gpu.memory().usable_bytes == 8_000_000_000
@@ -123,8 +126,8 @@ def test_bf16_of_amds_gpus(monkeypatch: pytest.MonkeyPatch, architecture: str, b
     import types
 
     module = types.SimpleNamespace(get_device_properties=lambda device: types.SimpleNamespace(gcnArchName=architecture))
-    monkeypatch.setattr(accelerators.RocmBackend, "module", classmethod(lambda cls: module))
-    assert ("bf16" in accelerators.RocmBackend(0).dtypes()) is bf16
+    monkeypatch.setattr(RocmBackend, "module", classmethod(lambda cls: module))
+    assert ("bf16" in RocmBackend(0).dtypes()) is bf16
 
 
 def test_what_is_set_for_libraries_before_they_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +136,7 @@ def test_what_is_set_for_libraries_before_they_look(monkeypatch: pytest.MonkeyPa
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "")
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    accelerators.MpsBackend().make_current()
+    MpsBackend().make_current()
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
 
 
@@ -142,11 +145,11 @@ def test_a_device_of_a_doubtful_name_is_told_apart_by_what_the_process_sees(monk
 
     properties = types.SimpleNamespace(uuid="GPU-XX", pci_bus_id=3)
     monkeypatch.setattr(
-        accelerators.RocmBackend,
+        RocmBackend,
         "module",
         classmethod(lambda cls: types.SimpleNamespace(get_device_properties=lambda device: properties)),
     )
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0")
-    first = accelerators.RocmBackend(0).identity()
+    first = RocmBackend(0).identity()
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
-    assert accelerators.RocmBackend(0).identity() != first
+    assert RocmBackend(0).identity() != first

@@ -48,7 +48,7 @@ class Host(BaseModel):
     """Where MPI is installed there: the directory above ``bin``. Empty: the environment of ``python`` where MPI came with the
     environment here, else the same directory as here."""
     device: str = "auto"
-    """"auto", "cpu", "cuda", "rocm", "xpu", "mps", or one GPU of them: "cuda:1". Rank i of an entry takes GPU i."""
+    """"auto", "cpu", "cuda", "mps", "rocm", "xpu", or one GPU of them: "cuda:1". Rank i of an entry takes GPU i."""
     directory: str | None = None
     """Working directory there, an absolute path; empty: the path of the one here."""
     environment: dict[str, str] = {}

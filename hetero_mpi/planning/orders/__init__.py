@@ -7,12 +7,11 @@ An order for ranks that hold several stages has ``interleaving`` instead, which 
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Iterable, Mapping
 from typing import Protocol, cast
 
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan
+from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 
 
 class Order(Protocol):
@@ -44,10 +43,7 @@ class Interleaving(Protocol):
         ...
 
 
-ORDERS = {
-    found.name: cast(Order | Interleaving, importlib.import_module(f"{__name__}.{found.name}"))
-    for found in pkgutil.iter_modules(__path__)
-}
+ORDERS: dict[str, Order | Interleaving] = {name: plug_in(__name__, name) for name in plug_in_names(__name__)}
 OTHER_ORDERS = {name: order for name, order in ORDERS.items() if name != WARM_UP}
 """All others."""
 INTERLEAVINGS = {name for name, order in ORDERS.items() if hasattr(order, "interleaving")}

@@ -15,6 +15,7 @@ from typing import Any
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.cost import DTYPE_BYTES, EMBEDDING, HEAD
 from hetero_mpi.planning.types.profile import ANY_HOST, ITSELF, TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
+from hetero_mpi.util.plug_ins import plug_in_names
 
 DTYPES = tuple(DTYPE_BYTES)
 LONGEST_S = 1e6
@@ -36,7 +37,7 @@ PARTS: dict[str, str | int] = {
     "divided_workspace": 1,
 }
 """Figures of a layer, and those (or the number) that they are no more than."""
-BACKENDS = ("cpu", "cuda", "rocm", "xpu", "mps")
+BACKENDS = ("cpu", *plug_in_names("hetero_mpi.device.backends"))
 
 
 def profile_problems(profile: ClusterProfile) -> list[str]:

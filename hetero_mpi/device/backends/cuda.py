@@ -1,0 +1,79 @@
+"""NVIDIA's GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from hetero_mpi.device.backends import Accelerator
+
+PREFERENCE = 1
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA's own order is by speed; nvidia-smi numbers them so
+
+
+class CudaBackend(Accelerator):
+    name = "cuda"
+    torch_type = "cuda"
+    visibility = ("CUDA_VISIBLE_DEVICES",)
+
+    @classmethod
+    def count(cls) -> int:
+        return 0 if torch.version.hip else super().count()
+
+    def make_current(self) -> None:
+        super().make_current()
+        # With a mask its backward gives gradients that are no numbers, from torch 2.11 on (pytorch#196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        settled = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()  # the second before torch 2.9
+        if sys.platform == "linux" and not settled:
+            self._expand_segments()
+
+    def _expand_segments(self) -> None:
+        """Let blocks of memory grow: batches of changing length leave pieces else, which fit no later one."""
+        settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from torch 2.9 on
+        settings = settings or torch.cuda.memory._set_allocator_settings
+        settings("expandable_segments:True")
+        try:
+            torch.empty(1, device=self.device)
+        except RuntimeError:  # WSL and some virtual GPUs have no such memory
+            settings("expandable_segments:False")
+
+    def _without_kernels(self) -> str | None:
+        capability = torch.cuda.get_device_capability(self.index)
+        if has_kernels(capability, torch.cuda.get_arch_list()):
+            return None
+        return f"{torch.cuda.get_device_name(self.index)} has compute capability {'.'.join(map(str, capability))}"
+
+    def architecture(self) -> str:
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"sm_{major}{minor}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+
+    def dtypes(self) -> tuple[str, ...]:
+        # bf16 arithmetic starts with compute capability 8.0; older GPUs only emulate it, far too slowly to train with.
+        capability = torch.cuda.get_device_capability(self.device)
+        return ("fp32", "bf16", "fp16") if capability >= (8, 0) else ("fp32", "fp16")
+
+
+def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """True where a CUDA build for the architectures ``built`` computes on a GPU of this compute capability.
+
+    Machine code runs on GPUs of the same major and at least the minor number; intermediate code (``compute_``) on all later ones.
+
+    >>> has_kernels((6, 1), ["sm_75", "sm_80", "compute_120"]), has_kernels((8, 6), ["sm_75", "sm_80"])
+    (False, True)
+    """
+    for architecture in built:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture)
+        if match is None:
+            continue
+        version = int(match[2]), int(match[3])
+        if (match[1] == "compute" or version[0] == capability[0]) and version <= tuple(capability):
+            return True
+    return not built
+
+
+BACKEND = CudaBackend

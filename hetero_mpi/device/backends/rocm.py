@@ -1,0 +1,50 @@
+"""AMD's GPUs."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from hetero_mpi.device.backends import Accelerator
+from hetero_mpi.device.self_test import OTHER_KERNELS
+
+PREFERENCE = 2
+
+
+class RocmBackend(Accelerator):
+    """torch's HIP build presents them under the name ``cuda``."""
+
+    name = "rocm"
+    torch_type = "cuda"
+    visibility = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    other_kernels = OTHER_KERNELS
+
+    @classmethod
+    def count(cls) -> int:
+        return super().count() if torch.version.hip else 0
+
+    def chip(self) -> str:
+        """Such as ``gfx1100``; "" where torch does not tell."""
+        return str(getattr(self._properties(), "gcnArchName", "")).split(":")[0]
+
+    def dtypes(self) -> tuple[str, ...]:
+        # Older ones have no bf16 products; torch says that all have.
+        native = re.match(r"gfx(908|90a|94|950|11|12)", self.chip())
+        return ("fp32", "bf16", "fp16") if native else ("fp32", "fp16")
+
+    def _without_kernels(self) -> str | None:
+        built, own = torch.cuda.get_arch_list(), self.chip()
+        return f"{self.description()} is a {own}" if built and own and own not in built else None
+
+    def architecture(self) -> str:
+        return f"{super().architecture()}, HIP {torch.version.hip}"
+
+    @classmethod
+    def only_by_name(cls) -> set[int]:
+        """The processor's own GPU beside a discrete one: too slow to take a rank that could have the processor."""
+        integrated = {index for index in range(cls.count()) if cls(index)._integrated()}
+        return integrated if len(integrated) < cls.count() else set()
+
+
+BACKEND = RocmBackend

@@ -1,0 +1,31 @@
+"""Intel's GPUs."""
+
+from __future__ import annotations
+
+import re
+
+from hetero_mpi.device.backends import Accelerator
+
+PREFERENCE = 3
+
+
+class XpuBackend(Accelerator):
+    name = "xpu"
+    torch_type = "xpu"
+    visibility = ("ZE_AFFINITY_MASK",)
+
+    def dtypes(self) -> tuple[str, ...]:
+        bf16 = getattr(self._properties(), "has_bfloat16_conversions", True)
+        return ("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16")
+
+    def _integrated(self) -> bool:
+        properties = self._properties()
+        for name in ("is_integrated", "is_integrated_gpu"):
+            if hasattr(properties, name):
+                return bool(getattr(properties, name))
+        # Before torch 2.13 only the name tells: "Arc(TM) A770 Graphics" has memory of its own, "Arc(TM) Graphics" has not.
+        name = self.description()
+        return "Graphics" in name and re.search(r"\b[AB]\d{2,3}", name) is None
+
+
+BACKEND = XpuBackend
