@@ -159,31 +159,25 @@ def train(job: Path, overrides: Sequence[str], **options: Any) -> int:
 
 
 def generate(**options: Any) -> int:
-    def command(world: World) -> int:
-        with _eager_imports(world):
-            from hetero_mpi.inference.generate import GenerateOptions, generate
-
-        return generate(world, GenerateOptions(**options))
-
-    return _on_all_ranks(command)
+    return _with_model("inference.generate", options)
 
 
 def serve(**options: Any) -> int:
-    def command(world: World) -> int:
-        with _eager_imports(world):
-            from hetero_mpi.serve.serve import ServeOptions, serve
-
-        return serve(world, ServeOptions(**options))
-
-    return _on_all_ranks(command)
+    return _with_model("serve.serve", options)
 
 
 def evaluate(**options: Any) -> int:
+    return _with_model("inference.evaluate.evaluate", options)
+
+
+def _with_model(module: str, options: dict[str, Any]) -> int:
+    """Run a module's function of its own name on all ranks, with the options as its class of options, such as ``ServeOptions``."""
+    name = module.rpartition(".")[2]
+
     def command(world: World) -> int:
         with _eager_imports(world):
-            from hetero_mpi.inference.evaluate.evaluate import EvaluateOptions, evaluate
-
-        return evaluate(world, EvaluateOptions(**options))
+            found = import_module(f"hetero_mpi.{module}")
+        return int(getattr(found, name)(world, getattr(found, f"{name.title()}Options")(**options)))
 
     return _on_all_ranks(command)
 

@@ -1,4 +1,6 @@
-"""The command line's commands and options. Nothing of what runs them is imported here: each command names its function."""
+"""The command line's commands and options; further commands are modules of ``one_file``. Each command names its function, which is
+not imported here.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi import __version__
+from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 from hetero_mpi.util.terminal import folded
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 Add = Callable[..., argparse.Action]
 """``add_argument`` of a command's parser."""
 
+ONE_FILE = "hetero_mpi.commands.one_file"
 HEARTBEAT_TIMEOUT_S = 14.0
 """Silence after which a machine counts as dead. An outage of 12 s is survived, and its end is seen within 1.75 s."""
 PROBE_TIMEOUT_S = 10.0
@@ -123,9 +127,9 @@ def parser() -> argparse.ArgumentParser:
     add("--gguf", nargs="?", const="auto", choices=types, help=gguf)
     add("--push", metavar="ORG/NAME", help="upload OUT to the Hugging Face hub, too, as a private model")
 
-    text = "show what this machine keeps for later starts; token ids, times of devices"
-    add = _command(commands, "cache", "commands.run_commands:cache", text).add_argument
-    add("--empty", action="store_true", help="remove it; whatever is needed is made again")
+    for name in plug_in_names(ONE_FILE):
+        module = plug_in(ONE_FILE, name)
+        module.add_options(_command(commands, name, f"commands.one_file.{name}:run", module.ABOUT).add_argument)
 
     text = "print a job file that documents every key; or the pages of reference"
     form = _command(commands, "reference", "commands.reference_pages:reference", text).add_mutually_exclusive_group()

@@ -1,8 +1,7 @@
-"""The commands that look at what is there: ``report``, ``compare``, ``baseline``, ``cache``. Neither torch nor MPI is imported."""
+"""The commands that look at what is there: ``report``, ``compare``, ``baseline``. Neither torch nor MPI is imported."""
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,10 +21,8 @@ from hetero_mpi.report.past_run import PastRun, anonymous, read_run
 from hetero_mpi.report.run_text import baseline_lines, comparison_lines
 from hetero_mpi.rundir.run_directory import REPORT_NAME
 from hetero_mpi.util import units
-from hetero_mpi.util.disk import cache_folder, writing
 from hetero_mpi.util.errors import UserError
 
-_KINDS = {"tokens": "token ids of data", "profiles": "times of devices", "datasets": "data of Python programs"}
 SHARED_NAME = "report-shared.html"
 
 
@@ -106,17 +103,3 @@ def _sharing(profile: ClusterProfile) -> list[str]:
         "compute on all cores: `launch -np 1 -- train JOB --run-dir DIR` measures that, and `compare` then tells."
         for host, own in sorted(threads.items())
     ]
-
-
-def cache(empty: bool) -> list[str]:
-    """A line for each kind: entries, bytes and folder. ``empty``: they are removed. Raises UserError: they cannot be."""
-    lines = []
-    for kind, what in _KINDS.items():
-        folder = cache_folder(kind)
-        entries = list(folder.iterdir()) if folder.is_dir() else []
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        if empty and entries:
-            with writing(folder, "remove it yourself"):
-                shutil.rmtree(folder)
-        lines.append(f"{what}: {len(entries):,}, {units.size(size)}{' removed' if empty else ''} ({folder})")
-    return lines

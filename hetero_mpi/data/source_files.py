@@ -26,9 +26,10 @@ from huggingface_hub import constants, errors
 from hetero_mpi.util.background import Background
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 
 PREFIX = "hf:"
-KINDS = (".parquet", *(kind + packed for kind in (".jsonl", ".json") for packed in ("", ".gz", ".xz", ".bz2", ".zst")))
+FORMATS = "hetero_mpi.data.formats"
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w][\w.-]*))?(?::([\w][\w.-]*))?", re.ASCII)
 _WORDS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 """Split -> what its files are called in a data set whose card does not say it."""
@@ -172,7 +173,8 @@ def _chosen(wanted: HubName, names: Sequence[str], directory: Path, whole: bool)
 
     Raises UserError where it has none; [] where a part of it may lack them.
     """
-    data = [name for name in names if name.endswith(KINDS) and not fnmatch.fnmatch(Path(name).name, "dataset_*.json")]
+    kinds = tuple(suffix for name in plug_in_names(FORMATS) for suffix in plug_in(FORMATS, name).SUFFIXES)
+    data = [name for name in names if name.endswith(kinds) and not fnmatch.fnmatch(Path(name).name, "dataset_*.json")]
     splits = _by_card(wanted, data, directory / "README.md")
     if splits is None:
         splits = _by_names(wanted, data)
@@ -181,7 +183,7 @@ def _chosen(wanted: HubName, names: Sequence[str], directory: Path, whole: bool)
     if not whole:
         return []
     there = ", ".join(f'"{split}"' for split, files in splits.items() if files)
-    has = f"it has the splits {there}" if there else f"none of its {len(names):,} files ends with {', '.join(KINDS)}"
+    has = f"it has the splits {there}" if there else f"none of its {len(names):,} files ends with {', '.join(kinds)}"
     raise UserError(
         "data.hub_split",
         f'{wanted.said}: {wanted.name} must have files of the split "{wanted.split}" in a format that is read here; '

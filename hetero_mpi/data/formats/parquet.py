@@ -1,0 +1,62 @@
+"""Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any
+
+from hetero_mpi.data.record_files import TEXT, OwnKeys
+from hetero_mpi.data.record_shapes import PAIRS, PREFERENCE, SPELLINGS, BadRecord, unrecognised, without_text
+from hetero_mpi.util.errors import UserError
+
+BEGINS, SUFFIXES = (b"PAR1",), (".parquet",)
+ROWS_AT_ONCE = 1000
+"""Rows of a parquet file that are in memory together."""
+_MESSAGES = {*SPELLINGS, *PREFERENCE, "prompt", "completion", "history"}
+"""Keys that may hold messages."""
+
+
+def read_records(path: Path, keys: OwnKeys, wanted: Set[str]) -> Iterator[tuple[str, Any]]:
+    """The rows of a parquet file; of its columns, those that records have."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise UserError(
+            "records.package_missing",
+            f"{path}: parquet files are read by the package pyarrow, which is not installed on rank 0's machine: run "
+            f"`pip install pyarrow` (or `pip install 'hetero_mpi[parquet]'`) there",
+        ) from None
+    try:
+        with pq.ParquetFile(path) as file:
+            columns = dict.fromkeys(file.schema_arrow.names)
+            read_as = dict(zip(columns, names := keys.read(columns), strict=True))
+            pairs = any(all({*keys} & {*names} for keys in pair) for pair in PAIRS.values())
+            if wanted is TEXT:
+                pairs = "text" in names
+            if not (pairs or {*PREFERENCE} <= {*names} or {*SPELLINGS} & {*names}):
+                problem = without_text(columns) if wanted is TEXT else unrecognised(dict(names))
+                yield str(path), BadRecord("record.unknown_shape", problem, rest=True)
+                return
+            if not file.metadata.num_rows:
+                raise UserError(
+                    "records.empty", f"{path}: the file holds no records: it has no rows. Leave it out, or fill it."
+                )
+            unread = {name: True for name, key in read_as.items() if key not in wanted}  # there, and not looked at
+            rows = file.iter_batches(ROWS_AT_ONCE, columns=[name for name in columns if name not in unread])
+            for number, row in enumerate((row for batch in rows for row in batch.to_pylist()), start=1):
+                value = {name: _without_nulls(inner, read_as[name] in _MESSAGES) for name, inner in row.items()}
+                yield f"{path}, row {number}", {**value, **unread}
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        yield str(path), BadRecord("records.damaged", f"damaged, or no parquet file: {reason}. Get it again", rest=True)
+
+
+def _without_nulls(value: Any, messages: bool = False) -> Any:
+    """A value without the keys that are null: all objects of a column have the same keys. Those of ``messages`` keep theirs."""
+    if isinstance(value, list):
+        return [_without_nulls(inner, messages) for inner in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if messages or inner is not None}
+    return value
