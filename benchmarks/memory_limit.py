@@ -64,7 +64,7 @@ def main() -> int:
         8 * (blocks * LAYER_BYTES + ENDS_BYTES) if arguments.full else 0
     )  # from 2 bytes of each parameter to 16
     limit_bytes = int(arguments.limit_gb * 1e9) + state_bytes
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as name, _group(limit_bytes) as group:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name, limited_group(limit_bytes) as group:
         folder = Path(name)
         shape = json.dumps({**LAYER, "num_hidden_layers": blocks})
         made = subprocess.run([sys.executable, "-c", CREATE, shape, name + "/model"], capture_output=True, text=True)
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _group(limit_bytes: int) -> Iterator[Path]:
+def limited_group(limit_bytes: int) -> Iterator[Path]:
     """A control group with this limit; its ``cgroup.procs`` takes processes."""
     version_2 = (GROUPS / "cgroup.controllers").exists()
     group = (GROUPS if version_2 else GROUPS / "memory") / f"hetero-limit-{os.getpid()}"
