@@ -263,29 +263,6 @@ class Backend:
         """Let the device copy by itself from and to ``memory``, as long as that lives."""
 
 
-_SIGNS = (
-    "not enough memory",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "HIPBLAS_STATUS_ALLOC_FAILED",
-    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
-    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
-    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
-    "Invalid buffer size",
-)
-"""Words of allocators, libraries beneath torch and drivers in a plain RuntimeError: CPU, cuBLAS, cuDNN, SYCL (XPU), Metal."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True where the error means that memory was short, whoever says it."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-
-
 def best_dtype(ranks: list[tuple[str, list[str]]]) -> tuple[str, str]:
     """(compute dtype for all ranks, the reason), from each rank's (backend name, dtypes).
 

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from hetero_mpi.comm.ranks.versions import installed
 from hetero_mpi.device.accelerators import BACKENDS
-from hetero_mpi.device.backend import DTYPES, HOST, Backend, Copied, is_out_of_memory
+from hetero_mpi.device.backend import DTYPES, HOST, Backend, Copied
 from hetero_mpi.device.self_test import MARK, OPENING, Result
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.util.background import unattended
 
 ALLOWED = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from hetero_mpi.comm.transport import Arrived, Buffer, Exchange, Group, Message, Ready, Request, Transport
-from hetero_mpi.device.backend import Backend, is_out_of_memory
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.planning.types.plan import RankMemory
 from hetero_mpi.util import units

@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 
-from hetero_mpi.device.backend import Backend, is_out_of_memory
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.model.group.division import experts_to_share
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.model_cost import shareable_heads

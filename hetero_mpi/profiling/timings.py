@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_mpi.device.backend import Mark, is_out_of_memory
+from hetero_mpi.device.backend import Mark
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.planning.fit import fitted_curve
 from hetero_mpi.planning.types.profile import Curve, LayerTimes

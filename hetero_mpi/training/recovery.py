@@ -27,6 +27,7 @@ from hetero_mpi.comm.ranks.mpi_start import Loss, settled, survivors
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.source_files import matching_files
+from hetero_mpi.device.shortage import memory_kills, memory_kills_text
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.files.hub import is_hub_id
 from hetero_mpi.planning.types.cluster_changes import restricted
@@ -43,7 +44,6 @@ from hetero_mpi.training.setup.data_setup import prepare
 from hetero_mpi.training.setup.profile_and_plan import Planned, Profiled, obtain_plan, planning_request
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.host_limits import memory_kills, memory_kills_text
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -1,6 +1,4 @@
-"""Limits of what a process may use of its host: memory and cores, under its control groups, and processes killed at them. Standard
-library only.
-"""
+"""Limits of what a process may use of its host: memory and cores, under its control groups. Standard library only."""
 
 from __future__ import annotations
 
@@ -94,25 +92,3 @@ def counter(counters: Path, name: str) -> int:
     except (OSError, ValueError):
         return 0
     return int(rows.get(name, 0))
-
-
-def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
-    """Processes that this machine's kernel has killed for lack of memory since it started, by the limit of a control group or for
-    the whole machine; 0 where it does not count them (before Linux 4.13, other systems)."""
-    return counter(counters, "oom_kill")
-
-
-def memory_kills_text(kills: dict[str, int]) -> str:
-    """The text for a person. ``kills``: host -> processes killed meanwhile; "" where there are none."""
-    told = [
-        f"the kernel of {host} killed {count} process{'es' if count > 1 else ''} for lack of memory"
-        for host, count in kills.items()
-        if count > 0
-    ]
-    if not told:
-        return ""
-    return (
-        f"{', '.join(told)} meanwhile (`oom_kill` in /proc/vmstat). Raise the limit of the control group (SLURM: --mem; Docker: "
-        "--memory), end what else takes memory there, or let the planner give its ranks less: --set plan.memory_reserve=0.2, or "
-        "--set cluster.memory_bytes=8000000000 per rank"
-    )

@@ -15,7 +15,8 @@ import torch
 
 from hetero_mpi.comm.transport import Group, Numbers, Request
 from hetero_mpi.data.batch import Batch
-from hetero_mpi.device.backend import Backend, is_out_of_memory
+from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.engine.channel import HostBuffers, Inbox
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hetero_mpi.device.shortage import memory_kills, memory_kills_text
 from hetero_mpi.rundir.metrics import read_metrics
-from hetero_mpi.util.host_limits import memory_kills, memory_kills_text
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.support.long_run import LongRun
 

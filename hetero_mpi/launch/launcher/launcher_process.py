@@ -25,12 +25,12 @@ from types import FrameType
 from typing import IO, TextIO
 
 from hetero_mpi.comm.ranks.library import ENDED_LINE
+from hetero_mpi.device.shortage import memory_kills, memory_kills_text
 from hetero_mpi.launch.launcher.command_line import CommandLine
 from hetero_mpi.launch.launcher.launcher import with_home
 from hetero_mpi.util.background import Background
 from hetero_mpi.util.disk import room, temporary_folder
 from hetero_mpi.util.errors import AT_ONCE, ExitCode, UserError
-from hetero_mpi.util.host_limits import memory_kills, memory_kills_text
 from hetero_mpi.util.terminal import UNWATCHED_VARIABLE, write_text
 
 _MORE = "the full command: --print; with the reasons for its options: --verbose"

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
+from hetero_mpi.device.shortage import memory_kills_text
 from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import format_hostfile
 from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
@@ -36,7 +37,6 @@ from hetero_mpi.launch.supervisor.watched_hosts import WatchedHost, WatchedHosts
 from hetero_mpi.rundir.run_directory import START_VARIABLE, EventLog
 from hetero_mpi.util.disk import write_whole
 from hetero_mpi.util.errors import AT_ONCE, ExitCode, UserError
-from hetero_mpi.util.host_limits import memory_kills_text
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""

@@ -37,11 +37,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hetero_mpi.device.shortage import memory_kills
 from hetero_mpi.rundir.line_files import METRICS_NAME, object_of
 from hetero_mpi.rundir.run_directory import LOCK_NAME, RUN_NAME, START_VARIABLE, run_json, run_starts
 from hetero_mpi.util.disk import lock, require_regular, room, temporary_folder
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.host_limits import memory_kills
 
 INTERVAL_S = 0.25
 """Seconds between calls."""

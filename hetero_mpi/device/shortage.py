@@ -1,0 +1,54 @@
+"""Shortages of memory: processes that the kernel killed for it, and errors that mean it. Without torch, but for errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hetero_mpi.util.host_limits import counter
+
+
+def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
+    """Processes that this machine's kernel has killed for lack of memory since it started, by the limit of a control group or for
+    the whole machine; 0 where it does not count them (before Linux 4.13, other systems)."""
+    return counter(counters, "oom_kill")
+
+
+def memory_kills_text(kills: dict[str, int]) -> str:
+    """The text for a person. ``kills``: host -> processes killed meanwhile; "" where there are none."""
+    told = [
+        f"the kernel of {host} killed {count} process{'es' if count > 1 else ''} for lack of memory"
+        for host, count in kills.items()
+        if count > 0
+    ]
+    if not told:
+        return ""
+    return (
+        f"{', '.join(told)} meanwhile (`oom_kill` in /proc/vmstat). Raise the limit of the control group (SLURM: --mem; Docker: "
+        "--memory), end what else takes memory there, or let the planner give its ranks less: --set plan.memory_reserve=0.2, or "
+        "--set cluster.memory_bytes=8000000000 per rank"
+    )
+
+
+_SIGNS = (
+    "not enough memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
+    "Invalid buffer size",
+)
+"""Words of allocators, libraries beneath torch and drivers in a plain RuntimeError: CPU, cuBLAS, cuDNN, SYCL (XPU), Metal."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True where the error means that memory was short, whoever says it."""
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
