@@ -22,9 +22,9 @@ from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.interop import dataset_trainer
 from hetero_mpi.job.load import load_job
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.model.files.shard_cache import ShardCache
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.profiling import benchmark_spec
+from hetero_mpi.state.file_supply import ShardCache
 from hetero_mpi.training.setup import data_setup
 from hetero_mpi.util.disk import cache_folder
 from hetero_mpi.util.errors import UserError

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from hetero_mpi.data import source_files
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import DirectoryContents, ModelFiles
-from hetero_mpi.model.files.shard_cache import ShardCache
+from hetero_mpi.state.file_supply import ShardCache
 from tests.support.errors import refuses
 
 TENSORS = {
