@@ -1,20 +1,21 @@
-"""Are frozen layers on disk read as fast by the system's own page faults as by our threads? Under a limit of half their bytes.
+"""Are frozen layers on disk read as fast by the system's page faults as by threads? Under a limit of half their bytes.
 
     python benchmarks/mapped_layers.py [--layers 24] [--width 4096] [--tokens 64] [--rounds 3] [--folder DIR]
                                        [--json FILE] [--check]
 
 Writes layers of ``width * width`` numbers in fp32 as a streamed stage does, into files mapped into memory, in a process whose
 control group may hold half of them (root is needed). Then passes go forward and back through all layers, each way in turn,
-``--rounds`` times. In place, as a rank that computes in host memory: the next layer's file is read by a thread (ours), by the
-system on ``MADV_WILLNEED``, or by page faults alone. Into a device's slots, as a GPU: by threads into buffers, two layers ahead
+``--rounds`` times. In place, as a rank that computes in host memory: by page faults alone (ours), or the next layer's file is read
+by a thread, or by the system on ``MADV_WILLNEED``. Into a device's slots, as a GPU: by threads into buffers, two layers ahead
 (ours), or by a thread that copies from the mapping, one ahead. Medians over rounds; the ratio is that of times to ours.
-``--check`` exits 1 where no other way takes more than 1.2 times as long as ours: then our reading is worth nothing.
+``--check`` exits 1 where another way takes less than 1 / 1.2 of ours.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,11 +33,12 @@ from memory_limit import limited_group  # noqa: E402
 
 from hetero_mpi.device.backend import Backend, Copying  # noqa: E402
 from hetero_mpi.model.host_weights import HostLayer, ReadAhead  # noqa: E402
-from hetero_mpi.util.background import Background  # noqa: E402
+from hetero_mpi.util.background import Background, unattended  # noqa: E402
 
 BAR = 1.2
-OURS = {"in place": "thread", "to a device": "buffers"}
+OURS = {"in place": "faults", "to a device": "buffers"}
 """Kind of way -> the one that the program takes."""
+PIECE_BYTES = 4 << 20
 BESIDE_BYTES = 150_000_000
 """What the group may hold beside files, slots and buffers."""
 Pass = Callable[[Sequence[int]], Iterator[torch.Tensor]]
@@ -71,7 +73,7 @@ def main() -> int:
             ratios.append(ratio)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return int(arguments.check and max(ratios) <= BAR)
+    return int(arguments.check and min(ratios) < 1 / BAR)
 
 
 def _seconds(place: Path, layers: int, width: int, tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -116,7 +118,15 @@ def _in_place(layers: dict[int, HostLayer]) -> dict[str, Pass]:
         assert layer._file is not None
         layer._file.madvise(mmap.MADV_WILLNEED)
 
-    return {"thread": passing(HostLayer.prefetch), "MADV_WILLNEED": passing(advise), "faults": passing(lambda _: None)}
+    def read(layer: HostLayer) -> None:
+        at = 0
+        while data := os.pread(layer._descriptor, PIECE_BYTES, at):
+            at += len(data)
+
+    def read_ahead(layer: HostLayer) -> None:
+        unattended("reading a layer", lambda: read(layer))
+
+    return {"faults": passing(lambda _: None), "thread": passing(read_ahead), "MADV_WILLNEED": passing(advise)}
 
 
 def _to_device(layers: dict[int, HostLayer]) -> dict[str, Pass]:

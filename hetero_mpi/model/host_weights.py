@@ -1,9 +1,9 @@
 """Weights of a streamed stage, layer by layer: they are kept in host memory, the device holds few layers at a time.
 
 A layer's tensors lie in one block of bytes, so that one copy brings them to the device. Blocks for which there is no memory are
-files of the rank's own, mapped into memory, and read ahead. On a rank that computes in host memory (a CPU) nothing
-is copied: all its blocks are such files, and the system keeps of them what there is room for. (Where all weights are trained, such
-a rank has no blocks.)
+files of the rank's own, mapped into memory, and read ahead for a GPU. On a rank that computes in host memory (a CPU) nothing is
+copied: all its blocks are such files, and the system reads them and keeps of them what there is room for. (Where all weights are
+trained, such a rank has no blocks.)
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from torch import nn
 from hetero_mpi.device.backend import HOST, Backend, Copied, Copying
 from hetero_mpi.model.layer.quantize import is_empty
 from hetero_mpi.planning.types.cost import STREAMED_LAYERS
-from hetero_mpi.util.background import Background, unattended
+from hetero_mpi.util.background import Background
 from hetero_mpi.util.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.util.errors import UserError
 
 _ALIGNMENT = 256
 """Bytes: tensors start where every kernel reads well."""
-_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -90,16 +89,6 @@ class HostLayer:
         """The modules' tensors are those in ``block`` from now on."""
         for place in self.places:
             place.attach(block)
-
-    def prefetch(self) -> None:
-        """Have a thread read the mapped file, since the layer is needed soon: the system's own advice reads but its beginning."""
-        if self._file is not None:
-            unattended("reading a layer", self._into_memory)
-
-    def _into_memory(self) -> None:
-        at = 0
-        while data := os.pread(self._descriptor, _PIECE_BYTES, at):
-            at += len(data)
 
     def read(self, to: torch.Tensor) -> None:
         """Fill the beginning of ``to`` from the file. From any thread. Raises OSError."""
@@ -213,7 +202,6 @@ class HostWeights:
             self._slots = [
                 torch.empty(largest, dtype=torch.uint8, device=backend.device) for _ in range(STREAMED_LAYERS)
             ]
-        self._on_disk = frozenset(on_disk)
         filed = {layer: layers[layer] for layer in on_disk if self._copying is not None}
         self._reading = ReadAhead(filed, backend) if filed else None
 
@@ -235,9 +223,7 @@ class HostWeights:
 
     def prefetch(self, layer: int, keeping: int) -> None:
         """The layer is needed after ``keeping``, which computes now."""
-        if layer in self._on_disk and self._copying is None:
-            self.layers[layer].prefetch()
-        elif layer in self.layers and self._copying is not None and layer not in self._in_slot:
+        if layer in self.layers and self._copying is not None and layer not in self._in_slot:
             self._begin_copy(layer, keeping)
         if self._reading is not None:
             order = range(min(self.layers), 1 + max(self.layers))[:: layer - keeping]

@@ -6,7 +6,6 @@ import platform
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
-from hetero_mpi.model.host_weights import HostLayer
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage
@@ -138,37 +136,6 @@ def test_frozen_weights_are_in_mapped_files(tmp_path: Path) -> None:
     blocks = {layer.block.untyped_storage().data_ptr() for layer in stage.weights.layers.values()}
     assert set(frozen.values()) == blocks and len(blocks) == chain.layer_count
     assert stage.weights.bytes >= sum(p.nbytes for p in stage.model.parameters() if not p.requires_grad)
-
-
-def test_files_that_memory_does_not_keep_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = chain_of("llama", num_hidden_layers=4)
-    given: Any = (
-        chain,
-        0,
-        chain.layer_count,
-        Backend(),
-        "fp32",
-        NormalStart(),
-        7,
-        adapter_tuning(chain, LORA, False, True),
-    )
-    stage = streamed_stage_of(*given, on_disk=(2, 3), folder=tmp_path)
-    read: list[int] = []
-    whole = HostLayer._into_memory
-    numbers = {id(layer): number for number, layer in stage.weights.layers.items()}
-
-    def noted(layer: HostLayer) -> None:
-        whole(layer)
-        read.append(numbers[id(layer)])
-
-    monkeypatch.setattr(HostLayer, "_into_memory", noted)
-    tokens = torch.ones((2, 8), dtype=torch.int64)
-    stage.forward(MicroBatch(0, 0, 0, 16), tokens, tokens)
-    stage.backward(0)
-    deadline = time.monotonic() + 60
-    while sorted(set(read)) != [2, 3] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert set(read) == {2, 3}
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
