@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from hetero_mpi.interop.export import CARD, write_card
 from hetero_mpi.planning.types.toml_files import plan_to_dict, profile_to_dict
-from tests.report.test_page import LORA
+from tests.report.test_looks import LORA
 from tests.support.past_runs import cluster, make_run, planned
 
 BASE_CARD = """---

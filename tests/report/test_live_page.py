@@ -30,11 +30,9 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.backends.cuda import CudaBackend
 from hetero_mpi.job.schema import ReportTable
 from hetero_mpi.report.page import document, sections
-from hetero_mpi.report.page.document import key_figures, report_html, write_report
+from hetero_mpi.report.page.document import report_html, write_report
 from hetero_mpi.report.past_run import PastRun, anonymous, read_run
 from hetero_mpi.report.progress import ProgressDisplay
-from hetero_mpi.rundir import present
-from hetero_mpi.rundir.metrics import MetricsWriter
 from hetero_mpi.rundir.present import Present, Standing, read_present, write_present
 from hetero_mpi.serve import live_page
 from hetero_mpi.serve.live_page import LiveServer, watch
@@ -42,15 +40,10 @@ from hetero_mpi.serve.web.server import Names, bound_socket
 from hetero_mpi.training import run_report
 from hetero_mpi.training.run_report import LiveView
 from hetero_mpi.util.errors import UserError
+from tests.report.test_looks import RANKS
 from tests.support.errors import refuses
 from tests.support.mpi import ROOT
-from tests.support.past_runs import JOB, cluster, make_run, metrics, planned
-
-RANKS = {
-    "0": Standing("training step 61, 0F3", computed=0.82, memory_bytes=1_200_000_000, sending={"1": [2, 3_100_000]}),
-    "1": Standing("step 61, 1RECV_F2", 12.0, "rank 0 to send", sensors={"busy": 0.97, "watts": 310.4, "celsius": 61.0}),
-    "2": Standing("training step 61, 2B1", silent_s=7.0),
-}
+from tests.support.past_runs import JOB, cluster, make_run, planned
 
 
 @pytest.fixture
@@ -106,14 +99,6 @@ def test_steps_of_a_job_that_are_no_number(run: Path, steps: Any) -> None:
     assert "60 steps" in report_html(read_run(run))
 
 
-def test_what_has_broken_off_goes_on_where_it_has_a_checkpoint(run: Path) -> None:
-    write_present(run, Present(1.0e9, "training step 61"))
-    assert "--resume goes on." in report_html(read_run(run))
-    for path in (run / "checkpoints").glob("*.h5"):
-        path.unlink()
-    assert "it has no checkpoint, so it can only begin anew." in report_html(read_run(run))
-
-
 def test_a_defect_in_reading_is_told_and_not_taken_for_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Path) -> None:
         raise PermissionError(13, "denied", "/home/ada/metrics.jsonl")
@@ -124,35 +109,7 @@ def test_a_defect_in_reading_is_told_and_not_taken_for_the_end(run: Path, monkey
     assert "metrics.jsonl" in texts[0] and "ada" not in texts[1]
 
 
-def test_a_run_that_goes_on_says_what_its_ranks_do(run: Path) -> None:
-    page = report_html(read_run(run))
-    assert "It goes on: training step 61." in page and '<p class="sub">As of ' in page
-    for text in (
-        "forward 3",
-        "waits for rank 0 to send, for 12.0 s",
-        "not heard of for 7.00 s; before that: backward 1",
-    ):
-        assert f"<span>{text}</span>" in page
-    assert '<meter value="0.820"></meter> 82 %' in page and '<meter value="0.970"></meter> 97 %' in page
-    assert "310 W" in page and "61 °C" in page and "→ 2 messages, 3.10 MB" in page and "1.20 GB of " in page
-    figures = {what: (figure, remark) for what, figure, remark in key_figures(read_run(run))}
-    assert figures["step"][0] == "60 of 100" and figures["step"][1].startswith("about ")
-
-
-def test_a_run_that_is_over_is_a_report(run: Path) -> None:
-    with MetricsWriter(run / "metrics.jsonl", 60) as writer:
-        for step in range(61, 101):
-            writer.step(metrics(step))
-    page = report_html(read_run(run))
-    assert "Training is over after 100 steps." in page and "<h2>Now" not in page
-
-
-def test_a_run_that_broke_off_tells_its_last_word(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(present, "LIFELESS_S", 0.0)
-    page = report_html(read_run(run))
-    assert "No sign of life since " in page and "Its last word: training step 61." in page and "forward 3" in page
-    write_present(run, Present(time.time(), "saving", "step 61: the loss is <nan>", RANKS))
-    assert "The run ended after 60 steps. step 61: the loss is &lt;nan&gt;" in report_html(read_run(run))
+def test_damaged_files_tell_nothing(run: Path) -> None:
     for damaged in (
         "{",
         '{"unix_s": 1}',
@@ -166,10 +123,9 @@ def test_a_run_that_broke_off_tells_its_last_word(run: Path, monkeypatch: pytest
 
 def test_a_dead_rank_is_dead_until_the_run_goes_on(run: Path) -> None:
     happened(run, event="ranks-lost", text="Died: rank 2 on host1", ranks=[2], left=2)
-    page = report_html(read_run(run))
-    assert page.count('class="rank dead"') == 1 and "<span>dead</span>" in page and "Died: rank 2 on host1</li>" in page
+    assert read_run(run).lost == {2}
     happened(run, event="recovered", text="1.06 s after it was noticed", step=61)
-    assert 'class="rank dead"' not in report_html(read_run(run))
+    assert read_run(run).lost == frozenset()
 
 
 # ------------------------------------------------------------------------------------------------------------------ who sees what

@@ -11,7 +11,7 @@ import pytest
 from hetero_mpi.report.page.document import write_report
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.rundir.run_directory import SAMPLE_NAME
-from tests.report.test_page import LORA
+from tests.report.test_looks import LORA
 from tests.support.browser import Browser, browser
 from tests.support.past_runs import cluster, make_run, planned
 
@@ -53,6 +53,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_is_cut(shown: Browser, page: Path, width: int, scheme: str) -> None:
     shown.look(width, scheme=scheme, mobile=width < 600)
     shown.open(page.as_uri())
+    assert shown.errors() == [] and shown.requested() <= {page.as_uri()}, "its own policy forbids every request"
     found = shown.value(FACTS)
     assert found["page"] <= found["width"] == width, "the page itself does not scroll sideways"
     assert found["cut"] == [] and found["silent"] == [], found

@@ -16,7 +16,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import FancyArrowPatch
 
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import Alone, PipelinePlan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import Alone, RankMemory
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.curves import Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import COLOURS, svg
@@ -27,35 +27,14 @@ from hetero_mpi.report.past_run import anonymous, read_run
 from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.rundir.run_directory import SAMPLE_NAME
+from tests.report.test_looks import LORA
 from tests.support.past_runs import JOB, cluster, make_run, planned
-
-LORA: dict[str, Any] = {
-    "model": {"path": "org/base", "quantization": "nf4", "double_quantization": True},
-    "adapter": {"method": "lora", "rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj", "v_proj"]},
-    "data": {"records": ["a.jsonl"], "sequence_length": 128, "packing": False, "held_out": 0.05},
-    "train": {"steps": 60, "global_batch": 8, "micro_batch": "auto", "dtype": "auto", "learning_rate": 3e-3,
-              "schedule": "cosine", "warmup_steps": 6, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "seed": 7},
-}  # fmt: skip
 
 
 def rows_of(directory: Path, job: dict[str, Any]) -> dict[str, str]:
     profile = cluster(1)
     run = read_run(make_run(directory, planned(profile), profile, steps=2, job=job))
     return dict(job_rows(run.job, profile.model.dtype))
-
-
-def test_the_page_says_which_job_it_was(tmp_path: Path) -> None:
-    assert rows_of(tmp_path / "lora", LORA) == {
-        "method": "LoRA on NF4 weights, double quantization, rank 4, alpha 8, dropout 0, targets q_proj, v_proj",
-        "model": "org/base",
-        "data": "records a.jsonl, sequences of 128 tokens, one document per sequence, 5.0 % of the sequences held out",
-        "steps": "60 steps, 8 sequences per step, micro-batches as the plan has them",
-        "optimizer": "AdamW, peak learning rate 0.003, schedule cosine, 6 steps of warm-up, betas 0.9 and 0.95, weight decay 0.1",
-        "dtype": "fp32 (auto)",
-        "seed": "7",
-    }
-    one_row = "<tr><td>dtype</td><td>fp32 (auto)</td></tr>"
-    assert one_row in report_html(read_run(tmp_path / "lora"))
 
 
 def test_methods_are_told_apart(tmp_path: Path) -> None:
@@ -71,14 +50,6 @@ def test_a_job_of_which_little_is_known_is_no_error(tmp_path: Path) -> None:
     assert "held out" not in rows_of(tmp_path / "b", odd).get("data", "")
     (tmp_path / "b" / "run.json").write_text("{")
     assert not sections.job(read_run(tmp_path / "b")).told
-
-
-def test_the_sample_of_the_end_is_on_the_page(tmp_path: Path) -> None:
-    profile = cluster(1)
-    run = make_run(tmp_path / "a", planned(profile), profile, steps=2)
-    assert "<pre>" not in report_html(read_run(run))
-    (run / SAMPLE_NAME).write_text("## Prompt (greedy)\nint main\n\n## Continuation\n  <b>{\n")
-    assert "<pre>## Prompt (greedy)\nint main\n\n## Continuation\n  &lt;b&gt;{</pre>" in report_html(read_run(run))
 
 
 def test_deaths_and_changes_of_plan_are_marked_in_the_charts(tmp_path: Path) -> None:
@@ -179,20 +150,6 @@ def test_steps_that_are_far_apart_have_a_time_axis_each() -> None:
 
     assert limits(2.5) == pytest.approx([2.5, 2.5])
     assert limits(20.0) == pytest.approx([1.0, 20.0])
-
-
-def test_a_run_without_links_says_nothing_of_them(tmp_path: Path) -> None:
-    profile = cluster(1)
-    page = report_html(read_run(make_run(tmp_path / "one", planned(profile), profile, steps=2)))
-    assert "Links" not in page and "bandwidth" not in page
-    two = cluster(2)
-    page = report_html(read_run(make_run(tmp_path / "two", planned(two), two, steps=2)))
-    assert "<h2>Links" in page and "links: bandwidth" in page and "Messages between stages" in page
-    alone = tuple(PipelinePlan((StagePlan((rank,), 0, planned(two).plan.layers, 0),), 1, 4) for rank in range(2))
-    report = planned(two)
-    report = replace(report, plan=replace(report.plan, pipelines=alone))
-    page = report_html(replace(read_run(tmp_path / "two"), report=report, rank_steps=()))
-    assert "Gradient all-reduce" in page and "Messages between stages" not in page, "whole models side by side"
 
 
 def test_the_memory_of_a_process_is_explained(tmp_path: Path) -> None:
