@@ -3,104 +3,79 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 from tests.support.training_cases import Case
 
-CUTS = tuple(
-    Case(
-        f"{family}-{tied}-{dropout}-{packing}-{micro_batch}-{split}", family, tied, dropout, packing, micro_batch, split
-    )
-    for family in ("llama", "qwen3", "gemma2", "gpt_neox", "phi3")
-    for tied in (False, True)
-    for dropout in (0.0, 0.1)
-    for packing in (False, True)
-    for micro_batch in (1, 4)
-    for split in ("even", "uneven", "ends", "reversed")
+def product(**values: Sequence[Any]) -> tuple[Case, ...]:
+    """A case for each choice of one of the values of every field; fields whose names stand in one word vary together."""
+    cases = []
+    for choice in itertools.product(*values.values()):
+        fields: dict[str, Any] = {}
+        for names, value in zip(values, choice, strict=True):
+            fields |= dict(zip(names.split("__"), value, strict=True)) if "__" in names else {names: value}
+        cases.append(Case("-".join(map(str, fields.values())), **fields))
+    return tuple(cases)
+
+
+BOTH = (False, True)
+FAMILIES = (("llama", False), ("qwen3", True), ("gemma2", True), ("gpt_neox", False))
+TRAINED = (("full", "fp32"), ("lora", "fp32"), ("full", "bf16"))
+CUTS = product(
+    family=("llama", "qwen3", "gemma2", "gpt_neox", "phi3"),
+    tied=BOTH,
+    dropout=(0.0, 0.1),
+    packing=BOTH,
+    micro_batch=(1, 4),
+    split=("even", "uneven", "ends", "reversed"),
 )
 """How one pipeline is cut, what it trains, and how its data are packed."""
 SHARED = tuple(
-    Case(
-        f"{family}-{pipelines}-{shares}-{schedule}-{recompute}-{tuning}-{dtype}-{changing}",
-        family,
-        tied,
-        0.0,
-        True,
-        1,
-        "uneven",
-        tuning=tuning,
-        recompute=recompute,
-        dtype=dtype,
-        pipelines=pipelines,
-        shares=shares,
-        schedule=schedule,
-        changing=changing,
+    case
+    for case in product(
+        family__tied=FAMILIES,
+        pipelines=("one", "each", "two", "tail"),
+        shares=("whole", "unequal"),
+        schedule=("1f1b", "gpipe", "split"),
+        recompute=BOTH,
+        tuning__dtype=TRAINED,
+        changing=BOTH,
+        micro_batch__split=((1, "uneven"),),
     )
-    for family, tied in (("llama", False), ("qwen3", True), ("gemma2", True), ("gpt_neox", False))
-    for pipelines in ("one", "each", "two", "tail")
-    for shares in ("whole", "unequal")
-    for schedule in ("1f1b", "gpipe", "split")
-    for recompute in (False, True)
-    for tuning, dtype in (("full", "fp32"), ("lora", "fp32"), ("full", "bf16"))
-    for changing in (False, True)
-    if (pipelines, shares) != ("one", "unequal")
+    if (case.pipelines, case.shares) != ("one", "unequal")
 )
 """How a batch is shared among pipelines, in which order they compute, and what is trained in which dtype."""
-
 ROUTED = tuple(
-    Case(
-        f"{family}-routers-{dropout}-{packing}-{pipelines}-{schedule}-{recompute}-{streamed}-{tuning}-{dtype}",
-        family,
-        tied,
-        dropout,
-        packing,
-        2,
-        "ends",
-        tuning=tuning,
-        recompute=recompute,
-        dtype=dtype,
-        pipelines=pipelines,
-        schedule=schedule,
-        changing=packing,
-        streamed=streamed,
-        routers=True,
+    case
+    for case in product(
+        family__tied__dropout=(("mixtral", False, 0.1), ("qwen3_moe", True, 0.0), ("flex_olmo", False, 0.0)),
+        packing__changing=((False, False), (True, True)),
+        pipelines=("one", "each", "two", "tail"),
+        schedule=("1f1b", "split"),
+        recompute=BOTH,
+        streamed=BOTH,
+        tuning__dtype=TRAINED,
+        split__routers=(("ends", True),),
     )
-    for family, tied, dropout in (("mixtral", False, 0.1), ("qwen3_moe", True, 0.0), ("flex_olmo", False, 0.0))
-    for packing in (False, True)
-    for pipelines in ("one", "each", "two", "tail")
-    for schedule in ("1f1b", "split")
-    for recompute in (False, True)
-    for streamed in (False, True)
-    for tuning, dtype in (("full", "fp32"), ("lora", "fp32"), ("full", "bf16"))
-    if not (streamed and (recompute or schedule == "split"))
+    if not (case.streamed and (case.recompute or case.schedule == "split"))
 )
 """Models whose routers have a loss. Micro-batches are the reference's: what a token's experts are may hang on the last bit."""
 SEVERAL = tuple(
-    Case(
-        f"{family}-{dropout}-{micro_batch}-{split}-{schedule}-{recompute}-{tuning}-{dtype}-{changing}-{slices}",
-        family,
-        tied,
-        dropout,
-        True,
-        micro_batch,
-        split,
-        micro_batch if slices is None else 1,
-        tuning,
-        recompute,
-        dtype,
-        schedule=schedule,
-        changing=changing,
-        slice_sequences=slices,
+    case
+    for case in product(
+        family__tied=FAMILIES,
+        dropout=(0.0, 0.1),
+        micro_batch=(1, 2),
+        split=("looped", "V"),
+        schedule=("zbv", "dualpipev"),
+        recompute=BOTH,
+        tuning__dtype=(*TRAINED[:2], ("nf4", "bf16"), TRAINED[2], ("lora", "fp16")),
+        changing=BOTH,
+        slice_sequences__reference_micro_batch=((None, 0), (1, 1)),
     )
-    for family, tied in (("llama", False), ("qwen3", True), ("gemma2", True), ("gpt_neox", False))
-    for dropout in (0.0, 0.1)
-    for micro_batch in (1, 2)
-    for split in ("looped", "V")
-    for schedule in ("zbv", "dualpipev")
-    for recompute in (False, True)
-    for tuning, dtype in (("full", "fp32"), ("lora", "fp32"), ("nf4", "bf16"), ("full", "bf16"), ("lora", "fp16"))
-    for changing in (False, True)
-    for slices in (None, 1)
-    if (family, dtype) != ("qwen3", "fp16")  # which overflows in every one of these few steps, in one process too
+    # Qwen 3 in fp16 overflows in every one of these few steps, in one process too.
+    if (case.family, case.dtype) != ("qwen3", "fp16")
 )
 """Ranks with several stages."""
 

@@ -9,6 +9,7 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -59,12 +60,12 @@ class Case:
 
     name: str
     family: str
-    tied: bool
-    dropout: float
-    packing: bool
+    tied: bool = False
+    dropout: float = 0.0
+    packing: bool = True
     """False: one document per sequence, so the targets of the sequences are of very unequal length."""
-    micro_batch: int
-    split: str
+    micro_batch: int = 2
+    split: str = "even"
     """``even``, ``uneven``, ``ends`` (embedding and head alone), ``reversed`` (rank 0 last), ``planner``; or with several stages
     per rank ``looped`` or ``V``."""
     reference_micro_batch: int = 0
@@ -134,239 +135,117 @@ class Case:
         return keys
 
 
+MEANINGS: dict[str, dict[str, Any]] = {
+    "tied": {"tied": True},
+    "dropout": {"dropout": 0.1},
+    **{word: {"split": word} for word in ("uneven", "ends", "reversed", "planner", "looped", "V")},
+    **{word: {"pipelines": word} for word in ("each", "two", "tail", *GROUPED)},
+    **{word: {"schedule": word} for word in ("gpipe", "split")},
+    **{word: {"dtype": word} for word in ("bf16", "fp16")},
+    **{word: {word: True} for word in ("recompute", "changing", "streamed", "routers")},
+    **{word: {"optimizer": word} for word in ("adafactor", "muon")},
+    "8bit": {"optimizer": "adamw_8bit"},
+    "unequal": {"shares": "unequal"},
+}
+"""Word of a case's name -> the fields that it stands for."""
+TUNINGS = ("lora", "rslora", "patterns", "dora", "nf4", "pissa", "olora", "tokens", "saved")
+"""Words of a case's name that make up its ``tuning``."""
+
+
+def named(name: str, **others: Any) -> Case:
+    """The case that a name describes: ``FAMILY-WORD-WORD``; ``others``: fields that it does not tell."""
+    family, *words = name.split("-")
+    fields: dict[str, Any] = {"further": tuple(word for word in words if word in KEYS)}
+    fields["tuning"] = "-".join(word for word in words if word in TUNINGS) or "full"
+    for word in words:
+        fields |= MEANINGS.get(word, {})
+    return Case(name, family, **{**fields, **others})
+
+
+ALONE: dict[str, Any] = {"packing": False}
+"""One document per sequence."""
 NORMAL = (
-    Case("llama-even", "llama", False, 0.0, True, 2, "even"),
-    Case("qwen3-tied-unequal", "qwen3", True, 0.0, False, 1, "uneven"),
-    Case("gemma2-tied-ends", "gemma2", True, 0.0, True, 4, "ends"),
-    Case("gpt_neox-dropout-reversed", "gpt_neox", False, 0.1, False, 2, "reversed"),
-    Case("phi3-planner", "phi3", False, 0.0, False, 2, "planner"),
-    Case("llama-other-micro-batch", "llama", False, 0.0, False, 1, "uneven", reference_micro_batch=8),
-    Case("gemma2-recompute", "gemma2", True, 0.0, True, 4, "uneven", recompute=True),
-    Case("llama-lora-dropout-recompute", "llama", False, 0.1, False, 2, "ends", tuning="lora", recompute=True),
-    Case("llama-dora-recompute", "llama", False, 0.0, True, 2, "uneven", tuning="dora", recompute=True),
-    Case("qwen3-nf4-dora-streamed", "qwen3", True, 0.0, True, 2, "even", tuning="nf4-dora", streamed=True),
-    Case("gemma2-rslora-two", "gemma2", True, 0.0, True, 1, "even", tuning="rslora", pipelines="two"),
-    Case("llama-patterns", "llama", False, 0.0, True, 2, "even", tuning="patterns"),
-    Case("phi3-nf4", "phi3", False, 0.0, True, 2, "even", tuning="nf4"),
-    Case("llama-lora-fp16", "llama", False, 0.0, True, 2, "even", tuning="lora", dtype="fp16"),
-    Case("llama-gpipe-changing", "llama", False, 0.0, True, 2, "uneven", schedule="gpipe", changing=True),
-    Case("qwen3-tied-split", "qwen3", True, 0.0, True, 1, "uneven", schedule="split"),
-    Case("llama-bf16-split", "llama", False, 0.1, True, 2, "even", schedule="split", dtype="bf16"),
-    Case("phi3-each-unequal", "phi3", False, 0.0, True, 2, "even", pipelines="each", shares="unequal"),
-    Case("gpt_neox-dropout-each", "gpt_neox", False, 0.1, False, 2, "even", pipelines="each"),
-    Case(
-        "qwen3-tied-two-split-unequal",
-        "qwen3",
-        True,
-        0.0,
-        True,
-        1,
-        "even",
-        pipelines="two",
-        shares="unequal",
-        schedule="split",
-    ),
-    Case(
-        "gemma2-tail-changing",
-        "gemma2",
-        True,
-        0.0,
-        False,
-        2,
-        "even",
-        pipelines="tail",
-        shares="unequal",
-        changing=True,
-        recompute=True,
-    ),
-    Case("llama-lora-two-gpipe", "llama", True, 0.0, True, 1, "even", tuning="lora", pipelines="two", schedule="gpipe"),
-    Case("llama-dropout-streamed", "llama", False, 0.1, False, 4, "uneven", 2, streamed=True, slice_sequences=2),
-    Case(
-        "qwen3-tied-lora-streamed",
-        "qwen3",
-        True,
-        0.0,
-        True,
-        4,
-        "reversed",
-        1,
-        tuning="lora",
-        streamed=True,
-        slice_sequences=1,
-    ),
-    Case("gemma2-nf4-bf16-streamed", "gemma2", True, 0.0, True, 2, "even", tuning="nf4", dtype="bf16", streamed=True),
-    Case("llama-8bit", "llama", False, 0.0, True, 2, "uneven", optimizer="adamw_8bit"),
-    Case(
-        "qwen3-tied-8bit-two-streamed",
-        "qwen3",
-        True,
-        0.0,
-        True,
-        2,
-        "even",
-        pipelines="two",
-        streamed=True,
-        optimizer="adamw_8bit",
-    ),
-    Case("gpt_oss-wide-biases", "gpt_oss", False, 0.0, True, 2, "uneven"),
-    Case(
-        "mixtral-routers-streamed",
-        "mixtral",
-        False,
-        0.0,
-        False,
-        4,
-        "uneven",
-        streamed=True,
-        slice_sequences=1,
-        routers=True,
-    ),
-    Case(
-        "gpt_oss-routers-two-split-changing",
-        "gpt_oss",
-        False,
-        0.0,
-        True,
-        1,
-        "even",
-        pipelines="two",
-        shares="unequal",
-        schedule="split",
-        recompute=True,
-        changing=True,
-        routers=True,
-    ),
-    Case("llama-tied-V-dropout", "llama", True, 0.1, True, 2, "V", schedule="zbv"),
-    Case("qwen3-looped-recompute", "qwen3", False, 0.0, False, 1, "looped", schedule="dualpipev", recompute=True),
-    Case("gemma2-nf4-bf16-V", "gemma2", True, 0.0, True, 2, "V", tuning="nf4", dtype="bf16", schedule="dualpipev"),
-    Case("llama-tied-group-recompute", "llama", True, 0.0, True, 2, "even", pipelines="group", recompute=True),
-    Case("qwen3-groups-changing", "qwen3", False, 0.0, False, 1, "even", pipelines="groups", changing=True),
-    Case("llama-lora-groups", "llama", True, 0.0, True, 2, "even", tuning="lora", pipelines="groups"),
-    Case("mixtral-groups", "mixtral", False, 0.0, True, 2, "even", pipelines="groups"),
-    Case("qwen3-nf4-group", "qwen3", False, 0.0, True, 2, "even", tuning="nf4", pipelines="group"),
-    Case("mixtral-nf4-groups", "mixtral", True, 0.0, False, 1, "even", tuning="nf4", pipelines="groups"),
-    Case("llama-frozen-rates-two", "llama", False, 0.0, True, 1, "even", pipelines="two", further=("frozen", "rates")),
-    Case(
-        "qwen3-tied-noise-streamed",
-        "qwen3",
-        True,
-        0.0,
-        False,
-        2,
-        "even",
-        streamed=True,
-        slice_sequences=1,
-        further=("noise",),
-    ),
-    Case("llama-lora-plus", "llama", False, 0.0, True, 2, "uneven", tuning="lora", further=("plus",)),
-    Case("llama-adafactor", "llama", False, 0.0, True, 2, "uneven", optimizer="adafactor", further=("frozen",)),
-    Case(
-        "qwen3-tied-adafactor-two-streamed",
-        "qwen3",
-        True,
-        0.0,
-        True,
-        2,
-        "even",
-        pipelines="two",
-        streamed=True,
-        optimizer="adafactor",
-    ),
-    Case("qwen3-tied-muon", "qwen3", True, 0.0, True, 2, "uneven", optimizer="muon"),
-    Case(
-        "gpt_oss-muon-two-split",
-        "gpt_oss",
-        False,
-        0.0,
-        True,
-        1,
-        "even",
-        pipelines="two",
-        schedule="split",
-        optimizer="muon",
-    ),
-    Case(
-        "llama-lora-muon-streamed", "llama", False, 0.0, True, 2, "even", tuning="lora", streamed=True, optimizer="muon"
-    ),
-    Case(
-        "qwen3-frozen-noise-groups",
-        "qwen3",
-        False,
-        0.0,
-        True,
-        2,
-        "even",
-        pipelines="groups",
-        further=("frozen", "noise"),
-    ),
-    Case("llama-pissa", "llama", False, 0.0, True, 2, "uneven", tuning="pissa"),
-    Case(
-        "qwen3-tied-olora-two-streamed",
-        "qwen3",
-        True,
-        0.0,
-        True,
-        2,
-        "even",
-        tuning="olora",
-        pipelines="two",
-        streamed=True,
-    ),
-    Case("phi3-nf4-pissa", "phi3", False, 0.0, True, 2, "even", tuning="nf4-pissa"),
-    Case("llama-pissa-groups", "llama", True, 0.0, True, 2, "even", tuning="pissa", pipelines="groups"),
-    Case("llama-lora-tokens", "llama", False, 0.0, True, 2, "even", tuning="lora-tokens"),
-    Case(
-        "gemma2-lora-tokens-streamed",
-        "gemma2",
-        True,
-        0.0,
-        False,
-        4,
-        "uneven",
-        1,
-        "lora-tokens",
-        streamed=True,
-        slice_sequences=1,
-    ),
-    Case("qwen3-tied-nf4-saved-V", "qwen3", True, 0.0, True, 2, "V", tuning="nf4-saved", schedule="zbv"),
-    Case("llama-lora-saved-groups", "llama", False, 0.0, True, 2, "even", tuning="lora-saved", pipelines="groups"),
-    Case("llama-bf16-group", "llama", False, 0.0, True, 2, "even", pipelines="group", dtype="bf16"),
-    Case("llama-8bit-V", "llama", False, 0.0, True, 2, "V", schedule="zbv", optimizer="adamw_8bit"),
-    Case("llama-tied-bf16-tail", "llama", True, 0.0, True, 2, "even", pipelines="tail", shares="unequal", dtype="bf16"),
-)
+    named("llama-even"),
+    named("qwen3-tied-unequal", split="uneven", shares="whole", micro_batch=1, **ALONE),
+    named("gemma2-tied-ends", micro_batch=4),
+    named("gpt_neox-dropout-reversed", **ALONE),
+    named("phi3-planner", **ALONE),
+    named("llama-other-micro-batch", split="uneven", micro_batch=1, reference_micro_batch=8, **ALONE),
+    named("gemma2-recompute", tied=True, split="uneven", micro_batch=4),
+    named("llama-lora-dropout-recompute", split="ends", **ALONE),
+    named("llama-dora-recompute", split="uneven"),
+    named("qwen3-nf4-dora-streamed", tied=True),
+    named("gemma2-rslora-two", tied=True, micro_batch=1),
+    named("llama-patterns"),
+    named("phi3-nf4"),
+    named("llama-lora-fp16"),
+    named("llama-gpipe-changing", split="uneven"),
+    named("qwen3-tied-split", split="uneven", micro_batch=1),
+    named("llama-bf16-split", dropout=0.1),
+    named("phi3-each-unequal"),
+    named("gpt_neox-dropout-each", **ALONE),
+    named("qwen3-tied-two-split-unequal", micro_batch=1),
+    named("gemma2-tail-changing", tied=True, shares="unequal", recompute=True, **ALONE),
+    named("llama-lora-two-gpipe", tied=True, micro_batch=1),
+    named("llama-dropout-streamed", split="uneven", micro_batch=4, reference_micro_batch=2, slice_sequences=2, **ALONE),
+    named("qwen3-tied-lora-streamed", split="reversed", micro_batch=4, reference_micro_batch=1, slice_sequences=1),
+    named("gemma2-nf4-bf16-streamed", tied=True),
+    named("llama-8bit", split="uneven"),
+    named("qwen3-tied-8bit-two-streamed"),
+    named("gpt_oss-wide-biases", split="uneven"),
+    named("mixtral-routers-streamed", split="uneven", micro_batch=4, slice_sequences=1, **ALONE),
+    named("gpt_oss-routers-two-split-changing", micro_batch=1, shares="unequal", recompute=True),
+    named("llama-tied-V-dropout", schedule="zbv"),
+    named("qwen3-looped-recompute", micro_batch=1, schedule="dualpipev", **ALONE),
+    named("gemma2-nf4-bf16-V", tied=True, schedule="dualpipev"),
+    named("llama-tied-group-recompute"),
+    named("qwen3-groups-changing", micro_batch=1, **ALONE),
+    named("llama-lora-groups", tied=True),
+    named("mixtral-groups"),
+    named("qwen3-nf4-group"),
+    named("mixtral-nf4-groups", tied=True, micro_batch=1, **ALONE),
+    named("llama-frozen-rates-two", micro_batch=1),
+    named("qwen3-tied-noise-streamed", slice_sequences=1, **ALONE),
+    named("llama-lora-plus", split="uneven"),
+    named("llama-adafactor", split="uneven", further=("frozen",)),
+    named("qwen3-tied-adafactor-two-streamed"),
+    named("qwen3-tied-muon", split="uneven"),
+    named("gpt_oss-muon-two-split", micro_batch=1),
+    named("llama-lora-muon-streamed"),
+    named("qwen3-frozen-noise-groups"),
+    named("llama-pissa", split="uneven"),
+    named("qwen3-tied-olora-two-streamed"),
+    named("phi3-nf4-pissa"),
+    named("llama-pissa-groups", tied=True),
+    named("llama-lora-tokens"),
+    named("gemma2-lora-tokens-streamed", tied=True, split="uneven", micro_batch=4, reference_micro_batch=1,
+          slice_sequences=1, **ALONE),
+    named("qwen3-tied-nf4-saved-V", schedule="zbv"),
+    named("llama-lora-saved-groups"),
+    named("llama-bf16-group"),
+    named("llama-8bit-V", schedule="zbv"),
+    named("llama-tied-bf16-tail", shares="unequal"),
+)  # fmt: skip
 """Pairwise: every value of every field meets most values of the others."""
 FURTHER = (
-    Case("llama-tied-dropout", "llama", True, 0.1, True, 2, "reversed"),
-    Case("llama-frozen-split", "llama", False, 0.0, True, 2, "even", schedule="split", further=("frozen", "noise")),
-    Case("llama-frozen-streamed", "llama", False, 0.0, True, 2, "uneven", streamed=True, further=("frozen", "rates")),
-    Case("llama-rates-groups", "llama", False, 0.0, True, 2, "even", pipelines="groups", further=("rates",)),
-    Case(
-        "llama-frozen-8bit", "llama", False, 0.0, True, 2, "even", optimizer="adamw_8bit", further=("frozen", "rates")
-    ),
-    Case("llama-frozen-bf16", "llama", False, 0.0, True, 2, "even", dtype="bf16", further=("frozen", "rates")),
-    Case("gemma2-dora-plus-noise", "gemma2", True, 0.0, True, 2, "even", tuning="dora", further=("plus", "noise")),
-    Case(
-        "llama-lora-plus-groups",
-        "llama",
-        True,
-        0.0,
-        True,
-        2,
-        "even",
-        tuning="lora",
-        pipelines="groups",
-        further=("plus",),
-    ),
-    Case("llama-pissa-rslora", "llama", False, 0.0, True, 2, "reversed", tuning="pissa-rslora"),
-    Case("qwen3-tied-lora", "qwen3", True, 0.0, True, 1, "reversed", tuning="lora"),
-    Case("gpt_neox-nf4-recompute", "gpt_neox", False, 0.0, False, 4, "uneven", tuning="nf4", recompute=True),
-    Case("llama-nf4-planner", "llama", True, 0.0, False, 2, "planner", tuning="nf4"),
-    Case("llama-bf16", "llama", False, 0.0, True, 2, "uneven", dtype="bf16"),
-    Case("gemma2-nf4-bf16", "gemma2", True, 0.0, True, 2, "even", tuning="nf4", dtype="bf16"),
-    Case("gemma2-split-recompute", "gemma2", True, 0.0, False, 2, "reversed", schedule="split", recompute=True),
-    Case("llama-tied-two-streamed", "llama", True, 0.0, True, 2, "uneven", pipelines="two", streamed=True),
-    Case("llama-lora-8bit", "llama", False, 0.0, True, 2, "reversed", tuning="lora", optimizer="adamw_8bit"),
-    Case("mixtral-routers-looped", "mixtral", False, 0.0, True, 2, "looped", schedule="zbv", routers=True),
+    named("llama-tied-dropout", split="reversed"),
+    named("llama-frozen-split", further=("frozen", "noise")),
+    named("llama-frozen-streamed", split="uneven", further=("frozen", "rates")),
+    named("llama-rates-groups"),
+    named("llama-frozen-8bit", further=("frozen", "rates")),
+    named("llama-frozen-bf16", further=("frozen", "rates")),
+    named("gemma2-dora-plus-noise", tied=True),
+    named("llama-lora-plus-groups", tied=True),
+    named("llama-pissa-rslora", split="reversed"),
+    named("qwen3-tied-lora", split="reversed", micro_batch=1),
+    named("gpt_neox-nf4-recompute", split="uneven", micro_batch=4, **ALONE),
+    named("llama-nf4-planner", tied=True, **ALONE),
+    named("llama-bf16", split="uneven"),
+    named("gemma2-nf4-bf16", tied=True),
+    named("gemma2-split-recompute", tied=True, split="reversed", **ALONE),
+    named("llama-tied-two-streamed", split="uneven"),
+    named("llama-lora-8bit", split="reversed"),
+    named("mixtral-routers-looped", schedule="zbv"),
 )
 """Other values of these fields together: the long suite has them."""
 
@@ -377,12 +256,8 @@ def adapter_directory(directory: Path, case: Case) -> Path:
     if not target.exists():
         keys = dict(case.config)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
-        lora = {
-            **LORA,
-            "target_modules": lora_targets(case),
-            "use_dora": "dora" in case.tuning,
-            "use_rslora": case.tuning in ("rslora", "patterns"),
-        }
+        lora = {**LORA, "target_modules": lora_targets(case), "use_dora": "dora" in case.tuning}
+        lora["use_rslora"] = case.tuning in ("rslora", "patterns")
         if case.tuning == "patterns":
             lora |= PATTERNS
         ends = ["embed_tokens"] if case.tied else ["embed_tokens", "lm_head"]
