@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from harness import parser_of  # noqa: E402
 
-from tests.runtime.test_equality import Bench, losses  # noqa: E402
+from tests.support.equality import Bench, losses  # noqa: E402
 from tests.support.training_cases import Case  # noqa: E402
 
 RANKS, BAR = 3, 1e-6

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_mpi.planning.orders import ORDERS
-from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 from hetero_mpi.planning.types.toml_files import save_plan
-from tests.support.training_cases import GLOBAL_BATCH, GROUPED, LAYERS, SEQUENCE, Case
+from tests.support.plans import pipeline, plan_of
+from tests.support.training_cases import GLOBAL_BATCH, GROUPED, LAYERS, Case
 
 
 def cuts(split: str, ranks: int) -> list[int]:
@@ -43,7 +44,7 @@ def write_plan(
         if len(groups) == 1:
             micro_batch = case.micro_batch
         made.append(_pipeline(case, order, edges, micro_batch, shares[number]))
-    save_plan(Plan(tuple(made), GLOBAL_BATCH, SEQUENCE, LAYERS), path)
+    save_plan(plan_of(*made), path)
     return path
 
 
@@ -61,19 +62,22 @@ def _member_shares(pipelines: str, ranks: int) -> list[tuple[int, ...]]:
     return {2: [(1, 3)], 3: [(3, 1), ()], 4: [(3, 1), (2, 2)]}[ranks]
 
 
+EXPERTS = {(1, 3): (0, 4), (3, 1): (1, 3), (2, 2): (4, 0)}
+"""Shares of the heads of two ranks -> of the experts: more of the heads on one rank, of the experts on the other."""
+
+
 def _of_groups(case: Case, shares: list[tuple[int, ...]]) -> Plan:
-    edges, stages, rank = cuts("uneven", len(shares)), [], 0
-    for place, own in enumerate(shares):
-        ranks, depth = tuple(range(rank, rank + max(1, len(own)))), len(shares) - 1 - place
-        stage = StagePlan(ranks, edges[place], edges[place + 1], depth, case.recompute, shares=own)
-        experts = {
-            (1, 3): (0, 4),
-            (3, 1): (1, 3),
-            (2, 2): (4, 0),
-        }  # more of the heads on one rank, of the experts on the other
-        stages.append(replace(stage, experts=experts[own]) if own and case.family == "mixtral" else stage)
-        rank += len(ranks)
-    return Plan((PipelinePlan(tuple(stages), case.micro_batch, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, LAYERS)
+    holders: list[int | dict[int, int]] = []
+    rank = 0
+    for own in shares:
+        holders.append(dict(enumerate(own, rank)) if own else rank)
+        rank += max(1, len(own))
+    edges = cuts("uneven", len(shares))
+    made = pipeline(holders, edges, case.micro_batch, GLOBAL_BATCH, recompute=case.recompute)
+    if case.family == "mixtral":
+        stages = [replace(stage, experts=EXPERTS[stage.shares]) if stage.shares else stage for stage in made.stages]
+        made = replace(made, stages=tuple(stages))
+    return plan_of(made)
 
 
 def grouped(pipelines: str, split: str, ranks: int) -> list[tuple[list[int], list[int]]]:
@@ -98,21 +102,12 @@ def _several(split: str, ranks: int) -> list[int]:
 
 
 def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, sequences: int) -> PipelinePlan:
-    count = -(-sequences // micro_batch)
-    depths = [count if case.schedule == "gpipe" else min(len(order) - 1 - i, count) for i in range(len(order))]
-    stages = tuple(
-        StagePlan(
-            (rank,),
-            edges[i],
-            edges[i + 1],
-            depths[i],
-            case.recompute,
-            case.streamed and i % 2 == 0,
-            case.slice_sequences,
-        )
-        for i, rank in enumerate(order)
+    schedule = case.schedule
+    if schedule in ORDERS and len(set(order)) == len(order):  # it orders several stages of a rank
+        schedule = "split" if ORDERS[schedule].SPLITS else "1f1b"
+    made = pipeline(
+        order, edges, micro_batch, sequences, schedule, recompute=case.recompute, slice_sequences=case.slice_sequences
     )
-    split = case.schedule == "split" or (case.schedule in ORDERS and ORDERS[case.schedule].SPLITS)
-    split = split and case.slice_sequences is None  # which goes back in one part
-    several = len(set(order)) < len(order)
-    return PipelinePlan(stages, micro_batch, sequences, split, case.schedule if several else WARM_UP)
+    stages = (replace(stage, streamed=case.streamed and i % 2 == 0) for i, stage in enumerate(made.stages))
+    split = made.split_backward and case.slice_sequences is None  # which goes back in one part
+    return replace(made, stages=tuple(stages), split_backward=split)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.support.training_cases import Case
 
+
 def product(**values: Sequence[Any]) -> tuple[Case, ...]:
     """A case for each choice of one of the values of every field; fields whose names stand in one word vary together."""
     cases = []

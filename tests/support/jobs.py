@@ -20,18 +20,16 @@ from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
-from hetero_mpi.planning.types.toml_files import save_plan, save_profile
+from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.state.directory import SHARDS_NAME
 from tests.support import training_cases
 from tests.support.mpi import run_mpi
 from tests.support.planning_samples import make_profile
+from tests.support.plans import GLOBAL_BATCH, pipeline, write_plan
 from tests.support.rank_pool import run_pooled
-from tests.support.training_cases import Case
+from tests.support.training_cases import SEQUENCE, Case
 
-SEQUENCE = training_cases.SEQUENCE
-GLOBAL_BATCH = 4
 SMALLEST = """\
 [model.config]
 model_type = "llama"
@@ -112,11 +110,21 @@ class Workshop:
 
     def plan(self, name: str, ranks: int, rows: int, length: int, **stage: Any) -> Path:
         """Write ``NAME.plan.toml``: a model of two blocks on one rank, or on three; ``stage``: further fields of each stage."""
-        edges = {1: (0, 4), 3: (0, 1, 3, 4)}[ranks]
-        stages = [StagePlan((rank,), edges[rank], edges[rank + 1], ranks - 1 - rank, **stage) for rank in range(ranks)]
-        path = self.directory / f"{name}.plan.toml"
-        save_plan(Plan((PipelinePlan(tuple(stages), 2, rows),), rows, length, 4), path)
-        return path
+        made = pipeline(range(ranks), {1: (0, 4), 3: (0, 1, 3, 4)}[ranks], 2, rows, **stage)
+        return write_plan(self.directory / f"{name}.plan.toml", made, length=length)
+
+    def entry(
+        self, name: str, values: dict[str, Any], options: dict[str, Any] | None = None, **tables: Any
+    ) -> dict[str, Any]:
+        """An entry for ``run_entries``: a job in a run directory of its name; ``options``: further keys of the entry."""
+        return {"job": self.job(name, values, **tables), "run_dir": self.directory / name, **(options or {})}
+
+    def finish(self, ranks: int, entries: dict[str, dict[str, Any]], timeout_s: float = 180) -> dict[str, Outcome]:
+        """As ``run_entries``, of jobs that all end well."""
+        outcomes = self.run_entries(ranks, entries, timeout_s)
+        failed = {name: outcome.texts for name, outcome in outcomes.items() if set(outcome.codes) != {0}}
+        assert not failed, failed
+        return outcomes
 
     def run_entries(
         self, ranks: int, entries: dict[str, dict[str, Any]], timeout_s: float = 180, own_environment: bool = False

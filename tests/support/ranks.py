@@ -41,12 +41,13 @@ from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, full_training
-from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.training.build import StageBuilder
+from tests.support import plans
 from tests.support.planning_samples import make_model
+from tests.support.plans import pipeline
 
 Route = tuple[int, int, int]
 """(source, destination, tag)"""
@@ -347,12 +348,5 @@ def plan_of(
     recompute: bool = False,
 ) -> Plan:
     """``pipelines``: (ranks in chain order, boundaries, micro-batch, sequences) of each. ``schedule``: as ``trained_once``."""
-    made = []
-    for ranks, edges, micro_batch, sequences in pipelines:
-        count = -(-sequences // micro_batch)
-        depths = [count if schedule == "gpipe" else min(len(ranks) - 1 - i, count) for i in range(len(ranks))]
-        stages = tuple(StagePlan((rank,), edges[i], edges[i + 1], depths[i], recompute) for i, rank in enumerate(ranks))
-        order = schedule if schedule in ORDERS else WARM_UP
-        split = schedule == "split" or ORDERS[order].SPLITS
-        made.append(PipelinePlan(stages, micro_batch, sequences, split, order))
-    return Plan(tuple(made), sum(p.sequences for p in made), length, chain.layer_count)
+    made = [pipeline(*of, schedule=schedule, recompute=recompute) for of in pipelines]
+    return plans.plan_of(*made, length=length)
